@@ -1,0 +1,346 @@
+"""Every option, once: flags, environment variables, config file and docs derive from these fields.
+
+`Config` is what the user asked for. `resolve()` turns it, once, into `Resolved`, which a restarted
+engine receives unchanged. Nothing here imports torch: the API process reads it too.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any
+
+from foreword.errors import ConfigError
+
+__all__ = ["Config", "EngineInfo", "Machine", "ModelFacts", "Resolved", "option_fields", "resolve"]
+
+DRAFTERS = ("ngram", "draft", "replay")
+GIB = 1 << 30
+
+
+def option(default: Any, help_: str, *, group: str, choices: tuple[str, ...] = (), secret: bool = False) -> Any:
+    """A field that is also a flag; `help_` is its documentation everywhere."""
+    metadata = {"help": help_, "group": group, "choices": choices, "secret": secret}
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """What the user asked for; None and "auto" leave the choice to `resolve()`."""
+
+    model: str | None = option(None, "checkpoint directory or hub id (default: the bundled demo)", group="model")
+    served_model_name: str | None = option(None, "name in the API (default: the model's last part)", group="model")
+    device: str = option("auto", "where to compute", group="model", choices=("auto", "cpu", "cuda"))
+    dtype: str = option(
+        "auto",
+        "data type of weights, activations and KV cache",
+        group="model",
+        choices=("auto", "float32", "bfloat16", "float16"),
+    )
+    max_model_len: int | None = option(
+        None, "context limit in tokens (default: the checkpoint's, as the cache allows)", group="model"
+    )
+    seed: int | None = option(None, "seed for requests that bring none (default: a random one for each)", group="model")
+    threads: int | None = option(None, "CPU threads of the engine (default: all cores)", group="model")
+    fast_math: bool = option(False, "faster products whose bits depend on the batch: gives up exactness", group="model")
+
+    max_num_seqs: int | None = option(None, "requests that run at once (default: 64 on CPU, 256 on GPU)", group="scheduler")
+    max_num_batched_tokens: int | None = option(None, "rows of one step (default: 512 on CPU, 8192 on GPU)", group="scheduler")
+    max_waiting: int = option(4096, "requests that may wait; more are answered 429", group="scheduler")
+    kv_cache_memory: str | None = option(
+        None, 'memory of the KV cache, such as "2GiB" or "4000tokens" (default: from free memory)', group="scheduler"
+    )
+    gpu_memory_utilization: float = option(0.9, "share of the GPU's memory that may be used", group="scheduler")
+    block_size: int = option(16, "tokens in one block of the KV cache (a power of two, 1 to 256)", group="scheduler")
+    prefix_caching: bool = option(True, "reuse the KV of equal prompt beginnings", group="scheduler")
+
+    speculate: str = option(
+        "auto", "auto, off, or drafters joined by commas, first match wins: ngram, draft, replay", group="speculation"
+    )
+    draft_model: str | None = option(None, "a smaller checkpoint with the same tokenizer", group="speculation")
+    num_speculative_tokens: int | None = option(None, "upper bound of drafted tokens a step (default 4)", group="speculation")
+    prompt_lookup_min: int = option(2, "shortest n-gram that ngram looks up", group="speculation")
+    prompt_lookup_max: int = option(4, "longest n-gram that ngram looks up", group="speculation")
+    replay_file: str | None = option(None, "JSON lines of recorded outputs for the replay drafter", group="speculation")
+    replay_error_rate: float = option(0.0, "share of replayed tokens made wrong on purpose", group="speculation")
+    speculative_config: str | None = option(None, "the above as JSON, as in vLLM", group="speculation")
+
+    host: str = option("127.0.0.1", "address to listen on", group="server")
+    port: int = option(8000, "port to listen on; 0 takes a free one", group="server")
+    api_key: str | None = option(None, "key that clients must send; several joined by commas", group="server", secret=True)
+    cors_origins: str = option("", "origins that browsers may call from, joined by commas; * for all", group="server")
+    max_body_mb: int = option(32, "largest request body in MB", group="server")
+    share_prefix_cache: bool = option(False, "let different API keys share cached prefixes", group="server")
+    log_level: str = option("info", "how much to log", group="server", choices=("debug", "info", "warning", "error"))
+    log_interval: float = option(10.0, "seconds between throughput lines; 0 for none", group="server")
+    test_mode: bool = option(False, "attach a hash of the raw logits to every token (slow; for exactness tests)", group="server")
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            _check_type(item.name, getattr(self, item.name), str(item.type))
+            choices = item.metadata["choices"]
+            if choices and getattr(self, item.name) not in choices:
+                raise ConfigError(f"{item.name} must be one of {', '.join(choices)}, got {getattr(self, item.name)!r}", item.name)
+        _between("block_size", self.block_size, 1, 256)
+        if self.block_size & (self.block_size - 1):
+            raise ConfigError(f"block_size must be a power of two, got {self.block_size}", "block_size")
+        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "threads"):
+            if getattr(self, name) is not None:
+                _between(name, getattr(self, name), 1, 1 << 24)
+        _between("num_speculative_tokens", self.num_speculative_tokens or 0, 0, 64)
+        _between("prompt_lookup_min", self.prompt_lookup_min, 1, self.prompt_lookup_max)
+        _between("prompt_lookup_max", self.prompt_lookup_max, 1, 32)
+        _between("replay_error_rate", self.replay_error_rate, 0.0, 1.0)
+        _between("gpu_memory_utilization", self.gpu_memory_utilization, 0.05, 1.0)
+        _between("port", self.port, 0, 65535)
+        _between("max_body_mb", self.max_body_mb, 1, 1024)
+        self.drafter_names()
+
+    def drafter_names(self) -> tuple[str, ...]:
+        """The drafters that `speculate` asks for, in order; empty when it is off.
+
+        `auto` is n-gram lookup, and behind it the draft model where one is given.
+        """
+        if self.speculate == "off":
+            return ()
+        if self.speculate == "auto":
+            return ("ngram", "draft") if self.draft_model else ("ngram",)
+        names = tuple(name.strip() for name in self.speculate.split(","))
+        for name in names:
+            if name not in DRAFTERS:
+                raise ConfigError(f"speculate: unknown drafter {name!r}; known: auto, off, {', '.join(DRAFTERS)}", "speculate")
+        if "draft" in names and not self.draft_model:
+            raise ConfigError("speculate names `draft`, which needs --draft-model", "draft_model")
+        if "replay" in names and not self.replay_file:
+            raise ConfigError("speculate names `replay`, which needs --replay-file", "replay_file")
+        return names
+
+    def with_speculative_config(self) -> Config:
+        """`speculative_config` (vLLM's JSON) spread over the fields it stands for."""
+        if self.speculative_config is None:
+            return self
+        return replace(self, speculative_config=None, **_spread_vllm(self.speculative_config))
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What `resolve()` needs to know of the hardware."""
+
+    device: str
+    cores: int
+    free_bytes: int
+    bfloat16: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What `resolve()` needs to know of a checkpoint.
+
+    context             positions it was made for
+    dtype               of its weights
+    parameters          number of weights (tied ones once)
+    kv_values_per_token numbers that one token keeps in the KV cache (all layers, K and V)
+    """
+
+    architecture: str
+    context: int
+    dtype: str
+    parameters: int
+    vocab_size: int
+    kv_values_per_token: int
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """Every choice made. `num_blocks` counts usable blocks of the cache, for target and drafter alike."""
+
+    device: str
+    dtype: str
+    threads: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    block_size: int
+    num_blocks: int
+    kv_bytes: int
+    weight_bytes: int
+    prefix_caching: bool
+    drafters: tuple[str, ...]
+    num_speculative_tokens: int
+    prompt_lookup_min: int
+    prompt_lookup_max: int
+    fast_math: bool
+    test_mode: bool
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """Facts of a loaded engine, as plain values.
+
+    fingerprint   equality of answers holds between engines of the same fingerprint
+    backend       name of the kernel backend
+    load_seconds  time spent by stage: import, weights, warmup
+    draft_model   name of the draft model's directory, or None
+    warnings      what the operator should know (a draft model of an unfit size, no compiler, ...)
+    """
+
+    architecture: str
+    parameters: int
+    vocab_size: int
+    resolved: Resolved
+    fingerprint: str
+    backend: str
+    load_seconds: dict[str, float]
+    draft_model: str | None = None
+    draft_parameters: int = 0
+    warnings: tuple[str, ...] = ()
+
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def resolve(config: Config, machine: Machine, model: ModelFacts, drafter: ModelFacts | None = None) -> Resolved:
+    """Fix every choice, once.
+
+    Raises ConfigError, with the estimate, where the model does not fit.
+    """
+    gpu = machine.device == "cuda"
+    dtype = _dtype(config, machine, model)
+    weights = (model.parameters + (drafter.parameters if drafter else 0)) * DTYPE_BYTES[dtype]
+    max_num_seqs = config.max_num_seqs or (256 if gpu else 64)
+    per_block = (
+        config.block_size * DTYPE_BYTES[dtype] * (model.kv_values_per_token + (drafter.kv_values_per_token if drafter else 0))
+    )
+    wanted = config.max_model_len or model.context
+    num_blocks = _num_blocks(config, machine, weights, per_block, max_num_seqs * _blocks(wanted, config.block_size))
+    return Resolved(
+        device=machine.device,
+        dtype=dtype,
+        threads=config.threads or machine.cores,
+        max_model_len=_max_model_len(config, model, num_blocks),
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max(config.max_num_batched_tokens or (8192 if gpu else 512), max_num_seqs),
+        block_size=config.block_size,
+        num_blocks=num_blocks,
+        kv_bytes=num_blocks * per_block,
+        weight_bytes=weights,
+        prefix_caching=config.prefix_caching,
+        drafters=config.drafter_names(),
+        num_speculative_tokens=4 if config.num_speculative_tokens is None else config.num_speculative_tokens,
+        prompt_lookup_min=config.prompt_lookup_min,
+        prompt_lookup_max=config.prompt_lookup_max,
+        fast_math=config.fast_math,
+        test_mode=config.test_mode,
+    )
+
+
+def option_fields() -> tuple[Any, ...]:
+    """The dataclass fields of Config, in order, for whoever derives flags or docs from them."""
+    return fields(Config)
+
+
+def _dtype(config: Config, machine: Machine, model: ModelFacts) -> str:
+    if config.dtype != "auto":
+        return config.dtype
+    if machine.device == "cpu" and (model.dtype == "float16" or not machine.bfloat16):
+        return "float32"
+    return "float16" if model.dtype == "bfloat16" and not machine.bfloat16 else model.dtype
+
+
+def _num_blocks(config: Config, machine: Machine, weights: int, per_block: int, useful: int) -> int:
+    """Blocks of the cache: as asked for, or from free memory, but not more than can ever be used."""
+    if config.kv_cache_memory is not None:
+        text = config.kv_cache_memory.strip()
+        if text.endswith("tokens"):
+            return _blocks(_whole("kv_cache_memory", text[:-6]), config.block_size)
+        return max(parse_bytes("kv_cache_memory", text) // per_block, 1)
+    share = config.gpu_memory_utilization if machine.device == "cuda" else 0.5
+    spare = int(machine.free_bytes * share) - weights
+    if spare < per_block:
+        raise ConfigError(
+            f"the model does not fit: weights need {weights / GIB:.2f} GiB and {share:.0%} of the free memory is "
+            f"{machine.free_bytes * share / GIB:.2f} GiB; a smaller model or dtype would fit",
+            "model",
+        )
+    return min(spare // per_block, useful)
+
+
+def _max_model_len(config: Config, model: ModelFacts, num_blocks: int) -> int:
+    cache = num_blocks * config.block_size
+    if config.max_model_len is None:
+        length = min(model.context, cache)
+    elif config.max_model_len > cache:
+        raise ConfigError(
+            f"max_model_len {config.max_model_len} does not fit into a KV cache of {cache} tokens; "
+            f"lower --max-model-len or raise --kv-cache-memory",
+            "max_model_len",
+        )
+    else:
+        length = config.max_model_len
+    if length > model.context:
+        raise ConfigError(f"max_model_len {length} is above the checkpoint's {model.context} positions", "max_model_len")
+    if length < 2:
+        raise ConfigError(f"a context of {length} tokens leaves no room for an answer; raise --kv-cache-memory", "max_model_len")
+    return length
+
+
+def parse_bytes(name: str, text: str) -> int:
+    """ "2GiB", "512MiB", "1.5GB" or a plain number of bytes."""
+    units = {"kib": 1 << 10, "mib": 1 << 20, "gib": GIB, "kb": 10**3, "mb": 10**6, "gb": 10**9, "b": 1, "": 1}
+    match = re.fullmatch(r"([0-9.]+)\s*([a-z]*)", text.strip().lower())
+    try:
+        return int(float(match[1]) * units[match[2]])  # type: ignore[index]
+    except (TypeError, ValueError, KeyError):
+        raise ConfigError(f'{name} must be like "2GiB", "512MiB" or "4000tokens", got {text!r}', name) from None
+
+
+def _spread_vllm(text: str) -> dict[str, Any]:
+    try:
+        given = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"speculative_config is not JSON: {error}", "speculative_config") from None
+    if not isinstance(given, Mapping):
+        raise ConfigError("speculative_config must be a JSON object", "speculative_config")
+    given = dict(given)
+    changes = {
+        name: given.pop(name) for name in ("num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max") if name in given
+    }
+    model = given.pop("model", None)
+    method = given.pop("method", None) or ("ngram" if model in (None, "ngram", "[ngram]") else "draft_model")
+    if given:
+        raise ConfigError(f"speculative_config: unknown field {sorted(given)[0]!r}", "speculative_config")
+    if method == "ngram":
+        return {**changes, "speculate": "ngram"}
+    if method in ("draft", "draft_model") and isinstance(model, str):
+        return {**changes, "speculate": "draft", "draft_model": model}
+    raise ConfigError(f"speculative_config: method must be ngram or draft_model, got {method!r}", "speculative_config")
+
+
+def _blocks(tokens: int, block_size: int) -> int:
+    return -(-tokens // block_size)
+
+
+def _whole(name: str, text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise ConfigError(f"{name} must begin with a whole number, got {text!r}", name) from None
+
+
+def _between(name: str, value: float, low: float, high: float) -> None:
+    if not low <= value <= high:
+        raise ConfigError(f"{name} must be between {low:g} and {high:g}, got {value:g}", name)
+
+
+def _check_type(name: str, value: object, annotation: str) -> None:
+    allowed = {"str": str, "int": int, "float": (int, float), "bool": bool, "None": type(None)}
+    kinds = tuple(part.strip() for part in annotation.split("|"))
+    if isinstance(value, bool) and "bool" not in kinds:
+        raise ConfigError(f"{name} must be {annotation}, got {value!r}", name)
+    if not any(isinstance(value, allowed[kind]) for kind in kinds):  # type: ignore[arg-type]
+        raise ConfigError(f"{name} must be {annotation}, got {value!r}", name)

@@ -1,0 +1,94 @@
+"""The flat batch of one forward pass, and the letters that every shape in this package uses.
+
+T  rows of the forward pass (one token each, padded to the backend's row tile)
+R  sampled rows (rows whose logits are needed)
+B  requests in the step
+M  longest block table in the step
+D  dimension of one head
+H  hidden size
+V  vocabulary size
+Hq, Hk  query heads, key/value heads
+S  slots of the KV cache (blocks x block_size); a slot holds one token
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = ["Batch", "Chunk", "build_batch"]
+
+SCRATCH_BLOCK = 0  # never given to a request: rows of padding write and read here
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Consecutive rows of one request: tokens [start, start + len(token_ids)) and where their KV lives.
+
+    num_sampled  how many of the last rows are sampled
+    """
+
+    token_ids: Sequence[int]
+    start: int
+    blocks: Sequence[int]
+    num_sampled: int
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Input of one forward pass.
+
+    token_ids     int64 [T]
+    positions     int64 [T]     absolute index of the token within its request
+    slots         int64 [T]     where its K and V are written
+    block_tables  int64 [B+1, M] block ids by request, scratch beyond; the last line is the padding's
+    row_starts    B+1 ints      rows of request b are row_starts[b] to row_starts[b+1]; rows beyond are padding
+    ends          B ints        position after the last row of request b
+    sample_rows   int64 [R]     rows whose logits are wanted, in order of request and position
+    block_size    tokens a block
+    """
+
+    token_ids: Tensor
+    positions: Tensor
+    slots: Tensor
+    block_tables: Tensor
+    row_starts: tuple[int, ...]
+    ends: tuple[int, ...]
+    sample_rows: Tensor
+    block_size: int
+
+
+def build_batch(chunks: Sequence[Chunk], block_size: int, row_tile: int, device: str) -> Batch:
+    """Lay the chunks out as one flat batch, padded to a multiple of `row_tile` rows."""
+    token_ids: list[int] = []
+    positions: list[int] = []
+    slots: list[int] = []
+    starts = [0]
+    sampled: list[int] = []
+    for chunk in chunks:
+        end = chunk.start + len(chunk.token_ids)
+        assert len(chunk.blocks) * block_size >= end, "a row without a slot"
+        token_ids.extend(chunk.token_ids)
+        positions.extend(range(chunk.start, end))
+        slots.extend(chunk.blocks[p // block_size] * block_size + p % block_size for p in range(chunk.start, end))
+        starts.append(len(token_ids))
+        sampled.extend(range(len(token_ids) - chunk.num_sampled, len(token_ids)))
+    padding = -len(token_ids) % row_tile
+    for values in (token_ids, positions, slots):
+        values.extend([0] * padding)
+    width = max((len(chunk.blocks) for chunk in chunks), default=1)
+    tables = [[*chunk.blocks, *[SCRATCH_BLOCK] * (width - len(chunk.blocks))] for chunk in chunks]
+    tables.append([SCRATCH_BLOCK] * width)
+    return Batch(
+        token_ids=torch.tensor(token_ids, dtype=torch.int64, device=device),
+        positions=torch.tensor(positions, dtype=torch.int64, device=device),
+        slots=torch.tensor(slots, dtype=torch.int64, device=device),
+        block_tables=torch.tensor(tables, dtype=torch.int64, device=device),
+        row_starts=tuple(starts),
+        ends=tuple(chunk.start + len(chunk.token_ids) for chunk in chunks),
+        sample_rows=torch.tensor(sampled, dtype=torch.int64, device=device),
+        block_size=block_size,
+    )

@@ -1,0 +1,115 @@
+"""What the engine says about its requests. Plain values: they cross a process boundary."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from foreword.core.draft import DraftUse
+from foreword.errors import ForewordError
+
+__all__ = ["Event", "Failed", "StepReport", "StepStats", "TokenLogprob", "Tokens", "cut"]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Log-probabilities at one position, of the raw distribution.
+
+    logprob, rank   of the token that stands there (rank 1 is the likeliest)
+    top             (token id, logprob), likeliest first, ties to the lower id; as many as asked for
+    """
+
+    token_id: int
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """Tokens that one step added to one request, and perhaps its end.
+
+    index            output index of the first token (0 for the first of the answer)
+    token_ids        may be empty only if finish_reason is set
+    logprobs         one per token if asked for, else empty
+    prompt_logprobs  with the first event if asked for: None for the first prompt token
+    draft            the draft that was verified for them, or None
+    finish_reason    "stop" or "length" on the last event, else None
+    stop_id          the stop token id that ended it (it is in token_ids), or None
+    num_cached       prompt tokens found in the prefix cache
+    scheduled_s      time.monotonic() when the request first ran
+    hashes           64-bit hashes of the raw logits, one per token, in test mode
+    """
+
+    request_id: str
+    index: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
+    draft: DraftUse | None = None
+    finish_reason: str | None = None
+    stop_id: int | None = None
+    num_cached: int = 0
+    scheduled_s: float = 0.0
+    hashes: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The request ended with an error; nothing follows."""
+
+    request_id: str
+    error: ForewordError
+
+
+Event = Tokens | Failed
+
+
+@dataclass(frozen=True, slots=True)
+class StepStats:
+    """The engine after a step. Counters are totals since the engine started.
+
+    stage_seconds  seconds of this step by stage: schedule, assemble, forward, sample, draft, commit
+    drafter_errors exceptions caught in drafters, by drafter
+    """
+
+    step: int = 0
+    requests_running: int = 0
+    requests_waiting: int = 0
+    longest_running_tokens: int = 0
+    oldest_running_seconds: float = 0.0
+    kv_cache_usage_ratio: float = 0.0
+    prefix_cache_queries_total: int = 0
+    prefix_cache_hits_total: int = 0
+    preemptions_total: int = 0
+    device_memory_bytes: int = 0
+    stage_seconds: Mapping[str, float] = field(default_factory=dict)
+    drafter_errors: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """Everything one step says, handed over at once."""
+
+    events: tuple[Event, ...]
+    stats: StepStats
+
+
+def cut(event: Tokens, kept: int, finish_reason: str) -> Tokens:
+    """The event as if the run had ended after its first `kept` tokens: what counts as delivered.
+
+    Accepted draft tokens beyond the cut were never delivered and are not counted.
+    """
+    assert 0 <= kept <= len(event.token_ids)
+    use = event.draft
+    if use is not None:
+        use = replace(use, accepted=min(use.accepted, kept))
+    return replace(
+        event,
+        token_ids=event.token_ids[:kept],
+        logprobs=event.logprobs[:kept],
+        hashes=event.hashes[:kept],
+        draft=use,
+        finish_reason=finish_reason,
+        stop_id=None,
+    )

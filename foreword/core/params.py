@@ -1,0 +1,150 @@
+"""What a caller may ask of the sampler, validated at birth."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
+
+from foreword.errors import InvalidRequest
+
+__all__ = ["SamplingParams", "Speculation"]
+
+MAX_LOGPROBS = 20
+MAX_N = 128
+SEED_MASK = 2**64 - 1
+GREEDY_BELOW = 1e-5
+
+
+@dataclass(frozen=True, slots=True)
+class Speculation:
+    """How one request wants to be speculated for.
+
+    method      "auto" (what the server runs), "off", or the name of one drafter
+    max_tokens  upper bound of drafted tokens a step; None: the server's bound
+    """
+
+    method: str = "auto"
+    max_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.method, str) or not self.method:
+            raise InvalidRequest("speculation.method must be a name", "speculation.method")
+        if self.max_tokens is not None:
+            _whole("speculation.max_tokens", self.max_tokens, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """Parameters of one request; the names are those of OpenAI's API and of vLLM.
+
+    temperature 0 (or below 1e-5) is greedy. top_k 0 or -1 keeps every token. max_tokens None
+    runs to the end of the context. Raises InvalidRequest, which names the field and its limit.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    bad_words: tuple[str, ...] = ()
+    allowed_token_ids: tuple[int, ...] | None = None
+    min_tokens: int = 0
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    seed: int | None = None
+    speculation: Speculation = Speculation()
+
+    def __post_init__(self) -> None:
+        self._coerce()
+        _whole("n", self.n, 1, MAX_N)
+        _number("temperature", self.temperature, 0.0, 100.0)
+        _number("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        _whole("top_k", self.top_k, -1)
+        _number("min_p", self.min_p, 0.0, 1.0)
+        _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _number("repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_low=True)
+        _whole("min_tokens", self.min_tokens, 0)
+        _optional_whole("max_tokens", self.max_tokens, 1)
+        _optional_whole("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        _optional_whole("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
+        _optional_whole("seed", self.seed, -(2**63), SEED_MASK)
+        self._check_ids()
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidRequest(f"min_tokens {self.min_tokens} is above max_tokens {self.max_tokens}", "min_tokens")
+
+    def _coerce(self) -> None:
+        """Lists become tuples, a lone stop string a tuple of one."""
+        for name in ("stop", "bad_words"):
+            set_(self, name, _texts(name, getattr(self, name)))
+        set_(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        if self.allowed_token_ids is not None:
+            set_(self, "allowed_token_ids", tuple(self.allowed_token_ids))
+        set_(self, "logit_bias", dict(self.logit_bias or {}))
+
+    def _check_ids(self) -> None:
+        for name in ("stop_token_ids", "allowed_token_ids"):
+            for token_id in getattr(self, name) or ():
+                _whole(name, token_id, 0)
+        if self.allowed_token_ids is not None and not self.allowed_token_ids:
+            raise InvalidRequest("allowed_token_ids must not be empty", "allowed_token_ids")
+        for token_id, bias in self.logit_bias.items():
+            _whole("logit_bias", token_id, 0)
+            _number("logit_bias", bias, -100.0, 100.0)
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature < GREEDY_BELOW
+
+    def choice(self, index: int, seed: int) -> SamplingParams:
+        """Parameters of choice `index`: the n = 1 request with seed `seed + index` mod 2^64."""
+        return replace(self, n=1, seed=(seed + index) & SEED_MASK)
+
+    def changed(self) -> dict[str, object]:
+        """Fields that differ from the defaults, for the request's log line."""
+        plain = SamplingParams()
+        names = [f.name for f in fields(self)]
+        return {name: getattr(self, name) for name in names if getattr(self, name) != getattr(plain, name)}
+
+
+set_ = object.__setattr__
+
+
+def _texts(name: str, value: str | Iterable[str] | None) -> tuple[str, ...]:
+    texts = (value,) if isinstance(value, str) else tuple(value or ())
+    for text in texts:
+        if not isinstance(text, str) or not text:
+            raise InvalidRequest(f"{name} must hold non-empty texts, got {text!r}", name)
+    return texts
+
+
+def _whole(name: str, value: object, low: int, high: int | None = None) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise InvalidRequest(f"{name} must be a whole number, got {value!r}", name)
+    if value < low or (high is not None and value > high):
+        bound = f"at least {low}" if high is None else f"between {low} and {high}"
+        raise InvalidRequest(f"{name} must be {bound}, got {value}", name)
+
+
+def _optional_whole(name: str, value: object, low: int, high: int | None = None) -> None:
+    if value is not None:
+        _whole(name, value, low, high)
+
+
+def _number(name: str, value: object, low: float, high: float, open_low: bool = False) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise InvalidRequest(f"{name} must be a finite number, got {value!r}", name)
+    if not low <= value <= high or (open_low and value == low):
+        bound = f"above {low:g} and at most {high:g}" if open_low else f"between {low:g} and {high:g}"
+        raise InvalidRequest(f"{name} must be {bound}, got {value:g}", name)

@@ -1,0 +1,121 @@
+"""A request as it crosses the seam, and as the engine sees it while it lives."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from foreword.core.params import SamplingParams
+
+__all__ = ["Request", "RequestState"]
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One choice of one answer: everything the engine needs, as plain values (picklable).
+
+    id             unique among live requests
+    prompt_ids     token ids, at least one
+    params         n is 1 here: choices are requests of their own
+    seed           0..2^64-1, resolved where the request entered
+    eos_token_ids  ids that end the answer unless ignore_eos
+    bad_words_ids  `params.bad_words` as token id sequences
+    delivered_ids  output tokens already delivered (by an engine that died); they count as output
+    priority       lower is served first
+    tenant         namespace of the prefix cache
+    arrival_s      time.monotonic() where the request entered
+    """
+
+    id: str
+    prompt_ids: tuple[int, ...]
+    params: SamplingParams
+    seed: int
+    eos_token_ids: tuple[int, ...] = ()
+    bad_words_ids: tuple[tuple[int, ...], ...] = ()
+    delivered_ids: tuple[int, ...] = ()
+    priority: int = 0
+    tenant: str = ""
+    arrival_s: float = 0.0
+
+
+class RequestState:
+    """The engine's record of a live request.
+
+    |<-------- num_prompt ------->|<-- output -->|<-- draft -->|
+    |<---------------- tokens ------------------>|
+    |<------- num_computed: KV is in the cache ------ ... chases len(tokens) + len(draft)
+
+    limit         tokens never grows beyond it (context limit and max_tokens)
+    arrival       order of arrival within the engine, breaks ties of priority
+    draft         guessed continuation, not yet verified; `drafter` names who guessed it
+    blocks        block ids that hold its KV, in order of position
+    output_counts how often each id stands in the output, integers
+    """
+
+    __slots__ = (
+        "arrival",
+        "block_hashes",
+        "blocks",
+        "draft",
+        "drafter",
+        "limit",
+        "num_cached",
+        "num_computed",
+        "num_prompt",
+        "output_counts",
+        "prompt_counts",
+        "prompt_logprobs",
+        "request",
+        "scheduled_s",
+        "tokens",
+    )
+
+    def __init__(self, request: Request, arrival: int, max_model_len: int) -> None:
+        self.request = request
+        self.arrival = arrival
+        self.num_prompt = len(request.prompt_ids)
+        self.tokens: list[int] = [*request.prompt_ids, *request.delivered_ids]
+        max_tokens = request.params.max_tokens
+        self.limit = max_model_len if max_tokens is None else min(max_model_len, self.num_prompt + max_tokens)
+        assert 0 < self.num_prompt < max_model_len, "admitted a prompt that leaves no room"
+        assert len(self.tokens) < self.limit, "admitted a request that is already complete"
+        self.num_computed = 0
+        self.num_cached = 0
+        self.draft: list[int] = []
+        self.drafter = ""
+        self.blocks: list[int] = []
+        self.block_hashes: list[bytes] = []
+        self.output_counts: Counter[int] = Counter(request.delivered_ids)
+        self.prompt_counts: Counter[int] | None = None
+        self.prompt_logprobs: list[object] = []
+        self.scheduled_s: float | None = None
+
+    @property
+    def id(self) -> str:
+        return self.request.id
+
+    @property
+    def params(self) -> SamplingParams:
+        return self.request.params
+
+    @property
+    def num_output(self) -> int:
+        return len(self.tokens) - self.num_prompt
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Order of service: priority, then arrival. The smallest rank always progresses."""
+        return self.request.priority, self.arrival
+
+    def append(self, token_ids: Sequence[int]) -> None:
+        """Commit sampled tokens."""
+        self.tokens.extend(token_ids)
+        self.output_counts.update(token_ids)
+        assert len(self.tokens) <= self.limit
+
+    def set_draft(self, token_ids: Sequence[int], drafter: str) -> None:
+        """Keep a guess, cut so that every verified row may still be emitted."""
+        room = self.limit - len(self.tokens) - 1
+        self.draft = list(token_ids[: max(room, 0)])
+        self.drafter = drafter if self.draft else ""

@@ -1,0 +1,124 @@
+"""The exception tree. Every error that a user can meet has its HTTP status here.
+
+ForewordError                 500
+├── ConfigError               a flag or a config file is wrong (start-up)
+├── CheckpointError           a model directory cannot be served (start-up)
+├── InvalidRequest            400  names the field in `param`
+│   ├── ContextLengthExceeded 400
+│   └── Unsupported           400  known elsewhere, not available here
+├── Unauthorized              401
+├── ModelNotFound             404
+├── PayloadTooLarge           413
+├── Overloaded                429
+├── RequestFailed             500  one request ended by an error of ours
+└── EngineDead                503
+"""
+
+from typing import Any
+
+__all__ = [
+    "CheckpointError",
+    "ConfigError",
+    "ContextLengthExceeded",
+    "EngineDead",
+    "ForewordError",
+    "InvalidRequest",
+    "ModelNotFound",
+    "Overloaded",
+    "PayloadTooLarge",
+    "RequestFailed",
+    "Unauthorized",
+    "Unsupported",
+]
+
+
+class ForewordError(Exception):
+    """Base of all errors raised on purpose.
+
+    status  HTTP status code that the server answers with
+    kind    OpenAI's `error.type`
+    code    OpenAI's `error.code`, or None
+    param   name of the offending field, or None
+    """
+
+    status = 500
+    kind = "server_error"
+    code: str | None = None
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.message, self.param)
+
+
+class ConfigError(ForewordError):
+    """A flag, an environment variable or a config file holds an impossible value."""
+
+
+class CheckpointError(ForewordError):
+    """A checkpoint cannot be served: a missing file, an unknown architecture or option."""
+
+
+class InvalidRequest(ForewordError):
+    """The request itself is wrong; `param` names the field, the message its limit."""
+
+    status = 400
+    kind = "invalid_request_error"
+
+
+class ContextLengthExceeded(InvalidRequest):
+    """Prompt and answer do not fit into the model's context."""
+
+    code = "context_length_exceeded"
+
+
+class Unsupported(InvalidRequest):
+    """A parameter that others know and this server does not have (yet)."""
+
+    code = "unsupported_parameter"
+
+
+class Unauthorized(ForewordError):
+    """No API key, or a wrong one."""
+
+    status = 401
+    kind = "authentication_error"
+    code = "invalid_api_key"
+
+
+class ModelNotFound(ForewordError):
+    """The `model` field names a model that is not served here."""
+
+    status = 404
+    kind = "not_found_error"
+    code = "model_not_found"
+
+
+class PayloadTooLarge(ForewordError):
+    """The body is larger than the server's limit."""
+
+    status = 413
+    kind = "invalid_request_error"
+    code = "payload_too_large"
+
+
+class Overloaded(ForewordError):
+    """The queue is full; try again later."""
+
+    status = 429
+    kind = "rate_limit_error"
+    code = "overloaded"
+
+
+class RequestFailed(ForewordError):
+    """One request was ended by an error inside the engine; others go on."""
+
+
+class EngineDead(ForewordError):
+    """The engine process is gone."""
+
+    status = 503
+    code = "engine_dead"
