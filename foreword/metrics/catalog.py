@@ -1,0 +1,90 @@
+"""Every metric, one row each: what exists, what it means, and whether it needs speculation.
+
+The registry, docs/metrics.md and the tests derive from these rows. Counters end in `_total`;
+a label is named here or it does not exist.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["CATALOG", "PREFIX", "REASONS", "STAGES", "Metric"]
+
+PREFIX = "foreword_"
+REASONS = ("stop", "length", "abort", "error")
+STAGES = ("schedule", "assemble", "forward", "sample", "draft", "commit")
+
+LATENCY_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+TOKEN_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
+STAGE_S = (0.00001, 0.000025, 0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One metric.
+
+    name         without the prefix
+    kind         "gauge", "counter" or "histogram"
+    labels       label names
+    buckets      upper bounds of a histogram, in its unit
+    speculative  exists only where speculation is configured
+    """
+
+    name: str
+    kind: str
+    help: str
+    labels: tuple[str, ...] = ()
+    buckets: tuple[float, ...] = ()
+    speculative: bool = False
+
+
+def _gauge(name: str, help_: str) -> Metric:
+    return Metric(name, "gauge", help_)
+
+
+def _counter(name: str, help_: str, *labels: str) -> Metric:
+    return Metric(name, "counter", help_, labels)
+
+
+def _histogram(name: str, help_: str, buckets: tuple[float, ...], *labels: str) -> Metric:
+    return Metric(name, "histogram", help_, labels, buckets)
+
+
+def _spec(kind: str, name: str, help_: str, *labels: str) -> Metric:
+    return Metric(name, kind, help_, ("drafter", *labels), speculative=True)
+
+
+CATALOG = (
+    _gauge("requests_running", "Requests that the last step worked on."),
+    _gauge("requests_waiting", "Requests that wait for room."),
+    _gauge("longest_running_tokens", "Tokens (prompt and answer) of the longest running request."),
+    _gauge("oldest_running_seconds", "Age of the oldest running request."),
+    _gauge("kv_cache_usage_ratio", "Share of the KV cache's blocks that are in use."),
+    _gauge("device_memory_bytes", "Memory that the engine holds on its device."),
+    _counter("prompt_tokens_total", "Prompt tokens of requests that got a first token."),
+    _counter("generation_tokens_total", "Tokens delivered, after every cut."),
+    _counter("choices_returned_total", "Choices that were sent in answers."),
+    _counter("prefix_cache_queries_total", "Prompt tokens looked up in the prefix cache."),
+    _counter("prefix_cache_hits_total", "Prompt tokens found in the prefix cache."),
+    _counter("preemptions_total", "Requests put back to make room."),
+    _counter("requests_finished_total", "Requests that ended, by reason.", "reason"),
+    _counter("engine_restarts_total", "Engines started anew under live requests."),
+    _counter("runaway_requests_total", "Requests whose output fell into a repeating pattern."),
+    _histogram("time_to_first_token_seconds", "From arrival to the first token.", LATENCY_S),
+    _histogram("inter_token_latency_seconds", "Time per token; a burst of m tokens after t counts m times t/m.", TOKEN_S),
+    _histogram("e2e_request_latency_seconds", "From arrival to the end of the answer.", LATENCY_S),
+    _histogram("request_queue_seconds", "From arrival to the first step.", LATENCY_S),
+    _histogram("step_seconds", "Time of one step, by stage.", STAGE_S, "stage"),
+    _spec("counter", "spec_drafts_total", "Drafts that were verified."),
+    _spec("counter", "spec_draft_tokens_total", "Tokens that were drafted and verified."),
+    _spec("counter", "spec_accepted_tokens_total", "Drafted tokens that were delivered."),
+    _spec("counter", "spec_accepted_tokens_per_position_total", "Drafted tokens delivered, by place in the draft.", "position"),
+    _spec("counter", "spec_draft_tokens_per_position_total", "Tokens drafted, by place in the draft.", "position"),
+    _spec("counter", "spec_drafter_errors_total", "Drafts dropped because the drafter failed."),
+    _spec(
+        "gauge",
+        "spec_system_efficiency_ratio",
+        "Delivered tokens per verified row (drafted + 1), over steps that verified a draft.",
+    ),
+    _spec("gauge", "spec_acceptance_ratio", "Delivered drafted tokens per drafted token."),
+)

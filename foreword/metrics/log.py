@@ -1,0 +1,92 @@
+"""The log lines about traffic. A figure that does not exist is left out; there is never a nan."""
+
+from __future__ import annotations
+
+import logging
+
+from foreword.core.events import StepStats
+from foreword.metrics.answer import Progress
+from foreword.metrics.tally import DraftTally
+
+__all__ = ["Interval", "logger", "request_line", "speculation_line", "throughput_line"]
+
+logger = logging.getLogger("foreword.metrics")
+
+LONGEST_VALUE = 80
+
+
+class Interval:
+    """Traffic since the last throughput line.
+
+    busy_s  seconds in which at least one request was open: idle time does not dilute a rate
+    """
+
+    __slots__ = ("busy_s", "generated", "prefix_hits", "prefix_queries", "prompt", "tally")
+
+    def __init__(self) -> None:
+        self.busy_s = 0.0
+        self.prompt = 0
+        self.generated = 0
+        self.prefix_queries = 0
+        self.prefix_hits = 0
+        self.tally = DraftTally()
+
+    @property
+    def traffic(self) -> bool:
+        return self.busy_s > 0 and bool(self.prompt or self.generated)
+
+
+def throughput_line(interval: Interval, stats: StepStats) -> str:
+    """Needs an interval with traffic."""
+    parts = [
+        f"Throughput: prompt {interval.prompt / interval.busy_s:.1f} tokens/s",
+        f"generation {interval.generated / interval.busy_s:.1f} tokens/s",
+        f"busy {interval.busy_s:.1f} s",
+        f"running {stats.requests_running}",
+        f"waiting {stats.requests_waiting}",
+        f"KV cache {stats.kv_cache_usage_ratio:.1%}",
+    ]
+    if interval.prefix_queries:
+        parts.append(f"prefix cache hits {interval.prefix_hits / interval.prefix_queries:.1%}")
+    return ", ".join(parts)
+
+
+def speculation_line(tally: DraftTally) -> str:
+    """Needs a tally that has drafted tokens."""
+    rates = ", ".join(f"{rate:.3f}" for rate in tally.acceptance_at)
+    return (
+        f"SpecDecoding metrics: Mean acceptance length: {tally.mean_length:.2f}, "
+        f"Draft acceptance rate: {tally.acceptance:.1%}, System efficiency: {tally.efficiency:.1%}, "
+        f"Accepted: {tally.accepted} tokens, Drafted: {tally.drafted} tokens, "
+        f"Per-position acceptance rate: {rates}"
+    )
+
+
+def request_line(progress: Progress, reason: str, now: float) -> str:
+    """How one request went: parameters and figures, never a word of the prompt or the answer."""
+    request = progress.request
+    parts = [
+        f"request {request.id}: {reason}",
+        f"params {_params(progress)}",
+        f"tokens {len(request.prompt_ids)} prompt ({progress.num_cached} cached), {progress.num_tokens} generated",
+    ]
+    if progress.tally.drafted:
+        names = ", ".join(sorted(progress.drafters))
+        parts.append(f"drafter {names} ({progress.tally.accepted} of {progress.tally.drafted} accepted)")
+    return "; ".join([*parts, _times(progress, now)])
+
+
+def _params(progress: Progress) -> str:
+    request = progress.request
+    changed = {**request.params.changed(), "seed": request.seed}
+    return " ".join(f"{name}={_short(value)}" for name, value in changed.items())
+
+
+def _times(progress: Progress, now: float) -> str:
+    spans = (("queue", progress.queue_s), ("first token", progress.first_token_s), ("total", now - progress.arrived_s))
+    return "times " + ", ".join(f"{name} {span * 1000:.1f} ms" for name, span in spans if span is not None)
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= LONGEST_VALUE else text[: LONGEST_VALUE - 3] + "..."

@@ -1,0 +1,212 @@
+"""Counts what was delivered: the server reports, Prometheus, the log and each answer read."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+
+from foreword.core.events import DraftUse, StepStats, Tokens
+from foreword.core.request import Request
+from foreword.errors import ForewordError
+from foreword.metrics import log
+from foreword.metrics.answer import AnswerMetrics, Progress
+from foreword.metrics.catalog import REASONS, STAGES
+from foreword.metrics.prometheus import Registry
+from foreword.metrics.tally import DraftTally
+
+__all__ = ["Recorder"]
+
+KEPT_ANSWERS = 4096  # ended requests whose figures may still be asked for
+
+GAUGES = (
+    "requests_running",
+    "requests_waiting",
+    "longest_running_tokens",
+    "oldest_running_seconds",
+    "kv_cache_usage_ratio",
+    "device_memory_bytes",
+)
+TOTALS = ("prefix_cache_queries_total", "prefix_cache_hits_total", "preemptions_total")
+
+
+class Recorder:
+    """The metrics of one server. Used from one thread; holds no global state.
+
+    drafters        names of those that may run; empty: nothing of speculation exists here
+    log_interval_s  seconds between throughput lines; 0 for none
+    clock           monotonic seconds, the same clock as Request.arrival_s and Tokens.scheduled_s
+    """
+
+    def __init__(
+        self,
+        drafters: tuple[str, ...],
+        log_interval_s: float = 10.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._drafters = drafters
+        self._log_interval_s = log_interval_s
+        self._clock = clock
+        self._live: dict[str, Progress] = {}
+        self._ended: OrderedDict[str, AnswerMetrics] = OrderedDict()
+        self._stats = StepStats()
+        self._tallies = {name: DraftTally() for name in drafters}
+        self._interval = log.Interval()
+        self._busy_since = clock()
+        self._logged_s = clock()
+        self._registry = Registry(speculative=bool(drafters))
+        self._start_series()
+
+    def _start_series(self) -> None:
+        self._registry.start("requests_finished_total", REASONS)
+        self._registry.start("step_seconds", STAGES)
+        for name in ("spec_drafts_total", "spec_draft_tokens_total", "spec_accepted_tokens_total", "spec_drafter_errors_total"):
+            if self._drafters:
+                self._registry.start(name, self._drafters)
+
+    # What happened to a request.
+
+    def arrived(self, request: Request) -> None:
+        """A choice was submitted."""
+        now = self._clock()
+        self._count_busy(now)
+        self._live[request.id] = Progress(request, now)
+
+    def delivered(self, request: Request, event: Tokens, now_s: float) -> None:
+        """Tokens reached the caller; `event` is what is left after the cut, its finish_reason ends the request."""
+        progress = self._live.get(request.id)
+        if progress is None:
+            return  # aborted while the event was under way
+        if not progress.computed:
+            self._count_prompt(len(request.prompt_ids))
+        gap_s = progress.deliver(event, now_s)
+        if event.token_ids:
+            self._count_tokens(progress, len(event.token_ids), gap_s)
+        if event.draft is not None and event.draft.drafted:
+            self._count_draft(event.draft, len(event.token_ids))
+        if event.finish_reason is not None:
+            self._end(progress, event.finish_reason, now_s)
+
+    def failed(self, request: Request, error: ForewordError) -> None:
+        """The request ended with an error."""
+        progress = self._live.get(request.id)
+        if progress is not None:
+            log.logger.warning("request %s failed: %s", request.id, error)
+            self._end(progress, "error", self._clock())
+
+    def aborted(self, request: Request) -> None:
+        """Nobody wanted the answer any more."""
+        progress = self._live.get(request.id)
+        if progress is not None:
+            self._end(progress, "abort", self._clock())
+
+    def returned(self, num_choices: int) -> None:
+        """An answer with that many choices was sent."""
+        self._registry.add("choices_returned_total", num_choices)
+
+    def answer_metrics(self, request_id: str) -> AnswerMetrics | None:
+        """Figures of a request that is live or ended not long ago."""
+        if request_id in self._live:
+            return self._live[request_id].answer(bool(self._drafters))
+        return self._ended.get(request_id)
+
+    # What happened to the engine.
+
+    def step(self, stats: StepStats) -> None:
+        """The engine after a step. The same step may be told twice; it counts once."""
+        if stats is self._stats or stats.step == self._stats.step:
+            return
+        for name in GAUGES:
+            self._registry.set(name, getattr(stats, name))
+        for name in TOTALS:
+            self._registry.add(name, _delta(getattr(self._stats, name), getattr(stats, name)))
+        for stage, seconds in stats.stage_seconds.items():
+            self._registry.observe("step_seconds", seconds, stage)
+        for drafter, errors in stats.drafter_errors.items():
+            self._registry.add("spec_drafter_errors_total", _delta(self._stats.drafter_errors.get(drafter, 0), errors), drafter)
+        self._interval.prefix_queries += _delta(self._stats.prefix_cache_queries_total, stats.prefix_cache_queries_total)
+        self._interval.prefix_hits += _delta(self._stats.prefix_cache_hits_total, stats.prefix_cache_hits_total)
+        self._stats = stats
+
+    # Who reads.
+
+    def render(self) -> bytes:
+        """The scrape; its type is prometheus.CONTENT_TYPE."""
+        return self._registry.render()
+
+    def tick(self, now: float | None = None) -> None:
+        """Write the periodic log lines if they are due; call it about once a second."""
+        now = self._clock() if now is None else now
+        if self._log_interval_s <= 0 or now - self._logged_s < self._log_interval_s:
+            return
+        self._count_busy(now)
+        self._logged_s = now
+        if self._interval.traffic:
+            self._write_lines()
+            self._interval = log.Interval()
+
+    def _write_lines(self) -> None:
+        log.logger.info("%s", log.throughput_line(self._interval, self._stats))
+        if self._interval.tally.drafted:
+            log.logger.info("%s", log.speculation_line(self._interval.tally))
+
+    def _count_prompt(self, count: int) -> None:
+        self._registry.add("prompt_tokens_total", count)
+        self._interval.prompt += count
+
+    def _count_tokens(self, progress: Progress, count: int, gap_s: float | None) -> None:
+        self._registry.add("generation_tokens_total", count)
+        self._interval.generated += count
+        if gap_s is not None:
+            self._registry.observe("inter_token_latency_seconds", gap_s / count, times=count)
+            return
+        for name, span_s in (
+            ("time_to_first_token_seconds", progress.first_token_s),
+            ("request_queue_seconds", progress.queue_s),
+        ):
+            if span_s is not None:
+                self._registry.observe(name, span_s)
+
+    def _count_draft(self, use: DraftUse, emitted: int) -> None:
+        accepted = min(use.accepted, emitted)
+        tally = self._tallies[use.drafter]
+        tally.add(use.drafted, accepted, emitted)
+        self._interval.tally.add(use.drafted, accepted, emitted)
+        self._registry.add("spec_drafts_total", 1, use.drafter)
+        self._registry.add("spec_draft_tokens_total", use.drafted, use.drafter)
+        self._registry.add("spec_accepted_tokens_total", accepted, use.drafter)
+        self._count_positions("spec_draft_tokens_per_position_total", use.drafter, use.drafted)
+        self._count_positions("spec_accepted_tokens_per_position_total", use.drafter, accepted)
+        self._registry.set("spec_system_efficiency_ratio", _sure(tally.efficiency), use.drafter)
+        self._registry.set("spec_acceptance_ratio", _sure(tally.acceptance), use.drafter)
+
+    def _count_positions(self, name: str, drafter: str, length: int) -> None:
+        for position in range(length):
+            self._registry.add(name, 1, drafter, str(position))
+
+    def _end(self, progress: Progress, reason: str, now: float) -> None:
+        request = progress.request
+        self._count_busy(now)
+        del self._live[request.id]
+        self._registry.add("requests_finished_total", 1, reason)
+        self._registry.observe("e2e_request_latency_seconds", max(now - progress.arrived_s, 0.0))
+        self._ended[request.id] = progress.answer(bool(self._drafters))
+        while len(self._ended) > KEPT_ANSWERS:
+            self._ended.popitem(last=False)
+        log.logger.info("%s", log.request_line(progress, reason, now))
+
+    def _count_busy(self, now: float) -> None:
+        """Add the time since the last call if any request was open in it."""
+        if self._live:
+            self._interval.busy_s += max(now - self._busy_since, 0.0)
+        self._busy_since = now
+
+
+def _delta(before: int, after: int) -> int:
+    """Growth of a total; an engine that was started again counts from zero."""
+    return after - before if after >= before else after
+
+
+def _sure(ratio: float | None) -> float:
+    assert ratio is not None, "a ratio of nothing"
+    return ratio

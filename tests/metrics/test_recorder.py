@@ -1,0 +1,340 @@
+"""The accounting: scripted events, exact figures, and never a nan."""
+
+import logging
+import math
+from collections.abc import Iterator
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from foreword.core.events import DraftUse, StepStats, Tokens, cut
+from foreword.core.params import SamplingParams
+from foreword.core.request import Request
+from foreword.errors import RequestFailed
+from foreword.metrics.catalog import CATALOG, PREFIX
+from foreword.metrics.recorder import KEPT_ANSWERS, Recorder
+
+
+class Clock:
+    """Seconds that pass when told to."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def request(id_: str = "a", prompt: int = 10, seed: int = 7, **params: object) -> Request:
+    return Request(id_, tuple(range(prompt)), SamplingParams(**params), seed, arrival_s=100.0)  # type: ignore[arg-type]
+
+
+def tokens(index: int, count: int, use: DraftUse | None = None, reason: str | None = None, **more: object) -> Tokens:
+    return Tokens("a", index, tuple(range(count)), draft=use, finish_reason=reason, scheduled_s=101.0, **more)  # type: ignore[arg-type]
+
+
+def scrape(recorder: Recorder) -> dict[tuple[str, ...], float]:
+    """Series by (name without prefix, *label values)."""
+    families = text_string_to_metric_families(recorder.render().decode())
+    samples = [sample for family in families for sample in family.samples]
+    assert all(sample.name.startswith(PREFIX) for sample in samples)
+    return {(sample.name.removeprefix(PREFIX), *sample.labels.values()): sample.value for sample in samples}
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+class Lines(logging.Handler):
+    """Log lines, as they come."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+@pytest.fixture
+def lines(caplog: pytest.LogCaptureFixture) -> Iterator[list[str]]:
+    caplog.set_level(logging.INFO, logger="foreword.metrics")
+    handler = Lines()
+    logging.getLogger("foreword.metrics").addHandler(handler)
+    yield handler.texts
+    logging.getLogger("foreword.metrics").removeHandler(handler)
+
+
+def play(recorder: Recorder, clock: Clock) -> Request:
+    """2 s to the first token, then 5 tokens of 6 verified rows 1 s later, then a draft cut at a stop string."""
+    asked = request()
+    recorder.arrived(asked)
+    recorder.delivered(asked, tokens(0, 1, num_cached=4), 102.0)
+    recorder.delivered(asked, tokens(1, 4, DraftUse("ngram", 4, 3)), 103.0)
+    run = tokens(5, 5, DraftUse("ngram", 4, 4))
+    clock.now = 104.0
+    recorder.delivered(asked, cut(run, 2, "stop"), 104.0)
+    return asked
+
+
+def test_delivered_tokens_are_counted_after_the_cut(clock: Clock) -> None:
+    recorder = Recorder(("ngram",), clock=clock)
+    play(recorder, clock)
+    series = scrape(recorder)
+    assert series["prompt_tokens_total",] == 10
+    assert series["generation_tokens_total",] == 1 + 4 + 2
+    assert series["spec_drafts_total", "ngram"] == 2
+    assert series["spec_draft_tokens_total", "ngram"] == 8
+    assert series["spec_accepted_tokens_total", "ngram"] == 3 + 2
+    assert series["spec_system_efficiency_ratio", "ngram"] == 6 / 10
+    assert series["spec_acceptance_ratio", "ngram"] == 5 / 8
+    assert [series["spec_accepted_tokens_per_position_total", "ngram", str(p)] for p in range(3)] == [2, 2, 1]
+    assert ("spec_accepted_tokens_per_position_total", "ngram", "3") not in series
+    assert [series["spec_draft_tokens_per_position_total", "ngram", str(p)] for p in range(4)] == [2, 2, 2, 2]
+    assert series["requests_finished_total", "stop"] == 1
+    assert series["requests_finished_total", "length"] == 0
+
+
+def test_eos_inside_an_accepted_run(clock: Clock) -> None:
+    """The engine cut the run at EOS: three of four drafted tokens were emitted, no token after them."""
+    recorder = Recorder(("draft",), clock=clock)
+    asked = request()
+    recorder.arrived(asked)
+    recorder.delivered(asked, tokens(0, 3, DraftUse("draft", 4, 3), "stop", stop_id=2), 102.0)
+    series = scrape(recorder)
+    assert series["generation_tokens_total",] == 3
+    assert series["spec_accepted_tokens_total", "draft"] == 3
+    assert series["spec_system_efficiency_ratio", "draft"] == 3 / 5
+
+
+def test_accepted_never_exceeds_what_was_delivered(clock: Clock) -> None:
+    recorder = Recorder(("ngram",), clock=clock)
+    asked = request()
+    recorder.arrived(asked)
+    recorder.delivered(asked, tokens(0, 2, DraftUse("ngram", 4, 4), "stop"), 102.0)
+    assert scrape(recorder)["spec_accepted_tokens_total", "ngram"] == 2
+
+
+def test_latencies(clock: Clock) -> None:
+    """A burst of m tokens after t counts m observations of t/m."""
+    recorder = Recorder(("ngram",), clock=clock)
+    play(recorder, clock)
+    series = scrape(recorder)
+    assert series["inter_token_latency_seconds_count",] == 4 + 2
+    assert series["inter_token_latency_seconds_sum",] == pytest.approx(2.0)
+    assert series["inter_token_latency_seconds_bucket", "0.25"] == 4
+    assert series["inter_token_latency_seconds_bucket", "0.5"] == 6
+    assert (series["time_to_first_token_seconds_count",], series["time_to_first_token_seconds_sum",]) == (1, 2.0)
+    assert (series["request_queue_seconds_count",], series["request_queue_seconds_sum",]) == (1, 1.0)
+    assert (series["e2e_request_latency_seconds_count",], series["e2e_request_latency_seconds_sum",]) == (1, 4.0)
+
+
+def test_figures_of_one_answer(clock: Clock) -> None:
+    recorder = Recorder(("ngram",), clock=clock)
+    asked = play(recorder, clock)
+    metrics = recorder.answer_metrics(asked.id)
+    assert metrics is not None
+    assert metrics.as_dict() == {
+        "time_to_first_token_ms": 2000.0,
+        "time_per_output_token_ms": pytest.approx(2000 / 6),
+        "prompt_tokens_per_second": 6.0,
+        "tokens_per_second": pytest.approx(3.0),
+        "draft_tokens": 8,
+        "draft_tokens_acceptance": 5 / 8,
+        "mean_acceptance_length": 3.0,
+        "verify_steps": 2,
+        "cached_tokens": 4,
+        "seed": 7,
+    }
+
+
+def test_figures_that_do_not_exist_are_absent(clock: Clock) -> None:
+    off = Recorder((), clock=clock)
+    asked = request()
+    off.arrived(asked)
+    assert off.answer_metrics("a").as_dict() == {"seed": 7}  # type: ignore[union-attr]
+    off.delivered(asked, Tokens("a", 0, (1,), finish_reason="length"), 102.0)
+    assert off.answer_metrics("a").as_dict() == {"time_to_first_token_ms": 2000.0, "cached_tokens": 0, "seed": 7}  # type: ignore[union-attr]
+    assert off.answer_metrics("unknown") is None
+
+
+def test_an_end_without_tokens(clock: Clock) -> None:
+    recorder = Recorder((), clock=clock)
+    asked = request()
+    recorder.arrived(asked)
+    recorder.delivered(asked, tokens(0, 0, reason="stop"), 102.0)
+    series = scrape(recorder)
+    assert series["requests_finished_total", "stop"] == 1
+    assert series["generation_tokens_total",] == 0
+    assert series["time_to_first_token_seconds_count",] == 0
+
+
+def test_ended_answers_are_bounded(clock: Clock) -> None:
+    recorder = Recorder((), clock=clock)
+    for number in range(KEPT_ANSWERS + 5):
+        asked = request(str(number))
+        recorder.arrived(asked)
+        recorder.aborted(asked)
+    assert recorder.answer_metrics("4") is None
+    assert recorder.answer_metrics("5") is not None
+
+
+def test_failed_and_aborted_end_once(clock: Clock) -> None:
+    recorder = Recorder((), clock=clock)
+    first, second = request("a"), request("b")
+    recorder.arrived(first)
+    recorder.arrived(second)
+    recorder.failed(first, RequestFailed("broken"))
+    recorder.aborted(second)
+    recorder.aborted(second)
+    recorder.delivered(second, tokens(0, 1), 102.0)
+    series = scrape(recorder)
+    assert series["requests_finished_total", "error"] == 1
+    assert series["requests_finished_total", "abort"] == 1
+    assert series["generation_tokens_total",] == 0
+
+
+def test_steps_set_gauges_and_add_what_is_new(clock: Clock) -> None:
+    recorder = Recorder(("ngram",), clock=clock)
+    first = StepStats(
+        step=1, requests_running=3, requests_waiting=2, kv_cache_usage_ratio=0.5, prefix_cache_queries_total=10,
+        prefix_cache_hits_total=4, preemptions_total=1, stage_seconds={"forward": 0.5}, drafter_errors={"ngram": 1},
+    )  # fmt: skip
+    recorder.step(first)
+    recorder.step(first)
+    recorder.step(StepStats(step=2, prefix_cache_queries_total=15, prefix_cache_hits_total=4, preemptions_total=1))
+    series = scrape(recorder)
+    assert series["requests_running",] == 0
+    assert series["prefix_cache_queries_total",] == 15
+    assert series["prefix_cache_hits_total",] == 4
+    assert series["preemptions_total",] == 1
+    assert series["step_seconds_count", "forward"] == 1
+    assert series["spec_drafter_errors_total", "ngram"] == 1
+
+
+def test_an_engine_started_again_counts_from_zero(clock: Clock) -> None:
+    recorder = Recorder((), clock=clock)
+    recorder.step(StepStats(step=9, preemptions_total=5))
+    recorder.step(StepStats(step=1, preemptions_total=2))
+    assert scrape(recorder)["preemptions_total",] == 7
+
+
+def test_returned_choices(clock: Clock) -> None:
+    recorder = Recorder((), clock=clock)
+    recorder.returned(3)
+    assert scrape(recorder)["choices_returned_total",] == 3
+
+
+@pytest.mark.parametrize("drafters", [(), ("ngram", "draft")])
+@pytest.mark.parametrize("state", ["fresh", "idle", "busy"])
+def test_never_a_nan(drafters: tuple[str, ...], state: str, clock: Clock, lines: list[str]) -> None:
+    recorder = Recorder(drafters, clock=clock)
+    if state != "fresh":
+        asked = request()
+        recorder.arrived(asked)
+        reason = "stop" if state == "idle" else None
+        recorder.delivered(asked, tokens(0, 1, DraftUse("ngram", 1, 0) if drafters else None, reason), 102.0)
+    clock.now += 20
+    recorder.tick()
+    clock.now += 20
+    recorder.tick()
+    assert not any(math.isnan(value) for value in scrape(recorder).values())
+    assert b"nan" not in recorder.render().lower()
+    assert not any("nan" in line.lower() for line in lines)
+
+
+def test_without_speculation_nothing_of_it_exists(clock: Clock, lines: list[str]) -> None:
+    recorder = Recorder((), clock=clock)
+    asked = request()
+    recorder.arrived(asked)
+    recorder.delivered(asked, tokens(0, 3), 102.0)
+    clock.now += 11
+    recorder.tick()
+    recorder.delivered(asked, tokens(3, 3, reason="length"), 112.0)
+    assert b"spec" not in recorder.render()
+    assert lines and not any("spec" in line.lower() or "draft" in line.lower() for line in lines)
+
+
+def test_ratios_are_absent_until_something_was_drafted(clock: Clock) -> None:
+    series = scrape(Recorder(("ngram",), clock=clock))
+    assert series["spec_drafts_total", "ngram"] == 0
+    assert ("spec_system_efficiency_ratio", "ngram") not in series
+    assert ("spec_acceptance_ratio", "ngram") not in series
+
+
+def test_every_series_is_in_the_catalog(clock: Clock) -> None:
+    recorder = Recorder(("ngram",), clock=clock)
+    play(recorder, clock)
+    names = {name.removesuffix("_bucket").removesuffix("_count").removesuffix("_sum") for name, *_ in scrape(recorder)}
+    assert names <= {row.name for row in CATALOG}
+
+
+def test_throughput_is_not_diluted_by_idle_time(clock: Clock, lines: list[str]) -> None:
+    recorder = Recorder(("ngram",), clock=clock)
+    play(recorder, clock)  # 4 s of work
+    clock.now = 120.0
+    recorder.tick()
+    throughput = [line for line in lines if line.startswith("Throughput")]
+    assert throughput == [
+        "Throughput: prompt 2.5 tokens/s, generation 1.8 tokens/s, busy 4.0 s, running 0, waiting 0, KV cache 0.0%"
+    ]
+    assert [line for line in lines if line.startswith("SpecDecoding")] == [
+        "SpecDecoding metrics: Mean acceptance length: 3.00, Draft acceptance rate: 62.5%, System efficiency: 60.0%, "
+        "Accepted: 5 tokens, Drafted: 8 tokens, Per-position acceptance rate: 1.000, 1.000, 0.500, 0.000"
+    ]
+
+
+def test_no_line_without_traffic(clock: Clock, lines: list[str]) -> None:
+    recorder = Recorder(("ngram",), clock=clock)
+    for _ in range(5):
+        clock.now += 11
+        recorder.tick()
+    assert lines == []
+
+
+def test_the_speculation_line_covers_its_interval_only(clock: Clock, lines: list[str]) -> None:
+    recorder = Recorder(("ngram",), clock=clock)
+    asked = request()
+    recorder.arrived(asked)
+    clock.now = 111.0
+    recorder.delivered(asked, tokens(0, 3, DraftUse("ngram", 2, 2)), 111.0)
+    recorder.tick()
+    clock.now = 122.0
+    recorder.delivered(asked, tokens(3, 1), 122.0)
+    recorder.tick()
+    assert [line.split(":")[0] for line in lines] == ["Throughput", "SpecDecoding metrics", "Throughput"]
+
+
+def test_ticks_before_the_interval_say_nothing(clock: Clock, lines: list[str]) -> None:
+    recorder = Recorder(("ngram",), log_interval_s=10, clock=clock)
+    recorder.arrived(request())
+    clock.now += 5
+    recorder.tick()
+    assert lines == []
+
+
+def test_an_interval_of_zero_means_no_lines(clock: Clock, lines: list[str]) -> None:
+    recorder = Recorder((), log_interval_s=0, clock=clock)
+    asked = request()
+    recorder.arrived(asked)
+    recorder.delivered(asked, tokens(0, 1), 102.0)
+    clock.now += 1000
+    recorder.tick()
+    assert lines == []
+
+
+def test_the_line_of_a_request(clock: Clock, lines: list[str]) -> None:
+    recorder = Recorder(("ngram",), clock=clock)
+    asked = request(temperature=0.5, stop=("secret " * 50,))
+    recorder.arrived(asked)
+    recorder.delivered(asked, tokens(0, 3, DraftUse("ngram", 2, 2)), 102.0)
+    clock.now = 103.0
+    recorder.delivered(asked, tokens(3, 1, reason="length"), 103.0)
+    (line,) = lines
+    assert line.startswith("request a: length; params temperature=0.5 stop=('secret ")
+    assert line.endswith(
+        "seed=7; tokens 10 prompt (0 cached), 4 generated; drafter ngram (2 of 2 accepted); "
+        "times queue 1000.0 ms, first token 2000.0 ms, total 3000.0 ms"
+    )
+    assert len(line) < 400
