@@ -1,0 +1,116 @@
+"""Sampling in plain torch: the specification of a token (docs: a token is a pure function).
+
+Rows are float32 [R, V]; masked ids are -inf. A row is *sound* if it holds a finite value and neither
+NaN nor +inf; filters leave other rows as they are, so that `sample` still sees what is wrong with them.
+Whatever is added up is a whole number, so no result depends on an order of summation.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from foreword.kernels.portable_math import FRACTION_BITS, log, mass
+
+__all__ = ["ReferenceSampling", "gumbel", "philox"]
+
+WORD = 0xFFFFFFFF
+MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+WEYL = (0x9E3779B9, 0xBB67AE85)
+ROUNDS = 10
+LANES = 4
+TOKEN_NOISE = 0  # third counter word: what the noise is for
+
+Words = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+class ReferenceSampling:
+    """The operations of `Ops` on rows of logits."""
+
+    def log_sum_exp(self, logits: Tensor) -> Tensor:
+        """[R, V] -> float32 [R]; NaN for a row that is not sound."""
+        top = logits.amax(dim=-1, keepdim=True).double()
+        total = mass(logits.double() - top).sum(dim=-1)
+        result = top[:, 0] + log(total.double() * 2.0**-FRACTION_BITS)
+        return torch.where(_sound(logits), result, torch.nan).float()
+
+    def top_ids(self, logits: Tensor, k: int) -> Tensor:
+        """[R, V] -> int64 [R, k]; the lowest ids of a row that is not sound."""
+        order = _order(logits)[:, :k]
+        return torch.where(_sound(logits)[:, None], order, torch.arange(order.shape[1], device=logits.device))
+
+    def keep_top_k(self, logits: Tensor, k: Tensor) -> None:
+        place = torch.arange(logits.shape[1], device=logits.device)
+        _keep(logits, place < k[:, None], _order(logits))
+
+    def keep_top_p(self, logits: Tensor, p: Tensor) -> None:
+        order = _order(logits)
+        values = logits.gather(1, order).double()
+        weights = mass(values - values[:, :1])
+        sums = weights.cumsum(dim=1)
+        total = sums[:, -1]
+        bound = (total.double() * p).ceil().long().clamp(max=total)
+        before = sums - weights
+        _keep(logits, (before < bound[:, None]) | (p >= 1)[:, None], order)
+
+    def keep_min_p(self, logits: Tensor, p: Tensor) -> None:
+        floor = torch.where(p > 0, log(p), -torch.inf)
+        top = logits.amax(dim=1, keepdim=True).double()
+        likely = logits.double() - top >= floor[:, None]
+        logits.masked_fill_(~likely & _sound(logits)[:, None], -torch.inf)
+
+    def sample(self, logits: Tensor, seeds: Tensor, positions: Tensor, greedy: Tensor) -> Tensor:
+        scores = logits
+        if not bool(greedy.all()):
+            noise = gumbel(seeds, positions, logits.shape[1])
+            scores = logits + torch.where(greedy[:, None], 0.0, noise)
+        return torch.where(_sound(logits), scores.argmax(dim=1), -1)
+
+
+def gumbel(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
+    """Noise of ids 0..V-1: seeds int64 [R] (bits of the unsigned seed), positions int64 [R] -> float32 [R, V]."""
+    blocks = torch.arange(-(-vocab_size // LANES), device=seeds.device)[None]
+    zero = torch.zeros_like(blocks)
+    key = (seeds[:, None] & WORD, (seeds[:, None] >> 32) & WORD)
+    words = philox((blocks, positions[:, None], zero + TOKEN_NOISE, zero), key)
+    return noise(torch.stack(words, dim=-1).flatten(1)[:, :vocab_size])
+
+
+def noise(x: Tensor) -> Tensor:
+    """-log(-log u) of u = (x + 1/2) 2^-32, for uint32 values in int64. u and 1 - u are exact: they need 33 bits."""
+    u = (x.double() + 0.5) * 2.0**-32
+    return (-log(-log(u))).float()
+
+
+def philox(counter: Words, key: tuple[Tensor, Tensor]) -> Words:
+    """Philox 4x32-10 (Salmon et al. 2011). Words are uint32 values in int64 tensors that broadcast."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(ROUNDS):
+        high0, low0 = _multiply(c0, MULTIPLIERS[0])
+        high1, low1 = _multiply(c2, MULTIPLIERS[1])
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        k0, k1 = (k0 + WEYL[0]) & WORD, (k1 + WEYL[1]) & WORD
+    return c0, c1, c2, c3
+
+
+def _multiply(word: Tensor, by: int) -> tuple[Tensor, Tensor]:
+    """The high and the low word of a product of 64 bits, formed from halves that cannot overflow int64."""
+    low = (word & 0xFFFF) * by
+    high = (word >> 16) * by + (low >> 16)
+    return high >> 16, (high << 16 | low & 0xFFFF) & WORD
+
+
+def _order(logits: Tensor) -> Tensor:
+    """Ids by (value descending, id ascending)."""
+    return torch.sort(logits, dim=1, descending=True, stable=True).indices
+
+
+def _keep(logits: Tensor, kept: Tensor, order: Tensor) -> None:
+    """Mask the ids order[r, j] where not kept[r, j], in rows that are sound."""
+    by_id = torch.empty_like(kept).scatter_(1, order, kept)
+    logits.masked_fill_(~by_id & _sound(logits)[:, None], -torch.inf)
+
+
+def _sound(logits: Tensor) -> Tensor:
+    return logits.amax(dim=1).isfinite()

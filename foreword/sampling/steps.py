@@ -1,0 +1,195 @@
+"""What becomes of a row of logits before its token is taken: an ordered pipeline, one class a step.
+
+A step sees only rows that asked for it, in place, and every row by itself: what it computes are single
+float32 values, so that a row comes out the same alone and among others.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from foreword.core.request import Request
+from foreword.core.rows import SampleRow
+from foreword.kernels.ops import Ops
+
+__all__ = ["PIPELINE", "Step", "steps_of"]
+
+Rows = Sequence[SampleRow]
+
+
+class Step(Protocol):
+    """One step of the pipeline."""
+
+    def active(self, request: Request) -> bool:
+        """Whether the request asked for it."""
+
+    def apply(self, ops: Ops, logits: Tensor, rows: Rows) -> None:
+        """Change logits float32 [n, V], in place; row i is that of rows[i], and asked for the step."""
+
+
+class AllowedIds:
+    """Only `allowed_token_ids` can be sampled."""
+
+    def active(self, request: Request) -> bool:
+        return request.params.allowed_token_ids is not None
+
+    def apply(self, ops: Ops, logits: Tensor, rows: Rows) -> None:
+        places = _places(logits, [row.state.params.allowed_token_ids or () for row in rows])
+        kept = logits[places]
+        logits.fill_(-torch.inf)
+        logits[places] = kept
+
+
+class LogitBias:
+    """`logit_bias` is added."""
+
+    def active(self, request: Request) -> bool:
+        return bool(request.params.logit_bias)
+
+    def apply(self, ops: Ops, logits: Tensor, rows: Rows) -> None:
+        _change(logits, [row.state.params.logit_bias for row in rows], torch.add)
+
+
+class BadWords:
+    """The last id of a bad word is masked where the history ends with its other ids."""
+
+    def active(self, request: Request) -> bool:
+        return bool(request.bad_words_ids)
+
+    def apply(self, ops: Ops, logits: Tensor, rows: Rows) -> None:
+        _mask(logits, [self._completing(row) for row in rows])
+
+    def _completing(self, row: SampleRow) -> set[int]:
+        words = row.state.request.bad_words_ids
+        recent = row.recent(max(map(len, words)) - 1)
+        return {word[-1] for word in words if len(word) - 1 <= len(recent) and recent[len(recent) - len(word) + 1 :] == word[:-1]}
+
+
+class MinTokens:
+    """Nothing that would end the answer before `min_tokens` tokens."""
+
+    def active(self, request: Request) -> bool:
+        return request.params.min_tokens > 0
+
+    def apply(self, ops: Ops, logits: Tensor, rows: Rows) -> None:
+        _mask(logits, [self._ending(row) for row in rows])
+
+    def _ending(self, row: SampleRow) -> set[int]:
+        if row.num_output >= row.state.params.min_tokens:
+            return set()
+        return {*row.state.request.eos_token_ids, *row.state.params.stop_token_ids}
+
+
+class RepetitionPenalty:
+    """Ids of prompt and output: positive logits are divided by the penalty, negative ones multiplied."""
+
+    def active(self, request: Request) -> bool:
+        return request.params.repetition_penalty != 1.0
+
+    def apply(self, ops: Ops, logits: Tensor, rows: Rows) -> None:
+        penalties = [dict.fromkeys(row.seen(), row.state.params.repetition_penalty) for row in rows]
+        _change(logits, penalties, lambda value, penalty: torch.where(value < 0, value * penalty, value / penalty))
+
+
+class CountPenalties:
+    """`presence_penalty` once and `frequency_penalty` times its count off each id of the output."""
+
+    def active(self, request: Request) -> bool:
+        return request.params.presence_penalty != 0.0 or request.params.frequency_penalty != 0.0
+
+    def apply(self, ops: Ops, logits: Tensor, rows: Rows) -> None:
+        _change(logits, [self._penalties(row) for row in rows], torch.sub)
+
+    def _penalties(self, row: SampleRow) -> dict[int, float]:
+        presence, frequency = row.state.params.presence_penalty, row.state.params.frequency_penalty
+        counts = row.state.output_counts
+        if row.draft:
+            counts = counts + Counter(row.draft)
+        return {token_id: presence + frequency * count for token_id, count in counts.items()}
+
+
+class Temperature:
+    """Logits are divided by the temperature, once."""
+
+    def active(self, request: Request) -> bool:
+        return not request.params.greedy and request.params.temperature != 1.0
+
+    def apply(self, ops: Ops, logits: Tensor, rows: Rows) -> None:
+        logits.div_(_column(logits, [row.state.params.temperature for row in rows], torch.float32)[:, None])
+
+
+class TopK:
+    def active(self, request: Request) -> bool:
+        return not request.params.greedy and request.params.top_k > 0
+
+    def apply(self, ops: Ops, logits: Tensor, rows: Rows) -> None:
+        ops.keep_top_k(logits, _column(logits, [min(row.state.params.top_k, logits.shape[1]) for row in rows], torch.int64))
+
+
+class TopP:
+    def active(self, request: Request) -> bool:
+        return not request.params.greedy and request.params.top_p < 1.0
+
+    def apply(self, ops: Ops, logits: Tensor, rows: Rows) -> None:
+        ops.keep_top_p(logits, _column(logits, [row.state.params.top_p for row in rows], torch.float64))
+
+
+class MinP:
+    def active(self, request: Request) -> bool:
+        return not request.params.greedy and request.params.min_p > 0.0
+
+    def apply(self, ops: Ops, logits: Tensor, rows: Rows) -> None:
+        ops.keep_min_p(logits, _column(logits, [row.state.params.min_p for row in rows], torch.float64))
+
+
+# A grammar's mask belongs before all of these.
+PIPELINE: tuple[Step, ...] = (
+    AllowedIds(),
+    LogitBias(),
+    BadWords(),
+    MinTokens(),
+    RepetitionPenalty(),
+    CountPenalties(),
+    Temperature(),
+    TopK(),
+    TopP(),
+    MinP(),
+)
+
+
+def steps_of(request: Request) -> tuple[Step, ...]:
+    """The steps that a request asked for, in order."""
+    return tuple(step for step in PIPELINE if step.active(request))
+
+
+def _column(logits: Tensor, values: Sequence[float], dtype: torch.dtype) -> Tensor:
+    return torch.tensor(values, dtype=dtype, device=logits.device)
+
+
+def _places(logits: Tensor, ids: Sequence[Iterable[int]]) -> tuple[Tensor, Tensor]:
+    """Coordinates of ids[r] in row r. An id beyond the vocabulary is nowhere: it cannot be sampled anyway."""
+    vocab_size = logits.shape[1]
+    lines: list[int] = []
+    columns: list[int] = []
+    for line, own in enumerate(ids):
+        inside = [token_id for token_id in own if token_id < vocab_size]
+        lines += [line] * len(inside)
+        columns += inside
+    return _column(logits, lines, torch.int64), _column(logits, columns, torch.int64)
+
+
+def _mask(logits: Tensor, ids: Sequence[Iterable[int]]) -> None:
+    logits[_places(logits, ids)] = -torch.inf
+
+
+def _change(logits: Tensor, amounts: Sequence[Mapping[int, float]], change: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """logits[r, id] = change(logits[r, id], amounts[r][id]), in float32."""
+    vocab_size = logits.shape[1]
+    places = _places(logits, amounts)
+    values = [amount for own in amounts for token_id, amount in own.items() if token_id < vocab_size]
+    logits[places] = change(logits[places], _column(logits, values, torch.float32))
