@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["Draft", "DraftUse"]
+from foreword.core.events import TokenLogprob
+
+__all__ = ["Draft", "Outcome", "Verdict"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,9 +24,36 @@ class Draft:
 
 
 @dataclass(frozen=True, slots=True)
-class DraftUse:
-    """A draft that was verified: `accepted` of `drafted` tokens were emitted, 0 <= accepted <= drafted."""
+class Outcome:
+    """What a step yielded for one request, after the cut at EOS, stop ids and limits.
 
-    drafter: str
-    drafted: int
-    accepted: int
+    token_ids      emitted tokens; empty if the step computed only part of what is known
+    accepted       how many of the verified draft tokens were emitted
+    logprobs       one per token if asked for
+    prompt_logprobs  those of the prompt tokens that this step scored, if asked for
+    hashes         one per token in test mode
+    finish_reason  "stop", "length", or None while the request goes on
+    stop_id        the id that stopped it
+    error          why the request ends after these tokens, or None
+    """
+
+    token_ids: tuple[int, ...] = ()
+    accepted: int = 0
+    logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    hashes: tuple[int, ...] = ()
+    finish_reason: str | None = None
+    stop_id: int | None = None
+    error: str | None = None
+
+    @property
+    def ended(self) -> bool:
+        return self.finish_reason is not None or self.error is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What the runner says of a plan: outcome and next draft, one each per piece of work, in its order."""
+
+    outcomes: tuple[Outcome, ...]
+    drafts: tuple[Draft | None, ...]

@@ -5,10 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from foreword.core.draft import DraftUse
 from foreword.errors import ForewordError
 
-__all__ = ["Event", "Failed", "StepReport", "StepStats", "TokenLogprob", "Tokens", "cut"]
+__all__ = ["DraftUse", "Event", "Failed", "StepReport", "StepStats", "TokenLogprob", "Tokens", "cut"]
+
+
+@dataclass(frozen=True, slots=True)
+class DraftUse:
+    """A draft that was verified: `accepted` of `drafted` tokens were emitted, 0 <= accepted <= drafted."""
+
+    drafter: str
+    drafted: int
+    accepted: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,6 +54,7 @@ class RequestState:
     """
 
     __slots__ = (
+        "_stop_ids",
         "arrival",
         "block_hashes",
         "blocks",
@@ -86,6 +87,8 @@ class RequestState:
         self.drafter = ""
         self.blocks: list[int] = []
         self.block_hashes: list[bytes] = []
+        eos = () if request.params.ignore_eos else request.eos_token_ids
+        self._stop_ids = frozenset((*eos, *request.params.stop_token_ids))
         self.output_counts: Counter[int] = Counter(request.delivered_ids)
         self.prompt_counts: Counter[int] | None = None
         self.prompt_logprobs: list[object] = []
@@ -107,6 +110,27 @@ class RequestState:
     def rank(self) -> tuple[int, int]:
         """Order of service: priority, then arrival. The smallest rank always progresses."""
         return self.request.priority, self.arrival
+
+    @property
+    def num_missing(self) -> int:
+        """Tokens whose KV is still missing; one while the request decodes."""
+        return len(self.tokens) - self.num_computed
+
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        """Ids that end the answer when they are emitted."""
+        return self._stop_ids
+
+    def ending(self, run: Sequence[int]) -> tuple[int, str | None, int | None]:
+        """Where a run of new tokens ends the answer: (tokens kept, finish reason, stop id).
+
+        The earliest token decides; one that both stops and fills the limit has stopped.
+        """
+        room = self.limit - len(self.tokens)
+        for index, token_id in enumerate(run[:room]):
+            if token_id in self._stop_ids:
+                return index + 1, "stop", token_id
+        return (room, "length", None) if len(run) >= room else (len(run), None, None)
 
     def append(self, token_ids: Sequence[int]) -> None:
         """Commit sampled tokens."""

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from foreword.core.batch import Batch
 
-__all__ = ["Ops", "PackedLinear"]
+__all__ = ["AttentionPlan", "Ops", "PackedLinear"]
 
 PackedLinear = Any  # what pack_linear() of the same backend made
+AttentionPlan = Any  # what plan_attention() of the same backend made
 
 
 class Ops(Protocol):
@@ -27,6 +28,9 @@ class Ops(Protocol):
 
     name: str
     row_tile: int
+
+    def threads(self, wanted: int) -> int:
+        """Threads that torch may use without changing bits, at most `wanted`."""
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
         """weight [N, K], bias [N] -> what `linear` wants, laid out once at load."""
@@ -49,6 +53,9 @@ class Ops(Protocol):
     def write_kv(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
         """k, v [T, Hk, D] into k_cache, v_cache [S, Hk, D] at slots [T]."""
 
+    def plan_attention(self, batch: Batch, window: int | None = None) -> AttentionPlan:
+        """What the attention of all layers with this window shares in one forward pass."""
+
     def attention(
         self,
         q: Tensor,
@@ -58,9 +65,11 @@ class Ops(Protocol):
         scale: float,
         window: int | None = None,
         softcap: float | None = None,
+        plan: AttentionPlan | None = None,
     ) -> Tensor:
         """q [T, Hq, D] -> [T, Hq, D]. Row t attends to the positions of its own request in
-        (positions[t] - window, positions[t]]; scores are capped to softcap * tanh(s / softcap) if given."""
+        (positions[t] - window, positions[t]]; scores are capped to softcap * tanh(s / softcap) if given.
+        `plan` is plan_attention(batch, window), made here if missing; rows of padding yield zeros."""
 
     def softcap(self, x: Tensor, cap: float) -> Tensor:
         """cap * tanh(x / cap)."""

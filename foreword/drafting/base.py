@@ -1,0 +1,54 @@
+"""The contract of a drafter."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from foreword.core.draft import Draft
+from foreword.core.request import RequestState
+
+__all__ = ["Ask", "Drafter"]
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A request that wants a draft.
+
+    run         tokens that the step just emitted; they follow state.tokens
+    max_tokens  longest draft that is of use
+    """
+
+    state: RequestState
+    run: tuple[int, ...]
+    max_tokens: int = 0
+
+    @property
+    def length(self) -> int:
+        """Number of known tokens: the absolute index of the first one to guess."""
+        return len(self.state.tokens) + len(self.run)
+
+    def tokens_from(self, index: int) -> list[int]:
+        """Known tokens from an absolute index on."""
+        tail = max(index - len(self.state.tokens), 0)
+        return self.state.tokens[index:] + list(self.run[tail:])
+
+
+class Drafter(Protocol):
+    """Guesses what comes next. A guess is advisory: it may be wrong, short or missing.
+
+    An exception drops the draft, is counted, and never reaches the request. State is kept by
+    request id, between start() and finish(); a request may be skipped for any number of steps.
+    """
+
+    name: str
+
+    def start(self, state: RequestState) -> None:
+        """A request begins."""
+
+    def finish(self, request_id: str) -> None:
+        """A request is over: forget it. Called once for every start()."""
+
+    def propose(self, asks: Sequence[Ask]) -> list[Draft | None]:
+        """One draft for each ask, of at most its max_tokens; None where there is nothing to guess from."""

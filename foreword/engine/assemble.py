@@ -1,0 +1,85 @@
+"""From a plan to tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from foreword.core.batch import Batch, Chunk, build_batch
+from foreword.core.rows import SampleRow
+from foreword.engine.scheduler import Plan, Work
+
+__all__ = ["Assembler", "PromptRow", "StepBatch"]
+
+
+@dataclass(frozen=True, slots=True)
+class PromptRow:
+    """A row of the prompt whose logprobs are wanted: logits line `line`, of token `target`."""
+
+    line: int
+    target: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepBatch:
+    """A plan with its tensors.
+
+    forward      input of the model
+    rows         the rows to be sampled, request by request; `lines[i]` is the line of logits of rows[i]
+    prompt_rows  per piece of work, the prompt rows to be scored
+    """
+
+    plan: Plan
+    forward: Batch
+    rows: tuple[SampleRow, ...]
+    lines: tuple[int, ...]
+    prompt_rows: tuple[tuple[PromptRow, ...], ...]
+
+
+class Assembler:
+    """Lays out the rows of a plan for a backend that wants multiples of `row_tile` rows."""
+
+    def __init__(self, block_size: int, row_tile: int, device: str) -> None:
+        self.block_size = block_size
+        self.row_tile = row_tile
+        self.device = device
+
+    def build(self, plan: Plan) -> StepBatch:
+        rows: list[SampleRow] = []
+        lines: list[int] = []
+        prompt_rows: list[tuple[PromptRow, ...]] = []
+        chunks: list[Chunk] = []
+        num_lines = 0
+        for work in plan.work:
+            chunk = self._chunk(work)
+            prompt_rows.append(_prompt_rows(work, num_lines) if _scores_prompt(work) else ())
+            num_lines += chunk.num_sampled
+            if work.samples:
+                draft = tuple(work.state.draft[: work.num_draft])
+                rows += [SampleRow(work.state, draft[:n]) for n in range(len(draft) + 1)]
+                lines += range(num_lines - len(draft) - 1, num_lines)
+            chunks.append(chunk)
+        forward = build_batch(chunks, self.block_size, self.row_tile, self.device)
+        return StepBatch(plan, forward, tuple(rows), tuple(lines), tuple(prompt_rows))
+
+    def _chunk(self, work: Work) -> Chunk:
+        state = work.state
+        token_ids = state.tokens[work.start : work.start + work.num_tokens] + state.draft[: work.num_draft]
+        num_sampled = 1 + work.num_draft if work.samples else 0
+        if _scores_prompt(work):
+            num_sampled = len(token_ids)
+        return Chunk(token_ids, work.start, state.blocks, num_sampled)
+
+
+def _scores_prompt(work: Work) -> bool:
+    """Whether rows of this work score prompt tokens that were not scored before a preemption."""
+    state = work.state
+    asked = state.params.prompt_logprobs is not None
+    return asked and len(state.prompt_logprobs) < state.num_prompt - 1 and work.start < state.num_prompt - 1
+
+
+def _prompt_rows(work: Work, first_line: int) -> tuple[PromptRow, ...]:
+    """Row p scores token p + 1. Positions before `scored` were scored before a preemption."""
+    state = work.state
+    scored = len(state.prompt_logprobs)
+    end = min(work.start + work.num_tokens, state.num_prompt - 1)
+    return tuple(PromptRow(first_line + p - work.start, state.tokens[p + 1]) for p in range(max(work.start, scored), end))

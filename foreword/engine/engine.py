@@ -1,0 +1,135 @@
+"""The engine: requests go in, a step is four verbs, events come out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from foreword.config import EngineInfo
+from foreword.core.events import Event, Failed, StepReport, StepStats
+from foreword.core.request import Request, RequestState
+from foreword.drafting.drafting import Drafting
+from foreword.engine.assemble import Assembler
+from foreword.engine.runner import Runner
+from foreword.engine.scheduler import Scheduler
+from foreword.engine.stages import Stages
+from foreword.errors import ContextLengthExceeded, ForewordError, InvalidRequest
+
+__all__ = ["Engine"]
+
+
+class Engine:
+    """Owns every live request. Single-threaded: whoever holds it calls one method at a time."""
+
+    def __init__(
+        self,
+        info: EngineInfo,
+        scheduler: Scheduler,
+        assembler: Assembler,
+        runner: Runner,
+        stages: Stages,
+        device_memory: Callable[[], int],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.info = info
+        self.scheduler = scheduler
+        self.assembler = assembler
+        self.runner = runner
+        self.stages = stages
+        self._device_memory = device_memory
+        self._clock = clock
+        self._num_steps = 0
+        self._num_arrived = 0
+        self._refused: list[Event] = []
+
+    @property
+    def drafting(self) -> Drafting:
+        return self.runner.drafting
+
+    @property
+    def idle(self) -> bool:
+        """Nothing to do and nothing to say."""
+        return self.scheduler.idle and not self._refused
+
+    def submit(self, request: Request) -> None:
+        """Take a request; one that cannot be served is answered by a Failed event of the next step."""
+        try:
+            self._check(request)
+        except ForewordError as error:
+            self._refused.append(Failed(request.id, error))
+            return
+        state = RequestState(request, self._num_arrived, self.info.resolved.max_model_len)
+        self._num_arrived += 1
+        self.drafting.start(state)
+        self.scheduler.add(state)
+
+    def remove(self, request_id: str) -> None:
+        """Free all that a request holds, at once; it may have ended by itself."""
+        state = self.scheduler.remove(request_id)
+        if state is not None:
+            self.drafting.finish(state)
+
+    def step(self) -> StepReport:
+        """Advance every request that was planned by at least one row."""
+        events = self._refused
+        self._refused = []
+        if not self.scheduler.idle:
+            events += self._step()
+        self._num_steps += 1
+        return StepReport(tuple(events), self._stats())
+
+    def _step(self) -> list[Event]:
+        with self.stages("schedule"):
+            plan = self.scheduler.plan()
+        assert plan.work, "live requests, but none of them can run"
+        with self.stages("assemble"):
+            batch = self.assembler.build(plan)
+        verdict = self.runner.run(batch)
+        with self.stages("commit"):
+            events = self.scheduler.commit(plan, verdict)
+        for work, outcome in zip(plan.work, verdict.outcomes, strict=True):
+            if outcome.ended:
+                self.drafting.finish(work.state)
+        return events
+
+    def check(self) -> None:
+        """Assert the integrity of all bookkeeping; for tests, and cheap enough for idle moments."""
+        self.scheduler.check()
+
+    def _check(self, request: Request) -> None:
+        limit = self.info.resolved.max_model_len
+        if request.id in self.scheduler.states:
+            raise InvalidRequest(f"a request with the id {request.id!r} is running", "id")
+        if not request.prompt_ids:
+            raise InvalidRequest("the prompt has no tokens", "prompt")
+        if len(request.prompt_ids) + len(request.delivered_ids) >= limit:
+            raise ContextLengthExceeded(
+                f"the prompt has {len(request.prompt_ids)} tokens; the context of {limit} leaves no room for an answer", "prompt"
+            )
+        known = range(self.info.vocab_size)
+        for name in ("prompt_ids", "delivered_ids", "eos_token_ids"):
+            for token_id in getattr(request, name):
+                if token_id not in known:
+                    raise InvalidRequest(f"{name}: id {token_id} is not below the vocabulary's {len(known)}", "prompt")
+        method = request.params.speculation.method
+        if method not in ("auto", "off", *self.info.resolved.drafters):
+            running = ", ".join(("auto", "off", *self.info.resolved.drafters))
+            raise InvalidRequest(f"speculation.method {method!r} does not run here; available: {running}", "speculation.method")
+
+    def _stats(self) -> StepStats:
+        scheduler = self.scheduler
+        now = self._clock()
+        return StepStats(
+            step=self._num_steps,
+            requests_running=len(scheduler.running),
+            requests_waiting=len(scheduler.waiting),
+            longest_running_tokens=max((s.num_output for s in scheduler.running), default=0),
+            oldest_running_seconds=max((now - s.request.arrival_s for s in scheduler.running), default=0.0),
+            kv_cache_usage_ratio=scheduler.pool.num_used / scheduler.pool.num_blocks,
+            prefix_cache_queries_total=scheduler.prefix_queries,
+            prefix_cache_hits_total=scheduler.prefix_hits,
+            preemptions_total=scheduler.num_preemptions,
+            device_memory_bytes=self._device_memory(),
+            stage_seconds=self.stages.take(),
+            drafter_errors=dict(self.drafting.errors),
+        )

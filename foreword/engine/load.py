@@ -1,0 +1,187 @@
+"""From a config to an engine that can take its first request."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from foreword.cache.blocks import BlockPool
+from foreword.cache.storage import KVStorage
+from foreword.config import Config, EngineInfo, ModelFacts, Resolved, resolve
+from foreword.core.batch import Chunk, build_batch
+from foreword.drafting.base import Drafter
+from foreword.drafting.drafting import Drafting
+from foreword.drafting.model import ModelDrafter
+from foreword.drafting.ngram import NgramDrafter
+from foreword.drafting.policy import FixedLength
+from foreword.drafting.replay import ReplayDrafter, read_recording
+from foreword.engine.assemble import Assembler
+from foreword.engine.engine import Engine
+from foreword.engine.runner import Runner
+from foreword.engine.scheduler import Scheduler
+from foreword.engine.stages import Stages
+from foreword.hardware import machine, probe
+from foreword.kernels.ops import Ops
+from foreword.kernels.registry import select
+from foreword.models.base import Model
+from foreword.models.loader import load_model, read_facts
+from foreword.sampling.sampler import Sampler
+
+__all__ = ["load"]
+
+Progress = Callable[[int, int], None]
+FIT_DRAFTER = (10, 50)
+
+
+def load(config: Config, unused_ids: Sequence[int], resolved: Resolved | None = None, progress: Progress | None = None) -> Engine:
+    """Load the checkpoint that `config.model` names (a directory) and everything around it.
+
+    unused_ids  ids that no token has, of target and drafter alike
+    resolved    choices of an engine that this one replaces
+    Raises ConfigError or CheckpointError.
+    """
+    config = config.with_speculative_config()
+    assert config.model is not None
+    target = read_facts(Path(config.model))
+    wants_draft_model = "draft" in config.drafter_names() and config.draft_model is not None
+    drafter = read_facts(Path(config.draft_model)) if wants_draft_model and config.draft_model else None
+    if resolved is None:
+        resolved = resolve(config, machine(probe(config.device)), target, drafter)
+    return _Loader(config, resolved, unused_ids, progress).engine(target, drafter)
+
+
+class _Loader:
+    def __init__(self, config: Config, resolved: Resolved, unused_ids: Sequence[int], progress: Progress | None) -> None:
+        self.config = config
+        self.resolved = resolved
+        self.unused_ids = unused_ids
+        self.progress = progress
+        self.ops = select(resolved.device, resolved.fast_math)
+        self.seconds: dict[str, float] = {}
+
+    def engine(self, target: ModelFacts, drafter: ModelFacts | None) -> Engine:
+        resolved = self.resolved
+        torch.set_num_threads(self.ops.threads(resolved.threads))
+        started = time.perf_counter()
+        assert self.config.model is not None
+        model = self.model(self.config.model, resolved.max_model_len)
+        kv = self.storage(model)
+        sampler = Sampler(self.ops, model.vocab_size, self.unused_ids, resolved.test_mode)
+        drafters = [self.drafter(name, model.vocab_size) for name in resolved.drafters]
+        self.seconds["weights"] = time.perf_counter() - started
+        stages = Stages()
+        drafting = Drafting(drafters, model.vocab_size, FixedLength(resolved.num_speculative_tokens))
+        runner = Runner(model, kv, sampler, drafting, stages)
+        started = time.perf_counter()
+        _warm_up(model, kv, self.ops, resolved)
+        self.seconds["warmup"] = time.perf_counter() - started
+        pool = BlockPool(resolved.num_blocks)
+        return Engine(
+            self.info(target, drafter),
+            Scheduler(pool, resolved.block_size, resolved.max_num_seqs, resolved.max_num_batched_tokens, resolved.prefix_caching),
+            Assembler(resolved.block_size, self.ops.row_tile, resolved.device),
+            runner,
+            stages,
+            device_memory=_device_memory(resolved),
+        )
+
+    def model(self, path: str, max_model_len: int) -> Model:
+        resolved = self.resolved
+        return load_model(Path(path), self.ops, resolved.dtype, resolved.device, max_model_len, self.progress)
+
+    def storage(self, model: Model) -> KVStorage:
+        resolved = self.resolved
+        return KVStorage(resolved.num_blocks, resolved.block_size, model.kv_layers, resolved.dtype, resolved.device)
+
+    def drafter(self, name: str, vocab_size: int) -> Drafter:
+        """The one place that knows every drafter's constructor."""
+        config, resolved = self.config, self.resolved
+        if name == "ngram":
+            return NgramDrafter(resolved.prompt_lookup_min, resolved.prompt_lookup_max)
+        if name == "replay":
+            assert config.replay_file is not None
+            return ReplayDrafter(read_recording(config.replay_file), config.replay_error_rate, vocab_size)
+        assert name == "draft" and config.draft_model is not None
+        return self.model_drafter(config.draft_model, vocab_size)
+
+    def model_drafter(self, path: str, vocab_size: int) -> ModelDrafter:
+        resolved = self.resolved
+        max_len = min(resolved.max_model_len, read_facts(Path(path)).context)
+        model = self.model(path, max_len)
+        return ModelDrafter(
+            model,
+            self.storage(model),
+            Sampler(self.ops, vocab_size, self.unused_ids),
+            BlockPool(resolved.num_blocks),
+            resolved.block_size,
+            max_rows=resolved.max_num_batched_tokens,
+            max_len=max_len,
+        )
+
+    def info(self, target: ModelFacts, drafter: ModelFacts | None) -> EngineInfo:
+        return EngineInfo(
+            architecture=target.architecture,
+            parameters=target.parameters,
+            vocab_size=target.vocab_size,
+            resolved=self.resolved,
+            fingerprint=_fingerprint(self.config, self.resolved, self.ops),
+            backend=self.ops.name,
+            load_seconds=self.seconds,
+            draft_model=Path(self.config.draft_model).name if drafter and self.config.draft_model else None,
+            draft_parameters=drafter.parameters if drafter else 0,
+            warnings=_warnings(self.resolved, target, drafter),
+        )
+
+
+def _warm_up(model: Model, kv: KVStorage, ops: Ops, resolved: Resolved) -> None:
+    """One pass over the scratch block: allocators and kernels are ready before the first request."""
+    chunk = Chunk([0], 0, [0], 1)
+    batch = build_batch([chunk], resolved.block_size, ops.row_tile, resolved.device)
+    with torch.inference_mode():
+        model.logits(model.forward(batch, kv)[batch.sample_rows])
+
+
+def _warnings(resolved: Resolved, target: ModelFacts, drafter: ModelFacts | None) -> tuple[str, ...]:
+    warnings = []
+    if drafter is not None:
+        ratio = target.parameters / drafter.parameters
+        if not FIT_DRAFTER[0] <= ratio <= FIT_DRAFTER[1]:
+            warnings.append(
+                f"the draft model is 1/{ratio:.1f} of the model's size; between 1/{FIT_DRAFTER[0]} and 1/{FIT_DRAFTER[1]} "
+                "it usually pays best"
+            )
+    if resolved.fast_math:
+        warnings.append("--fast-math: answers may change with the load and with speculation; exactness is given up")
+    return tuple(warnings)
+
+
+def _fingerprint(config: Config, resolved: Resolved, ops: Ops) -> str:
+    """Equal fingerprints promise equal answers: weights, kernels, types, RoPE and thread layout in one name."""
+    assert config.model is not None
+    weights = [
+        (path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(Path(config.model).glob("*.safetensors"))
+    ]
+    facts = (
+        weights,
+        (Path(config.model) / "config.json").read_text(),
+        ops.name,
+        torch.__version__,
+        torch.get_num_threads(),
+        torch.backends.cpu.get_cpu_capability(),
+        resolved.device,
+        resolved.dtype,
+        resolved.max_model_len,
+    )
+    return "fw_" + hashlib.blake2b(json.dumps(facts).encode(), digest_size=8).hexdigest()
+
+
+def _device_memory(resolved: Resolved) -> Callable[[], int]:
+    """Bytes on the device: what CUDA has allocated; on a CPU weights and KV cache."""
+    if resolved.device == "cuda":
+        return torch.cuda.memory_allocated
+    return lambda: resolved.weight_bytes + resolved.kv_bytes

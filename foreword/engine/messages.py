@@ -1,0 +1,48 @@
+"""What the engine process and its client say to each other, beside requests and step reports."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from foreword.config import Config, EngineInfo, Resolved
+from foreword.errors import ForewordError
+
+__all__ = ["Loading", "Ready", "Refused", "Remove", "Start"]
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """To the engine, first: what to load. `resolved` is handed over unchanged to an engine that replaces another."""
+
+    config: Config
+    unused_ids: tuple[int, ...]
+    resolved: Resolved | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Loading:
+    """From the engine: `done` of `total` bytes of weights are loaded."""
+
+    done: int
+    total: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """From the engine: it takes requests now."""
+
+    info: EngineInfo
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """From the engine, last: it cannot start."""
+
+    error: ForewordError
+
+
+@dataclass(frozen=True, slots=True)
+class Remove:
+    """To the engine: free this request; it was aborted, or the client cut its answer."""
+
+    request_id: str

@@ -1,0 +1,57 @@
+"""The engine as a process: requests come in over a pipe, one report a step goes out.
+
+Started by `engine.client` as `python -m foreword.engine.process FD`. It ends when its client does.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+from multiprocessing.connection import Connection
+
+from foreword.core.request import Request
+from foreword.engine.engine import Engine
+from foreword.engine.load import load
+from foreword.engine.messages import Loading, Ready, Refused, Remove, Start
+from foreword.errors import ForewordError
+
+__all__ = ["main"]
+
+
+def main(fd: int) -> int:
+    """Serve the client at the other end of `fd`; returns the exit code."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the client decides when to stop
+    connection = Connection(fd)
+    start: Start = connection.recv()
+    logging.basicConfig(level=start.config.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
+    try:
+        engine = load(start.config, start.unused_ids, start.resolved, lambda done, total: connection.send(Loading(done, total)))
+    except ForewordError as error:
+        connection.send(Refused(error))
+        return 1
+    connection.send(Ready(engine.info))
+    try:
+        _serve(engine, connection)
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        return 0
+    return 0
+
+
+def _serve(engine: Engine, connection: Connection) -> None:
+    """Step while there is work, listen while there is none, until the client hangs up."""
+    while True:
+        while connection.poll(None if engine.idle else 0):
+            _handle(engine, connection.recv())
+        connection.send(engine.step())
+
+
+def _handle(engine: Engine, message: Request | Remove) -> None:
+    if isinstance(message, Request):
+        engine.submit(message)
+    else:
+        engine.remove(message.request_id)
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1])))

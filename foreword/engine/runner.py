@@ -1,0 +1,107 @@
+"""One step on the device: forward, process, sample, match, draft."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from foreword.cache.storage import KVStorage
+from foreword.core.draft import Outcome, Verdict
+from foreword.core.events import TokenLogprob
+from foreword.drafting.base import Ask
+from foreword.drafting.drafting import Drafting
+from foreword.engine.assemble import PromptRow, StepBatch
+from foreword.engine.scheduler import Work
+from foreword.engine.stages import Stages
+from foreword.models.base import Model
+from foreword.sampling.sampler import Sampled, Sampler
+from foreword.sampling.verify import verify
+
+__all__ = ["Runner"]
+
+NO_TOKEN = "no token can be sampled: the logits are not finite, or every token is masked"
+
+
+class Runner:
+    """The model with its KV, its sampler and its drafters."""
+
+    def __init__(self, model: Model, kv: KVStorage, sampler: Sampler, drafting: Drafting, stages: Stages) -> None:
+        self.model = model
+        self.kv = kv
+        self.sampler = sampler
+        self.drafting = drafting
+        self.stages = stages
+
+    def run(self, batch: StepBatch) -> Verdict:
+        """Verify what was planned and draft what comes next."""
+        with torch.inference_mode():
+            with self.stages("forward"):
+                hidden = self.model.forward(batch.forward, self.kv)
+                logits = self.model.logits(hidden[batch.forward.sample_rows])
+            with self.stages("sample"):
+                scored = self._score_prompts(batch, logits)
+                sampled = self.sampler(_lines(logits, batch.lines), batch.rows)
+                outcomes = _match(batch.plan.work, sampled, scored)
+            with self.stages("draft"):
+                drafts = self.drafting.propose(_asks(batch.plan.work, outcomes))
+        return Verdict(outcomes, drafts)
+
+    def _score_prompts(self, batch: StepBatch, logits: Tensor) -> list[tuple[TokenLogprob, ...]]:
+        return [
+            self._score(work, rows, logits) if rows else () for work, rows in zip(batch.plan.work, batch.prompt_rows, strict=True)
+        ]
+
+    def _score(self, work: Work, rows: Sequence[PromptRow], logits: Tensor) -> tuple[TokenLogprob, ...]:
+        lines = logits[rows[0].line : rows[-1].line + 1]
+        targets = [row.target for row in rows]
+        return tuple(self.sampler.prompt_logprobs(lines, targets, work.state.params.prompt_logprobs or 0))
+
+
+def _lines(logits: Tensor, lines: Sequence[int]) -> Tensor:
+    return logits if len(lines) == logits.shape[0] else logits[list(lines)]
+
+
+def _match(works: Sequence[Work], sampled: Sampled, scored: Sequence[tuple[TokenLogprob, ...]]) -> tuple[Outcome, ...]:
+    """Cut the sampled rows into one outcome per piece of work."""
+    outcomes: list[Outcome] = []
+    line = 0
+    for work, prompt_logprobs in zip(works, scored, strict=True):
+        if not work.samples:
+            outcomes.append(Outcome(prompt_logprobs=prompt_logprobs))
+            continue
+        end = line + 1 + work.num_draft
+        outcomes.append(_outcome(work, sampled, line, end, prompt_logprobs))
+        line = end
+    return tuple(outcomes)
+
+
+def _outcome(work: Work, sampled: Sampled, line: int, end: int, prompt_logprobs: tuple[TokenLogprob, ...]) -> Outcome:
+    """Keep the drafted prefix that the model itself sampled and one token more, then cut at the end of the answer."""
+    state = work.state
+    token_ids = sampled.token_ids[line:end]
+    accepted = verify(token_ids, state.draft[: work.num_draft])
+    run = token_ids[: accepted + 1]
+    failed = run[-1] < 0
+    legal = run[:-1] if failed else run
+    kept, reason, stop_id = state.ending(legal)
+    wanted = state.params.logprobs is not None
+    return Outcome(
+        token_ids=tuple(run[:kept]),
+        accepted=min(accepted, kept),
+        logprobs=tuple(lp for lp in sampled.logprobs[line : line + kept] if lp is not None) if wanted else (),
+        prompt_logprobs=prompt_logprobs,
+        hashes=tuple(sampled.hashes[line : line + kept]),
+        finish_reason=reason,
+        stop_id=stop_id,
+        error=NO_TOKEN if failed and reason is None else None,
+    )
+
+
+def _asks(works: Sequence[Work], outcomes: Sequence[Outcome]) -> list[Ask | None]:
+    """Those that go on and stand at the end of their tokens want a draft."""
+    return [
+        Ask(work.state, outcome.token_ids) if work.samples and not outcome.ended else None
+        for work, outcome in zip(works, outcomes, strict=True)
+    ]

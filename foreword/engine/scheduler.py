@@ -1,0 +1,331 @@
+"""Who runs in the next step, with how many rows, on which blocks.
+
+There are no phases. Every running request has tokens whose KV is missing (a long prompt has many, a
+decoding request one) and perhaps a draft; a step computes some of the missing rows of some requests
+within a budget. Requests are served by rank: priority, then arrival. When blocks run out the worst
+rank gives way, and drafts never take a block that anybody else could use.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import insort
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from foreword.cache.blocks import BlockPool
+from foreword.cache.prefix import extend_hashes
+from foreword.core.draft import Outcome, Verdict
+from foreword.core.events import DraftUse, Event, Failed, Tokens
+from foreword.core.request import RequestState
+from foreword.errors import RequestFailed
+
+__all__ = ["Plan", "Scheduler", "Work"]
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Rows of one request: `num_tokens` known tokens from `start` on, then `num_draft` drafted ones."""
+
+    state: RequestState
+    start: int
+    num_tokens: int
+    num_draft: int = 0
+
+    @property
+    def samples(self) -> bool:
+        """Whether the last known token is among the rows, so that new tokens come out."""
+        return self.start + self.num_tokens == len(self.state.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One step. `preempted` lost their blocks to others and wait again."""
+
+    work: tuple[Work, ...]
+    preempted: tuple[str, ...] = ()
+
+
+class Scheduler:
+    """Owns the live requests and the blocks they hold.
+
+    waiting  by rank; they hold no blocks
+    running  by rank; they hold blocks for what is computed and one more token
+    """
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        block_size: int,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        prefix_caching: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        assert max_num_batched_tokens >= max_num_seqs, "every running request needs a row a step"
+        self.pool = pool
+        self.block_size = block_size
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.prefix_caching = prefix_caching
+        self.states: dict[str, RequestState] = {}
+        self.waiting: list[RequestState] = []
+        self.running: list[RequestState] = []
+        self.num_preemptions = 0
+        self.prefix_queries = 0
+        self.prefix_hits = 0
+        self._clock = clock
+        self._computing: dict[bytes, str] = {}
+
+    @property
+    def idle(self) -> bool:
+        return not self.states
+
+    def add(self, state: RequestState) -> None:
+        """Let a request wait for its turn. Its whole length must fit into the cache."""
+        assert self._blocks(state.limit) <= self.pool.num_blocks, "max_model_len exceeds the cache"
+        self.states[state.id] = state
+        self._wait(state)
+
+    def remove(self, request_id: str) -> RequestState | None:
+        """Forget a request and free all it holds; None if it is not there (it ended by itself)."""
+        state = self.states.pop(request_id, None)
+        if state is None:
+            return None
+        if state in self.running:
+            self._free(state)
+        else:
+            self.waiting.remove(state)
+        return state
+
+    def plan(self) -> Plan:
+        """Choose the rows of the next step. Running requests go first, then new ones, then drafts."""
+        preempted: list[str] = self._yield_to_priority()
+        work: list[Work] = []
+        for state in list(self.running):
+            if state in self.running:  # it may have given way to one before it
+                budget = self.max_num_batched_tokens - sum(w.num_tokens for w in work)
+                younger = len(self.running) - len(work) - 1
+                num_tokens = min(state.num_missing, budget - younger)
+                if self._reserve(state, state.num_computed + num_tokens, preempted):
+                    work.append(Work(state, state.num_computed, num_tokens))
+        budget = self.max_num_batched_tokens - sum(w.num_tokens for w in work)
+        drafting = sum(len(w.state.draft) for w in work)
+        work += self._admit(budget - min(drafting, budget // 2))
+        return Plan(tuple(self._with_drafts(work)), tuple(preempted))
+
+    def commit(self, plan: Plan, verdict: Verdict) -> list[Event]:
+        """Take the step's outcome: append, publish, release. Rejection is arithmetic on num_computed."""
+        events: list[Event] = []
+        for work, outcome, draft in zip(plan.work, verdict.outcomes, verdict.drafts, strict=True):
+            state = work.state
+            events += self._advance(work, outcome)
+            if outcome.ended:
+                self.remove(state.id)
+            elif work.samples:
+                state.set_draft(draft.token_ids if draft else (), draft.drafter if draft else "")
+        return events
+
+    def check(self) -> None:
+        """Assert the invariants between steps."""
+        self.pool.check(state.blocks for state in self.states.values())
+        assert {s.id for s in self.waiting} | {s.id for s in self.running} == set(self.states)
+        assert len(self.waiting) + len(self.running) == len(self.states)
+        assert len(self.running) <= self.max_num_seqs
+        assert all(not s.blocks and not s.num_computed and not s.draft for s in self.waiting)
+        for state in self.running:
+            assert 0 <= state.num_computed < len(state.tokens) < state.limit
+            assert len(state.blocks) <= self._blocks(len(state.tokens))
+            assert not state.draft or state.num_missing == 1
+        if self.idle:
+            assert self.pool.num_used == 0 and not self._computing
+
+    # Planning
+
+    def _yield_to_priority(self) -> list[str]:
+        """Preempt requests of a worse priority while one of a better priority cannot start."""
+        preempted: list[str] = []
+        while self.waiting and self.running:
+            first, worst = self.waiting[0], self.running[-1]
+            if first.request.priority >= worst.request.priority:
+                break
+            if len(self.running) < self.max_num_seqs and self._fits(first):
+                break
+            self._preempt(worst, preempted)
+        return preempted
+
+    def _reserve(self, state: RequestState, num_tokens: int, preempted: list[str]) -> bool:
+        """Hold blocks for `num_tokens`; the worst rank gives way, be it the request itself."""
+        while (missing := self._blocks(num_tokens) - len(state.blocks)) > self.pool.num_free:
+            victim = self.running[-1]
+            self._preempt(victim, preempted)
+            if victim is state:
+                return False
+        state.blocks += [self.pool.allocate() for _ in range(missing)]
+        return True
+
+    def _preempt(self, state: RequestState, preempted: list[str]) -> None:
+        """Free its blocks and let it wait; its tokens stay, and are computed again, exactly."""
+        self._free(state)
+        state.set_draft((), "")
+        state.num_computed = 0
+        self._wait(state)
+        self.num_preemptions += 1
+        preempted.append(state.id)
+
+    def _admit(self, budget: int) -> list[Work]:
+        """Start waiting requests in order of rank, while rows, blocks and places last."""
+        work: list[Work] = []
+        deferred = 0
+        while deferred < min(len(self.waiting), self.max_num_seqs) and budget > 0 and len(self.running) < self.max_num_seqs:
+            state = self.waiting[deferred]
+            self._name_blocks(state)
+            if self._being_computed(state):
+                deferred += 1
+                continue
+            if not self._fits(state):
+                break
+            self.waiting.pop(deferred)
+            self._start(state)
+            num_tokens = min(state.num_missing, budget)
+            state.blocks += [
+                self.pool.allocate() for _ in range(self._blocks(state.num_computed + num_tokens) - len(state.blocks))
+            ]
+            work.append(Work(state, state.num_computed, num_tokens))
+            budget -= num_tokens
+        return work
+
+    def _fits(self, state: RequestState) -> bool:
+        """Whether its known tokens find blocks, with one more for each running request to grow into."""
+        self._name_blocks(state)
+        shared = [digest for digest in self._shareable(state) if not self.pool.is_free(digest)]
+        wanted = self._blocks(len(state.tokens)) - len(shared)
+        return wanted + len(self.running) <= self.pool.num_free or not self.running
+
+    def _start(self, state: RequestState) -> None:
+        """Take what the cache holds of its beginning; the last token is always computed again."""
+        shareable = self._shareable(state)
+        if self._reads_cache(state):
+            self.prefix_queries += len(state.tokens)
+            self.prefix_hits += len(shareable) * self.block_size
+        for digest in shareable:
+            block = self.pool.share(digest)
+            assert block is not None
+            state.blocks.append(block)
+        state.num_computed = len(shareable) * self.block_size
+        state.num_cached = min(state.num_computed, state.num_prompt)
+        for digest in state.block_hashes[len(shareable) :]:
+            self._computing.setdefault(digest, state.id)
+        if state.scheduled_s is None:
+            state.scheduled_s = self._clock()
+        insort(self.running, state, key=lambda s: s.rank)
+
+    def _with_drafts(self, work: list[Work]) -> Iterable[Work]:
+        """Add drafted rows from what is left of the budget and of the blocks."""
+        budget = self.max_num_batched_tokens - sum(w.num_tokens for w in work)
+        for item in work:
+            state = item.state
+            num_draft = min(len(state.draft), budget) if item.samples else 0
+            while (missing := self._blocks(len(state.tokens) + num_draft) - len(state.blocks)) > 0 and num_draft:
+                if not self.waiting and missing <= self.pool.num_free:
+                    state.blocks += [self.pool.allocate() for _ in range(missing)]
+                else:
+                    num_draft = max(len(state.blocks) * self.block_size - len(state.tokens), 0)
+            budget -= num_draft
+            yield Work(state, item.start, item.num_tokens, num_draft)
+
+    # The prefix cache
+
+    def _reads_cache(self, state: RequestState) -> bool:
+        return self.prefix_caching and state.params.prompt_logprobs is None
+
+    def _name_blocks(self, state: RequestState) -> None:
+        if self.prefix_caching:
+            extend_hashes(state.block_hashes, state.tokens, self.block_size, state.request.tenant)
+
+    def _shareable(self, state: RequestState) -> list[bytes]:
+        """Hashes of the leading blocks that the cache holds; never that of the last token."""
+        found: list[bytes] = []
+        if self._reads_cache(state):
+            for digest in state.block_hashes[: (len(state.tokens) - 1) // self.block_size]:
+                if not self.pool.holds(digest):
+                    break
+                found.append(digest)
+        return found
+
+    def _being_computed(self, state: RequestState) -> bool:
+        """Whether a running request is just computing the next block of this one's beginning.
+
+        Then it waits a step or two and shares the block: n choices compute their prompt once.
+        """
+        if not self._reads_cache(state):
+            return False
+        index = len(self._shareable(state))
+        shareable = state.block_hashes[: (len(state.tokens) - 1) // self.block_size]
+        return index < len(shareable) and shareable[index] in self._computing
+
+    def _publish(self, state: RequestState, before: int) -> None:
+        """Make the blocks that the step completed findable."""
+        self._name_blocks(state)
+        done = min(state.num_computed // self.block_size, len(state.block_hashes))
+        for index in range(before // self.block_size, done):
+            self.pool.publish(state.blocks[index], state.block_hashes[index])
+            self._computed(state, state.block_hashes[index])
+
+    def _computed(self, state: RequestState, digest: bytes) -> None:
+        """The request computes this block no longer: it is done, or given up."""
+        if self._computing.get(digest) == state.id:
+            del self._computing[digest]
+
+    # Committing
+
+    def _advance(self, work: Work, outcome: Outcome) -> list[Event]:
+        state, before, output = work.state, work.state.num_computed, work.state.num_output
+        computed = work.start + work.num_tokens + min(outcome.accepted, len(outcome.token_ids))
+        state.append(outcome.token_ids)
+        state.num_computed = computed
+        if self.prefix_caching:
+            self._publish(state, before)
+        keep = self._blocks(max(len(state.tokens), state.num_computed))
+        self.pool.release(state.blocks[keep:])
+        del state.blocks[keep:]
+        state.prompt_logprobs += outcome.prompt_logprobs
+        events: list[Event] = []
+        if outcome.token_ids or outcome.finish_reason:
+            events.append(self._tokens_event(work, outcome, output))
+        if outcome.error is not None:
+            events.append(Failed(state.id, RequestFailed(outcome.error)))
+        return events
+
+    def _tokens_event(self, work: Work, outcome: Outcome, index: int) -> Tokens:
+        state = work.state
+        first = index == len(state.request.delivered_ids)
+        asked = state.params.prompt_logprobs is not None and first
+        return Tokens(
+            request_id=state.id,
+            index=index,
+            token_ids=outcome.token_ids,
+            logprobs=outcome.logprobs,
+            prompt_logprobs=(None, *state.prompt_logprobs) if asked else (),
+            draft=DraftUse(state.drafter, work.num_draft, outcome.accepted) if work.num_draft else None,
+            finish_reason=outcome.finish_reason,
+            stop_id=outcome.stop_id,
+            num_cached=state.num_cached,
+            scheduled_s=state.scheduled_s or 0.0,
+            hashes=outcome.hashes,
+        )
+
+    # Bookkeeping
+
+    def _wait(self, state: RequestState) -> None:
+        insort(self.waiting, state, key=lambda s: s.rank)
+
+    def _free(self, state: RequestState) -> None:
+        self.running.remove(state)
+        for digest in state.block_hashes:
+            self._computed(state, digest)
+        self.pool.release(state.blocks)
+        state.blocks.clear()
+
+    def _blocks(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)

@@ -1,0 +1,28 @@
+"""Where the time of a step goes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+__all__ = ["Stages"]
+
+
+class Stages:
+    """Seconds by stage of the current step: schedule, assemble, forward, sample, draft, commit."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, stage: str) -> Iterator[None]:
+        start = self._clock()
+        yield
+        self._seconds[stage] = self._seconds.get(stage, 0.0) + self._clock() - start
+
+    def take(self) -> dict[str, float]:
+        """The stages since the last call."""
+        seconds, self._seconds = self._seconds, {}
+        return seconds
