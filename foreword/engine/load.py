@@ -180,6 +180,16 @@ def _fingerprint(config: Config, resolved: Resolved, ops: Ops) -> str:
     return "fw_" + hashlib.blake2b(json.dumps(facts).encode(), digest_size=8).hexdigest()
 
 
+def _ends(path: Path) -> tuple[str, int, str]:
+    """Name, size and a hash of the first and last MiB of a weight file: tells checkpoints apart without reading them."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        digest = hashlib.blake2b(file.read(1 << 20), digest_size=8)
+        file.seek(max(size - (1 << 20), 0))
+        digest.update(file.read())
+    return path.name, size, digest.hexdigest()
+
+
 def _device_memory(resolved: Resolved) -> Callable[[], int]:
     """Bytes on the device: what CUDA has allocated; on a CPU weights and KV cache."""
     if resolved.device == "cuda":

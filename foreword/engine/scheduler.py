@@ -89,6 +89,9 @@ class Scheduler:
 
     def remove(self, request_id: str) -> RequestState | None:
         """Forget a request and free all it holds; None if it is not there (it ended by itself)."""
+        return self._forget(request_id)
+
+    def _forget(self, request_id: str) -> RequestState | None:
         state = self.states.pop(request_id, None)
         if state is None:
             return None
@@ -102,11 +105,12 @@ class Scheduler:
         """Choose the rows of the next step. Running requests go first, then new ones, then drafts."""
         preempted: list[str] = self._yield_to_priority()
         work: list[Work] = []
+        parts = 2 if self._can_start() else 1  # a long prompt leaves half of the step to those that wait
         for state in list(self.running):
             if state in self.running:  # it may have given way to one before it
-                budget = self.max_num_batched_tokens - sum(w.num_tokens for w in work)
                 younger = len(self.running) - len(work) - 1
-                num_tokens = min(state.num_missing, budget - younger)
+                budget = self.max_num_batched_tokens - sum(w.num_tokens for w in work) - younger
+                num_tokens = min(state.num_missing, -(-budget // parts))
                 if self._reserve(state, state.num_computed + num_tokens, preempted):
                     work.append(Work(state, state.num_computed, num_tokens))
         budget = self.max_num_batched_tokens - sum(w.num_tokens for w in work)
@@ -121,7 +125,7 @@ class Scheduler:
             state = work.state
             events += self._advance(work, outcome)
             if outcome.ended:
-                self.remove(state.id)
+                self._forget(state.id)
             elif work.samples:
                 state.set_draft(draft.token_ids if draft else (), draft.drafter if draft else "")
         return events
@@ -153,6 +157,10 @@ class Scheduler:
                 break
             self._preempt(worst, preempted)
         return preempted
+
+    def _can_start(self) -> bool:
+        """Whether the first of those that wait could run now."""
+        return bool(self.waiting) and len(self.running) < self.max_num_seqs and self._fits(self.waiting[0])
 
     def _reserve(self, state: RequestState, num_tokens: int, preempted: list[str]) -> bool:
         """Hold blocks for `num_tokens`; the worst rank gives way, be it the request itself."""

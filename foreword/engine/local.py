@@ -1,0 +1,49 @@
+"""An engine in the caller's own process and thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from foreword.config import Config, EngineInfo
+from foreword.core.events import StepReport
+from foreword.core.request import Request
+from foreword.engine.load import load
+
+__all__ = ["LocalClient"]
+
+
+class LocalClient:
+    """Loads an engine and runs it whenever step() is called.
+
+    Raises ConfigError or CheckpointError if it cannot be loaded.
+    """
+
+    def __init__(self, config: Config, unused_ids: Sequence[int], on_progress: Callable[[int, int], None] | None = None) -> None:
+        self._engine = load(config, unused_ids, progress=on_progress)
+
+    @property
+    def info(self) -> EngineInfo:
+        return self._engine.info
+
+    @property
+    def idle(self) -> bool:
+        return self._engine.idle
+
+    def submit(self, request: Request) -> None:
+        """Its events come with the reports of the following steps."""
+        self._engine.submit(request)
+
+    def step(self) -> StepReport:
+        return self._engine.step()
+
+    def finish(self, request_id: str, num_tokens: int) -> None:
+        """The caller cut the answer after `num_tokens` output tokens (a stop string): free it now."""
+        self._engine.remove(request_id)
+
+    def abort(self, request_id: str) -> None:
+        """Nobody wants the answer any more: free it now."""
+        self._engine.remove(request_id)
+
+    def check(self) -> None:
+        """Assert the integrity of the engine's bookkeeping."""
+        self._engine.check()

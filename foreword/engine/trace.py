@@ -1,0 +1,99 @@
+"""A record of everything that enters the scheduler, and a replay that checks its plans against it.
+
+The scheduler depends on nothing else: a trace from the field reproduces every plan on any machine,
+without the model. Lines are JSON. They hold token ids: treat a trace like the prompts themselves.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict
+from typing import Any, TextIO
+
+from foreword.cache.blocks import BlockPool
+from foreword.core.draft import Draft, Outcome, Verdict
+from foreword.core.events import Event
+from foreword.core.params import SamplingParams, Speculation
+from foreword.core.request import Request, RequestState
+from foreword.engine.scheduler import Plan, Scheduler
+
+__all__ = ["TracedScheduler", "replay"]
+
+
+class TracedScheduler(Scheduler):
+    """A scheduler that writes down what it is told and what it plans."""
+
+    def __init__(self, file: TextIO, pool: BlockPool, *args: Any, **options: Any) -> None:
+        super().__init__(pool, *args, **options)
+        self._file = file
+        self._write(
+            "setup",
+            num_blocks=pool.num_blocks,
+            block_size=self.block_size,
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            prefix_caching=self.prefix_caching,
+        )
+
+    def add(self, state: RequestState) -> None:
+        self._write("add", request=asdict(state.request), arrival=state.arrival, limit=state.limit)
+        super().add(state)
+
+    def remove(self, request_id: str) -> RequestState | None:
+        self._write("remove", id=request_id)
+        return super().remove(request_id)
+
+    def plan(self) -> Plan:
+        plan = super().plan()
+        self._write("plan", **_plan_record(plan))
+        return plan
+
+    def commit(self, plan: Plan, verdict: Verdict) -> list[Event]:
+        outcomes = [{**asdict(o), "logprobs": (), "prompt_logprobs": (), "hashes": ()} for o in verdict.outcomes]
+        self._write("commit", outcomes=outcomes, drafts=[d and asdict(d) for d in verdict.drafts])
+        return super().commit(plan, verdict)
+
+    def _write(self, what: str, **fields: Any) -> None:
+        self._file.write(json.dumps({"what": what, **fields}) + "\n")
+        self._file.flush()
+
+
+def replay(lines: Iterable[str]) -> Iterator[Plan]:
+    """Drive a fresh scheduler by a trace and yield its plans, each equal to the recorded one (asserted)."""
+    records = map(json.loads, lines)
+    setup = next(records)
+    assert setup.pop("what") == "setup", "a trace begins with its setup"
+    scheduler = Scheduler(BlockPool(setup.pop("num_blocks")), **setup)
+    plan = Plan(())
+    for record in records:
+        what = record.pop("what")
+        if what == "add":
+            scheduler.add(RequestState(_request(record["request"]), record["arrival"], record["limit"]))
+        elif what == "remove":
+            scheduler.remove(record["id"])
+        elif what == "plan":
+            plan = scheduler.plan()
+            assert _plan_record(plan) == record, f"planned {_plan_record(plan)}, recorded {record}"
+            yield plan
+        else:
+            scheduler.commit(plan, _verdict(record))
+
+
+def _plan_record(plan: Plan) -> dict[str, Any]:
+    work = [[w.state.id, w.start, w.num_tokens, w.num_draft] for w in plan.work]
+    return {"work": work, "preempted": list(plan.preempted)}
+
+
+def _request(record: dict[str, Any]) -> Request:
+    params = record.pop("params")
+    params["speculation"] = Speculation(**params["speculation"])
+    params["logit_bias"] = {int(token_id): bias for token_id, bias in params["logit_bias"].items()}
+    fixed = {name: tuple(value) if isinstance(value, list) else value for name, value in record.items()}
+    return Request(**fixed, params=SamplingParams(**params))
+
+
+def _verdict(record: dict[str, Any]) -> Verdict:
+    outcomes = [Outcome(**{**o, "token_ids": tuple(o["token_ids"])}) for o in record["outcomes"]]
+    drafts = [d and Draft(tuple(d["token_ids"]), d["drafter"]) for d in record["drafts"]]
+    return Verdict(tuple(outcomes), tuple(drafts))

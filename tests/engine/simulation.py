@@ -1,0 +1,129 @@
+"""A scheduler driven without a model: tokens come from a hash of the history, KV is a table of who wrote what.
+
+Every step checks what attention would read: for each row, each earlier position of its request must hold
+exactly the KV of that request's own tokens. A block shared wrongly, freed early or published too soon shows here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from hashlib import blake2b
+
+from foreword.cache.blocks import BlockPool
+from foreword.core.draft import Draft, Outcome, Verdict
+from foreword.core.events import Event, Failed
+from foreword.core.params import SamplingParams
+from foreword.core.request import Request, RequestState
+from foreword.engine.scheduler import Plan, Scheduler, Work
+from foreword.sampling.verify import verify
+
+VOCAB = 11
+EOS = 0
+
+
+def next_token(history: Sequence[int], seed: int) -> int:
+    """The token that the pretended model samples after `history`."""
+    digest = blake2b(bytes(history) + seed.to_bytes(8, "little"), digest_size=4).digest()
+    return int.from_bytes(digest, "little") % VOCAB
+
+
+def expected_output(request: Request, max_model_len: int) -> list[int]:
+    """What plain decoding yields for a request."""
+    state = RequestState(request, 0, max_model_len)
+    history = list(state.tokens)
+    while len(history) < state.limit:
+        history.append(next_token(history, request.seed))
+        if history[-1] in state.stop_ids:
+            break
+    return history[len(request.prompt_ids) :]
+
+
+def make_request(name: str, prompt: Sequence[int], seed: int = 0, priority: int = 0, **params: object) -> Request:
+    return Request(name, tuple(prompt), SamplingParams(**params), seed, eos_token_ids=(EOS,), priority=priority)  # type: ignore[arg-type]
+
+
+Guess = Callable[[RequestState, Sequence[int]], Sequence[int]]
+
+
+def no_guess(state: RequestState, run: Sequence[int]) -> Sequence[int]:
+    return ()
+
+
+class Simulation:
+    """A scheduler, a pretended model and drafter, and the outputs so far by request id."""
+
+    def __init__(self, num_blocks: int, block_size: int, max_model_len: int, guess: Guess = no_guess, **options: object) -> None:
+        defaults = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "prefix_caching": True}
+        self.scheduler = Scheduler(BlockPool(num_blocks), block_size, **(defaults | options))  # type: ignore[arg-type]
+        self.max_model_len = max_model_len
+        self.guess = guess
+        self.outputs: dict[str, list[int]] = {}
+        self.reasons: dict[str, str] = {}
+        self.num_steps = 0
+        self._arrivals = 0
+        self._kv: dict[int, tuple[int, ...]] = {}
+
+    def add(self, request: Request) -> None:
+        self.outputs[request.id] = []
+        self.scheduler.add(RequestState(request, self._arrivals, self.max_model_len))
+        self._arrivals += 1
+
+    def run(self) -> None:
+        while not self.scheduler.idle:
+            self.step()
+
+    def step(self) -> Plan:
+        plan = self.scheduler.plan()
+        assert plan.work or self.scheduler.idle, "live requests, but nothing planned"
+        assert sum(w.num_tokens + w.num_draft for w in plan.work) <= self.scheduler.max_num_batched_tokens
+        assert len({w.state.id for w in plan.work}) == len(plan.work)
+        for work in plan.work:
+            self._write(work)
+        for work in plan.work:
+            self._read(work)
+        outcomes = tuple(self._outcome(work) for work in plan.work)
+        drafts = tuple(
+            Draft(tuple(self.guess(work.state, outcome.token_ids)), "fake")
+            for work, outcome in zip(plan.work, outcomes, strict=True)
+        )
+        for event in self.scheduler.commit(plan, Verdict(outcomes, drafts)):
+            self._take(event)
+        self.scheduler.check()
+        self.num_steps += 1
+        assert self.num_steps < 100_000, "runs without end"
+        return plan
+
+    def _tokens(self, work: Work) -> list[int]:
+        return work.state.tokens + work.state.draft[: work.num_draft]
+
+    def _slot(self, state: RequestState, position: int) -> int:
+        size = self.scheduler.block_size
+        return state.blocks[position // size] * size + position % size
+
+    def _write(self, work: Work) -> None:
+        tokens = self._tokens(work)
+        for position in range(work.start, work.start + work.num_tokens + work.num_draft):
+            self._kv[self._slot(work.state, position)] = tuple(tokens[: position + 1])
+
+    def _read(self, work: Work) -> None:
+        tokens = self._tokens(work)
+        for position in range(work.start + work.num_tokens + work.num_draft):
+            assert self._kv[self._slot(work.state, position)] == tuple(tokens[: position + 1]), "somebody else's KV"
+
+    def _outcome(self, work: Work) -> Outcome:
+        state = work.state
+        if not work.samples:
+            return Outcome()
+        draft = state.draft[: work.num_draft]
+        sampled = [next_token([*state.tokens, *draft[:n]], state.request.seed) for n in range(len(draft) + 1)]
+        accepted = verify(sampled, draft)
+        kept, reason, stop_id = state.ending(sampled[: accepted + 1])
+        return Outcome(tuple(sampled[:kept]), min(accepted, kept), finish_reason=reason, stop_id=stop_id)
+
+    def _take(self, event: Event) -> None:
+        assert not isinstance(event, Failed)
+        assert event.index == len(self.outputs[event.request_id])
+        assert event.request_id not in self.reasons, "an event after the end"
+        self.outputs[event.request_id] += event.token_ids
+        if event.finish_reason:
+            self.reasons[event.request_id] = event.finish_reason

@@ -1,0 +1,186 @@
+"""The scheduler without a model: every request ends with its own tokens, whatever it shares, loses or drafts."""
+
+import random
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from foreword.core.request import RequestState
+from tests.engine.simulation import VOCAB, Simulation, expected_output, make_request, next_token
+
+
+def noisy_guess(seed: int, max_tokens: int, error_rate: float):
+    """A drafter that is right, except now and then; sometimes it says nothing."""
+    chance = random.Random(seed)
+
+    def guess(state: RequestState, run: Sequence[int]) -> list[int]:
+        history = [*state.tokens, *run]
+        draft: list[int] = []
+        for _ in range(chance.randint(0, max_tokens)):
+            token_id = next_token([*history, *draft], state.request.seed)
+            draft.append((token_id + 1) % VOCAB if chance.random() < error_rate else token_id)
+        return draft
+
+    return guess
+
+
+arrivals = st.lists(
+    st.tuples(
+        st.integers(1, 14),  # length of the prompt
+        st.integers(0, 2),  # which of few prompts: beginnings are shared
+        st.integers(0, 3),  # seed
+        st.integers(0, 2),  # priority
+        st.one_of(st.none(), st.integers(1, 12)),  # max_tokens
+        st.booleans(),  # ignore_eos
+        st.integers(0, 3),  # steps before the next arrival
+        st.integers(0, 9),  # 0: aborted after some steps
+    ),
+    min_size=1,
+    max_size=12,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    arrivals=arrivals,
+    num_blocks=st.integers(6, 14),
+    block_size=st.sampled_from([1, 2, 4]),
+    budget=st.integers(4, 24),
+    draft_tokens=st.integers(0, 6),
+    error_rate=st.sampled_from([0.0, 0.3, 1.0]),
+    prefix_caching=st.booleans(),
+)
+def test_every_request_gets_its_own_tokens(
+    arrivals, num_blocks, block_size, budget, draft_tokens, error_rate, prefix_caching
+) -> None:
+    max_model_len = min(num_blocks * block_size, 20)
+    simulation = Simulation(
+        num_blocks,
+        block_size,
+        max_model_len,
+        noisy_guess(len(arrivals), draft_tokens, error_rate),
+        max_num_batched_tokens=budget,
+        prefix_caching=prefix_caching,
+    )
+    requests, aborted = [], set()
+    for number, (length, which, seed, priority, max_tokens, ignore_eos, pause, fate) in enumerate(arrivals):
+        prompt = [(which * 5 + i) % VOCAB for i in range(min(length, max_model_len - 1))]
+        request = make_request(str(number), prompt, seed, priority, max_tokens=max_tokens, ignore_eos=ignore_eos)
+        requests.append(request)
+        simulation.add(request)
+        for _ in range(pause):
+            simulation.step()
+        if fate == 0 and simulation.scheduler.remove(request.id):
+            aborted.add(request.id)
+            simulation.scheduler.check()
+    simulation.run()
+    for request in requests:
+        expected = expected_output(request, max_model_len)
+        if request.id in aborted:
+            assert simulation.outputs[request.id] == expected[: len(simulation.outputs[request.id])]
+        else:
+            assert simulation.outputs[request.id] == expected
+
+
+def test_preemption_takes_the_youngest_and_the_oldest_goes_on() -> None:
+    simulation = Simulation(num_blocks=4, block_size=2, max_model_len=8)
+    for name in "abc":
+        simulation.add(make_request(name, [1, 2], seed=ord(name), ignore_eos=True))
+    preempted = [name for _ in range(6) for name in simulation.step().preempted]
+    assert preempted
+    assert "a" not in preempted
+    simulation.run()
+    assert simulation.scheduler.num_preemptions >= 1
+    for name in "abc":
+        assert len(simulation.outputs[name]) == 6
+
+
+def test_a_better_priority_displaces_a_worse_one() -> None:
+    simulation = Simulation(num_blocks=4, block_size=2, max_model_len=8, max_num_seqs=1)
+    simulation.add(make_request("slow", [1, 2], priority=1, ignore_eos=True))
+    simulation.step()
+    simulation.add(make_request("urgent", [3, 4], priority=0, ignore_eos=True))
+    plan = simulation.step()
+    assert plan.preempted == ("slow",)
+    assert [work.state.id for work in plan.work] == ["urgent"]
+    simulation.run()
+    assert len(simulation.outputs["slow"]) == len(simulation.outputs["urgent"]) == 6
+
+
+def test_drafts_never_preempt() -> None:
+    """All blocks are in use: drafts shrink to what their request already holds."""
+    simulation = Simulation(num_blocks=4, block_size=4, max_model_len=8, guess=noisy_guess(1, 8, 0.0), max_num_batched_tokens=64)
+    for name in "ab":
+        simulation.add(make_request(name, [1, 2, 3], seed=ord(name), ignore_eos=True))
+    simulation.run()
+    assert simulation.scheduler.num_preemptions == 0
+
+
+def test_equal_prompts_are_computed_once() -> None:
+    """n choices: the first computes the prompt, the others wait for its blocks and share them."""
+    simulation = Simulation(num_blocks=32, block_size=4, max_model_len=40, max_num_batched_tokens=8, max_num_seqs=8)
+    prompt = [i % VOCAB for i in range(17)]
+    for seed in range(4):
+        simulation.add(make_request(f"x-{seed}", prompt, seed=seed, max_tokens=3, ignore_eos=True))
+    prompt_rows = 0
+    while not simulation.scheduler.idle:
+        prompt_rows += sum(work.num_tokens for work in simulation.step().work if work.start < len(prompt))
+    assert prompt_rows == 17 + 3 * 1
+    assert simulation.scheduler.prefix_hits == 3 * 16
+
+
+def test_a_full_hit_recomputes_the_last_token() -> None:
+    simulation = Simulation(num_blocks=16, block_size=4, max_model_len=32)
+    for name in "ab":
+        simulation.add(make_request(name, list(range(8)), max_tokens=2, ignore_eos=True))
+        simulation.run()
+    assert simulation.scheduler.prefix_hits == 4
+    assert simulation.outputs["a"] == simulation.outputs["b"]
+
+
+def test_tenants_do_not_share() -> None:
+    simulation = Simulation(num_blocks=16, block_size=4, max_model_len=32)
+    simulation.add(make_request("a", list(range(9)), max_tokens=2))
+    simulation.run()
+    state = RequestState(make_request("b", list(range(9)), max_tokens=2), 9, 32)
+    object.__setattr__(state.request, "tenant", "other")
+    simulation.outputs["b"] = []
+    simulation.scheduler.add(state)
+    simulation.run()
+    assert simulation.scheduler.prefix_hits == 0
+
+
+@pytest.mark.parametrize("off_by", [-1, 0, 1])
+@pytest.mark.parametrize("draft_tokens", [0, 1, 2, 5, 16])
+@pytest.mark.parametrize("together", [1, 16])
+def test_answers_end_exactly_at_the_context_limit(off_by: int, draft_tokens: int, together: int) -> None:
+    """The report this project began with, without a model: no max_tokens, ignore_eos, limits around a block boundary."""
+    limit = 16 + off_by
+    simulation = Simulation(5, 4, limit, noisy_guess(3, draft_tokens, 0.2), max_num_seqs=16, max_num_batched_tokens=64)
+    for number in range(together):
+        simulation.add(make_request(str(number), [1, 2, 3], seed=number, ignore_eos=True))
+    simulation.run()
+    assert {len(output) for output in simulation.outputs.values()} == {limit - 3}
+    assert set(simulation.reasons.values()) == {"length"}
+
+
+def test_long_prompts_leave_a_row_for_everybody() -> None:
+    simulation = Simulation(num_blocks=64, block_size=4, max_model_len=100, max_num_batched_tokens=8, max_num_seqs=4)
+    simulation.add(make_request("long", [i % VOCAB for i in range(60)], max_tokens=2, ignore_eos=True))
+    simulation.step()
+    simulation.add(make_request("short", [1], max_tokens=8, ignore_eos=True))
+    for _ in range(4):
+        simulation.step()
+    assert len(simulation.outputs["short"]) >= 3
+    simulation.run()
+
+
+def test_a_draft_is_cut_to_what_may_still_be_emitted() -> None:
+    state = RequestState(make_request("a", [1, 2], max_tokens=4, ignore_eos=True), 0, 100)
+    state.set_draft([1] * 9, "fake")
+    assert len(state.draft) == 3
+    state.append([5, 5, 5])
+    state.set_draft([1] * 9, "fake")
+    assert state.draft == [] and state.drafter == ""
