@@ -1,0 +1,266 @@
+// Sampling on the CPU: the operations of reference_sampling.py on rows of logits, to the same bits.
+//
+// Rows are float32 [num_rows, width], contiguous. A row is sound if it holds a finite value and neither NaN
+// nor +inf; filters leave other rows as they are. Callers have checked shapes and types.
+
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <vector>
+
+#include "noise.h"
+#include "portable_math.h"
+#include "selection.h"
+
+// One binary for every x86-64: the loader picks the widest version that the processor runs.
+#if defined(__x86_64__) && defined(__gnu_linux__) && defined(__GNUC__) && !defined(__clang__)
+#define WIDEST __attribute__((target_clones("default", "avx2", "avx512f")))
+#else
+#define WIDEST
+#endif
+
+namespace foreword {
+namespace {
+
+constexpr float NEGATIVE = -std::numeric_limits<float>::infinity();
+constexpr int WIDE = 16;
+
+struct Row {
+    float* values;
+    int64_t width;
+};
+
+struct Peak {
+    float value;
+    bool sound;
+};
+
+WIDEST Peak find_peak(const float* values, int64_t width) {
+    float top[WIDE];
+    int32_t nans[WIDE] = {};
+    for (float& value : top) value = NEGATIVE;
+    int64_t i = 0;
+    for (; i + WIDE <= width; i += WIDE) {
+        for (int j = 0; j < WIDE; j++) {
+            const float value = values[i + j];
+            top[j] = value > top[j] ? value : top[j];
+            nans[j] |= value != value;
+        }
+    }
+    for (; i < width; i++) {
+        top[0] = values[i] > top[0] ? values[i] : top[0];
+        nans[0] |= values[i] != values[i];
+    }
+    for (int j = 1; j < WIDE; j++) {
+        top[0] = top[j] > top[0] ? top[j] : top[0];
+        nans[0] |= nans[j];
+    }
+    return {top[0], nans[0] == 0 && std::isfinite(top[0])};
+}
+
+// The first CHUNK values from `first`, -inf beyond the row.
+inline void load_chunk(Row row, int64_t first, float (&values)[CHUNK]) {
+    if (row.width - first >= CHUNK) {
+        std::memcpy(values, row.values + first, sizeof values);
+        return;
+    }
+    for (int i = 0; i < CHUNK; i++) values[i] = first + i < row.width ? row.values[first + i] : NEGATIVE;
+}
+
+inline float chunk_max(const float (&values)[CHUNK]) {
+    float top[WIDE];
+    for (int j = 0; j < WIDE; j++) top[j] = values[j];
+    for (int i = WIDE; i < CHUNK; i += WIDE)
+        for (int j = 0; j < WIDE; j++) top[j] = values[i + j] > top[j] ? values[i + j] : top[j];
+    for (int half = WIDE / 2; half > 0; half /= 2)
+        for (int j = 0; j < half; j++) top[j] = top[j + half] > top[j] ? top[j + half] : top[j];
+    return top[0];
+}
+
+struct Best {
+    float score;
+    int64_t id;
+};
+
+// Takes the best of one chunk into `best`. Exact noise is computed only where a bound of it could win.
+WIDEST void sample_chunk(Row row, Key key, int64_t first, Best& best) {
+    float values[CHUNK], bounds[CHUNK];
+    uint32_t words[CHUNK];
+    load_chunk(row, first, values);
+    if (chunk_max(values) + NOISE_MAX < best.score) return;
+    philox_chunk(key, first, words);
+    for (int i = 0; i < CHUNK; i++) bounds[i] = values[i] + noise_bound(words[i]);
+    if (chunk_max(bounds) < best.score) return;
+    for (int i = 0; i < CHUNK; i++) {
+        if (bounds[i] < best.score || values[i] == NEGATIVE) continue;
+        const Best found = {values[i] + noise(words[i]), first + i};
+        if (found.score > best.score || (found.score == best.score && found.id < best.id)) best = found;
+    }
+}
+
+int64_t find(Row row, float value) {
+    return std::find(row.values, row.values + row.width, value) - row.values;
+}
+
+int64_t sample_row(Row row, Key key, bool greedy) {
+    const Peak peak = find_peak(row.values, row.width);
+    if (!peak.sound) return -1;
+    const int64_t likeliest = find(row, peak.value);
+    if (greedy) return likeliest;
+    Best best = {NEGATIVE, row.width};
+    sample_chunk(row, key, likeliest / CHUNK * CHUNK, best);  // a high score early lets the others be skipped
+    for (int64_t first = 0; first < row.width; first += CHUNK) sample_chunk(row, key, first, best);
+    return best.id;
+}
+
+// exp(value - top) of each value, in units of 2^-42; returns the sum.
+WIDEST int64_t masses(Row row, float top, int64_t* weights) {
+    int64_t sums[WIDE] = {};
+    for (int64_t first = 0; first < row.width; first += CHUNK) {
+        float values[CHUNK];
+        load_chunk(row, first, values);
+        int64_t found[CHUNK] = {};
+        if (chunk_max(values) != NEGATIVE)
+            for (int i = 0; i < CHUNK; i++) found[i] = mass(static_cast<double>(values[i]) - static_cast<double>(top));
+        for (int i = 0; i < CHUNK; i++) sums[i % WIDE] += found[i];
+        const int64_t inside = std::min<int64_t>(CHUNK, row.width - first);
+        if (weights) std::memcpy(weights + first, found, inside * sizeof *found);
+    }
+    for (int j = 1; j < WIDE; j++) sums[0] += sums[j];
+    return sums[0];
+}
+
+WIDEST int64_t weight_above(Row row, float floor, const int64_t* weights) {
+    int64_t sum = 0;
+    for (int64_t i = 0; i < row.width; i++) sum += row.values[i] >= floor ? weights[i] : 0;
+    return sum;
+}
+
+WIDEST int64_t count_above(Row row, float floor) {
+    int32_t count = 0;
+    for (int64_t i = 0; i < row.width; i++) count += row.values[i] >= floor;
+    return count;
+}
+
+// The ids not further below the peak than it takes to reach `need`; all finite ones if nothing less does.
+template <class Above>
+std::vector<Entry> candidates(Row row, float top, int64_t need, Above above) {
+    float floor = std::numeric_limits<float>::lowest();
+    for (float distance = 1; distance <= 64; distance *= 2) {
+        if (above(top - distance) < need) continue;
+        floor = top - distance;
+        break;
+    }
+    std::vector<Entry> found;
+    for (int64_t id = 0; id < row.width; id++)
+        if (row.values[id] >= floor) found.push_back({row.values[id], static_cast<int32_t>(id)});
+    return found;
+}
+
+// The first k ids of a sound row, in no order; fewer if fewer are finite.
+std::vector<Entry> first_ids(Row row, float top, int64_t k) {
+    auto found = candidates(row, top, k, [&](float floor) { return count_above(row, floor); });
+    found.resize(partition_run(found, k, [](const Entry&) { return int64_t{1}; }));
+    return found;
+}
+
+void keep(Row row, const std::vector<Entry>& kept) {
+    std::fill(row.values, row.values + row.width, NEGATIVE);
+    for (const Entry& entry : kept) row.values[entry.id] = entry.value;
+}
+
+void keep_top_k_row(Row row, int64_t k) {
+    const Peak peak = find_peak(row.values, row.width);
+    if (peak.sound && k < row.width) keep(row, first_ids(row, peak.value, k));
+}
+
+void keep_top_p_row(Row row, double p, std::vector<int64_t>& weights) {
+    const Peak peak = find_peak(row.values, row.width);
+    if (!peak.sound || p >= 1) return;
+    const int64_t total = masses(row, peak.value, weights.data());
+    const int64_t need = std::min(static_cast<int64_t>(std::ceil(static_cast<double>(total) * p)), total);
+    auto kept = candidates(row, peak.value, need, [&](float floor) { return weight_above(row, floor, weights.data()); });
+    kept.resize(partition_run(kept, need, [&](const Entry& entry) { return weights[entry.id]; }));
+    keep(row, kept);
+}
+
+WIDEST void keep_min_p_row(Row row, float top, double floor) {
+    for (int64_t i = 0; i < row.width; i++) {
+        const double distance = static_cast<double>(row.values[i]) - static_cast<double>(top);
+        row.values[i] = distance >= floor ? row.values[i] : NEGATIVE;
+    }
+}
+
+void top_ids_row(Row row, int64_t k, int64_t* ids) {
+    const Peak peak = find_peak(row.values, row.width);
+    int64_t filled = 0;
+    if (peak.sound) {
+        auto found = first_ids(row, peak.value, k);
+        std::sort(found.begin(), found.end(), before);
+        for (const Entry& entry : found) ids[filled++] = entry.id;
+    }
+    for (int64_t id = 0; filled < k; id++)
+        if (!peak.sound || row.values[id] == NEGATIVE) ids[filled++] = id;
+}
+
+Row row_at(const float* logits, int64_t width, int64_t r) { return {const_cast<float*>(logits) + r * width, width}; }
+
+}  // namespace
+}  // namespace foreword
+
+using namespace foreword;
+
+extern "C" {
+
+// Changed with every signature below: a library of another version is not used.
+int64_t foreword_native_version() { return 1; }
+
+void foreword_log_sum_exp(const float* logits, int64_t num_rows, int64_t width, float* out) {
+    for (int64_t r = 0; r < num_rows; r++) {
+        const Row row = row_at(logits, width, r);
+        const Peak peak = find_peak(row.values, width);
+        out[r] = std::numeric_limits<float>::quiet_NaN();
+        if (!peak.sound) continue;
+        const double total = static_cast<double>(masses(row, peak.value, nullptr));
+        out[r] = static_cast<float>(static_cast<double>(peak.value) + portable_log(total * FRACTION));
+    }
+}
+
+void foreword_top_ids(const float* logits, int64_t num_rows, int64_t width, int64_t k, int64_t* ids) {
+    for (int64_t r = 0; r < num_rows; r++) top_ids_row(row_at(logits, width, r), k, ids + r * k);
+}
+
+void foreword_keep_top_k(float* logits, int64_t num_rows, int64_t width, const int64_t* k) {
+    for (int64_t r = 0; r < num_rows; r++) keep_top_k_row(row_at(logits, width, r), k[r]);
+}
+
+void foreword_keep_top_p(float* logits, int64_t num_rows, int64_t width, const double* p) {
+    std::vector<int64_t> weights(width);
+    for (int64_t r = 0; r < num_rows; r++) keep_top_p_row(row_at(logits, width, r), p[r], weights);
+}
+
+void foreword_keep_min_p(float* logits, int64_t num_rows, int64_t width, const double* p) {
+    for (int64_t r = 0; r < num_rows; r++) {
+        const Row row = row_at(logits, width, r);
+        const Peak peak = find_peak(row.values, width);
+        if (peak.sound && p[r] > 0) keep_min_p_row(row, peak.value, portable_log(p[r]));
+    }
+}
+
+void foreword_sample(const float* logits, int64_t num_rows, int64_t width, const int64_t* seeds, const int64_t* positions,
+                     const uint8_t* greedy, int64_t* out) {
+    for (int64_t r = 0; r < num_rows; r++) {
+        const Key key = {static_cast<uint64_t>(seeds[r]), static_cast<uint32_t>(positions[r])};
+        out[r] = sample_row(row_at(logits, width, r), key, greedy[r] != 0);
+    }
+}
+
+// Noise of given words, and the bound that sampling skips by: for the tests.
+void foreword_noise(const uint32_t* words, int64_t count, float* exact, float* bound) {
+    for (int64_t i = 0; i < count; i++) {
+        exact[i] = noise(words[i]);
+        bound[i] = noise_bound(words[i]);
+    }
+}
+
+}  // extern "C"

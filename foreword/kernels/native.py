@@ -1,0 +1,113 @@
+"""Sampling in C++ (`csrc/`), called through ctypes: the same bits as `reference_sampling`, much sooner."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import c_int64, c_void_p
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from foreword.kernels.reference_sampling import ReferenceSampling
+
+__all__ = ["NativeSampling", "load_library"]
+
+VERSION = 1  # of the signatures below, as in sampler.cpp
+ROWS = (c_void_p, c_int64, c_int64)  # logits, rows, width
+SIGNATURES = {
+    "foreword_log_sum_exp": (*ROWS, c_void_p),
+    "foreword_top_ids": (*ROWS, c_int64, c_void_p),
+    "foreword_keep_top_k": (*ROWS, c_void_p),
+    "foreword_keep_top_p": (*ROWS, c_void_p),
+    "foreword_keep_min_p": (*ROWS, c_void_p),
+    "foreword_sample": (*ROWS, c_void_p, c_void_p, c_void_p, c_void_p),
+    "foreword_noise": (c_void_p, c_int64, c_void_p, c_void_p),
+}
+
+
+def load_library(folder: Path | None = None) -> tuple[ctypes.CDLL | None, str]:
+    """The compiled library beside this module (or in `folder`), or None and a reason that can be read."""
+    paths = sorted((folder or Path(__file__).parent).glob("_native*.so"))
+    if not paths:
+        return None, "no compiler was found when Foreword was installed; sampling runs in torch, slower"
+    try:
+        library = ctypes.CDLL(str(paths[0]))
+        version = int(library.foreword_native_version())
+    except (OSError, AttributeError) as error:
+        return None, f"{paths[0].name} cannot be loaded ({error}); sampling runs in torch, slower"
+    if version != VERSION:
+        return None, f"{paths[0].name} is of another version of Foreword; sampling runs in torch, slower, until it is built again"
+    for name, arguments in SIGNATURES.items():
+        function = getattr(library, name)
+        function.argtypes = arguments
+        function.restype = None
+    return library, ""
+
+
+class NativeSampling(ReferenceSampling):
+    """Overrides the operations on rows of logits; what is not float32, contiguous and on the CPU goes to torch."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        super().__init__()
+        self._library = library
+
+    def log_sum_exp(self, logits: Tensor) -> Tensor:
+        """[R, V] -> float32 [R]"""
+        if not _fits(logits):
+            return super().log_sum_exp(logits)
+        out = torch.empty(logits.shape[0], dtype=torch.float32)
+        self._library.foreword_log_sum_exp(*_rows(logits), out.data_ptr())
+        return out
+
+    def top_ids(self, logits: Tensor, k: int) -> Tensor:
+        """[R, V] -> int64 [R, k]"""
+        if not _fits(logits):
+            return super().top_ids(logits, k)
+        assert 0 <= k <= logits.shape[1]
+        out = torch.empty(logits.shape[0], k, dtype=torch.int64)
+        self._library.foreword_top_ids(*_rows(logits), k, out.data_ptr())
+        return out
+
+    def keep_top_k(self, logits: Tensor, k: Tensor) -> None:
+        if not _fits(logits):
+            return super().keep_top_k(logits, k)
+        k = _per_row(k, logits, torch.int64)
+        self._library.foreword_keep_top_k(*_rows(logits), k.data_ptr())
+
+    def keep_top_p(self, logits: Tensor, p: Tensor) -> None:
+        if not _fits(logits):
+            return super().keep_top_p(logits, p)
+        p = _per_row(p, logits, torch.float64)
+        self._library.foreword_keep_top_p(*_rows(logits), p.data_ptr())
+
+    def keep_min_p(self, logits: Tensor, p: Tensor) -> None:
+        if not _fits(logits):
+            return super().keep_min_p(logits, p)
+        p = _per_row(p, logits, torch.float64)
+        self._library.foreword_keep_min_p(*_rows(logits), p.data_ptr())
+
+    def sample(self, logits: Tensor, seeds: Tensor, positions: Tensor, greedy: Tensor) -> Tensor:
+        """[R, V] -> int64 [R]"""
+        if not _fits(logits):
+            return super().sample(logits, seeds, positions, greedy)
+        seeds = _per_row(seeds, logits, torch.int64)
+        positions = _per_row(positions, logits, torch.int64)
+        greedy = _per_row(greedy, logits, torch.bool)
+        out = torch.empty(logits.shape[0], dtype=torch.int64)
+        self._library.foreword_sample(*_rows(logits), seeds.data_ptr(), positions.data_ptr(), greedy.data_ptr(), out.data_ptr())
+        return out
+
+
+def _fits(logits: Tensor) -> bool:
+    return logits.device.type == "cpu" and logits.dtype == torch.float32 and logits.dim() == 2 and logits.is_contiguous()
+
+
+def _rows(logits: Tensor) -> tuple[int, int, int]:
+    return logits.data_ptr(), logits.shape[0], logits.shape[1]
+
+
+def _per_row(values: Tensor, logits: Tensor, dtype: torch.dtype) -> Tensor:
+    """Checked, since C++ reads it through a pointer. The caller keeps the result alive over the call."""
+    assert values.dtype == dtype and values.shape == logits.shape[:1], f"wanted {dtype} [{logits.shape[0]}]"
+    return values.cpu().contiguous()
