@@ -1,0 +1,99 @@
+"""A prompt and its parameters become the engine's requests, one for each choice."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Iterable, Sequence
+
+from foreword.core.params import SEED_MASK, SamplingParams
+from foreword.core.request import Request
+from foreword.errors import ContextLengthExceeded, InvalidRequest
+from foreword.text.tokenizer import Tokenizer
+
+__all__ = ["bad_words_ids", "make_requests", "resolve_seed"]
+
+
+def make_requests(
+    prompt_ids: Sequence[int],
+    params: SamplingParams,
+    tokenizer: Tokenizer,
+    request_id: str,
+    max_model_len: int,
+    default_seed: int | None = None,
+    tenant: str = "",
+    priority: int = 0,
+    vocab_size: int | None = None,
+) -> list[Request]:
+    """The `params.n` requests of one prompt: ids "X-0", "X-1", ..., seeds s, s + 1, ... mod 2^64.
+
+    vocab_size  of the model, which may lie below or above the tokenizer's
+
+    Raises ContextLengthExceeded for a prompt that leaves no room for an answer, InvalidRequest for
+    an empty prompt and for ids outside the vocabulary.
+    """
+    _check_length(len(prompt_ids), max_model_len)
+    limit = min(tokenizer.vocab_size, vocab_size or tokenizer.vocab_size)
+    _check_ids("prompt", prompt_ids, limit)
+    _check_ids("logit_bias", params.logit_bias, limit)
+    _check_ids("allowed_token_ids", params.allowed_token_ids or (), limit)
+    _check_ids("stop_token_ids", params.stop_token_ids, limit)
+    seed = resolve_seed(params.seed, default_seed)
+    prompt, banned, now = tuple(prompt_ids), bad_words_ids(params.bad_words, tokenizer), time.monotonic()
+    return [
+        Request(
+            id=f"{request_id}-{index}",
+            prompt_ids=prompt,
+            params=params.choice(index, seed),
+            seed=(seed + index) & SEED_MASK,
+            eos_token_ids=tokenizer.eos_token_ids,
+            bad_words_ids=banned,
+            priority=priority,
+            tenant=tenant,
+            arrival_s=now,
+        )
+        for index in range(params.n)
+    ]
+
+
+def resolve_seed(seed: int | None, default: int | None = None) -> int:
+    """The seed of the first choice: as asked for, the server's, or a random one."""
+    chosen = default if seed is None else seed
+    return secrets.randbits(64) if chosen is None else chosen & SEED_MASK
+
+
+def bad_words_ids(words: Iterable[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
+    """Token sequences that spell a bad word at the beginning of a text, or after a space.
+
+    The form after a space counts only where it is as long and begins with another token: otherwise the
+    space is a token of its own, and banning that sequence would ban nothing new.
+    """
+    banned: list[tuple[int, ...]] = []
+    for word in words:
+        bare = tuple(tokenizer.encode(word.lstrip(), add_special_tokens=False))
+        spaced = tuple(tokenizer.encode(" " + word.lstrip(), add_special_tokens=False))
+        if not bare:
+            raise InvalidRequest(f"bad_words must hold words, got {word!r}", "bad_words")
+        banned.append(bare)
+        if len(spaced) == len(bare) and spaced[0] != bare[0]:
+            banned.append(spaced)
+    return tuple(dict.fromkeys(banned))
+
+
+def _check_length(length: int, max_model_len: int) -> None:
+    if length == 0:
+        raise InvalidRequest("the prompt is empty: it must hold at least one token", "prompt")
+    if length >= max_model_len:
+        raise ContextLengthExceeded(
+            f"the prompt has {length} tokens; the context is {max_model_len} tokens long, "
+            f"so a prompt may have at most {max_model_len - 1}",
+            "prompt",
+        )
+
+
+def _check_ids(name: str, ids: Iterable[int], limit: int) -> None:
+    for token_id in ids:
+        if isinstance(token_id, bool) or not isinstance(token_id, int):
+            raise InvalidRequest(f"{name} must hold token ids, got {token_id!r:.80}", name)
+        if not 0 <= token_id < limit:
+            raise InvalidRequest(f"{name}: token id {token_id} is outside the vocabulary, which ends at {limit - 1}", name)

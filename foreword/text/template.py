@@ -1,0 +1,162 @@
+"""Chat templates: messages to prompt text, as `transformers` renders them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2.ext import Extension, loopcontrols
+from jinja2.nodes import Node
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from foreword.errors import CheckpointError, InvalidRequest, Unsupported
+from foreword.text.tokenizer import Tokenizer
+
+__all__ = ["ChatTemplate", "plain_messages"]
+
+END_MARK = "CONTINUE_FINAL_MESSAGE_TAG "  # the space shows whether the template trims
+RESERVED = frozenset({"messages", "add_generation_prompt", "tools", "documents"})
+
+
+class ChatTemplate:
+    """One model's chat template, compiled once. Templates are foreign code and run in a sandbox.
+
+    source     Jinja source; None: the model has none, and every chat is refused
+    variables  what every template may ask for: `bos_token`, `eos_token`, ...
+    """
+
+    __slots__ = ("_template", "_variables")
+
+    def __init__(self, source: str | None, variables: Mapping[str, str]) -> None:
+        self._template = None if source is None else _compile(source)
+        self._variables = dict(variables)
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer) -> ChatTemplate:
+        """The template that came with the tokenizer."""
+        return cls(tokenizer.chat_template, tokenizer.special_tokens)
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        options: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt text of a conversation.
+
+        add_generation_prompt   end with the beginning of the assistant's turn
+        continue_final_message  leave the last message open, so that the answer continues it
+        options                 further variables for the template, such as `enable_thinking`
+
+        Raises InvalidRequest where the template refuses the messages.
+        """
+        if self._template is None:
+            raise InvalidRequest("this model has no chat template; use /v1/completions", "messages")
+        _check_options(options or {}, add_generation_prompt and continue_final_message)
+        plain = plain_messages(messages)
+        if continue_final_message:
+            plain[-1]["content"] += END_MARK
+        given = {**self._variables, "tools": None, "documents": None, **(options or {})}
+        try:
+            text = self._template.render(messages=plain, add_generation_prompt=add_generation_prompt, **given)
+        except Exception as error:  # a template may fail in any way on messages that it did not expect
+            raise InvalidRequest(f"the model's chat template refuses these messages: {error}", "messages") from None
+        return _cut_at_mark(text) if continue_final_message else text
+
+
+def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Messages whose content is one text: parts of type text are joined by line breaks.
+
+    Raises InvalidRequest for malformed content, Unsupported for parts that are not text.
+    """
+    if not messages:
+        raise InvalidRequest("messages must hold at least one message", "messages")
+    return [{**message, "content": _plain_content(message, f"messages[{i}]")} for i, message in enumerate(messages)]
+
+
+def _plain_content(message: Mapping[str, Any], where: str) -> str:
+    content = message.get("content")
+    if isinstance(content, str):
+        return content
+    if content is None and message.get("role") == "assistant":
+        return ""
+    if not isinstance(content, list | tuple):
+        raise InvalidRequest(f"{where}.content must be a text or a list of parts, got {content!r:.80}", f"{where}.content")
+    return "\n".join(_part_text(part, f"{where}.content[{i}]") for i, part in enumerate(content))
+
+
+def _part_text(part: object, where: str) -> str:
+    if isinstance(part, str):
+        return part
+    if not isinstance(part, Mapping) or not isinstance(part.get("type"), str):
+        raise InvalidRequest(f"{where} must be an object with a type, got {part!r:.80}", where)
+    if part["type"] != "text":
+        raise Unsupported(f"{where}: parts of type {part['type']!r:.40} are not supported yet; only text is", where)
+    if not isinstance(part.get("text"), str):
+        raise InvalidRequest(f"{where}.text must be a text, got {part.get('text')!r:.80}", f"{where}.text")
+    text: str = part["text"]
+    return text
+
+
+def _check_options(options: Mapping[str, Any], both_ends: bool) -> None:
+    if both_ends:
+        raise InvalidRequest(
+            "continue_final_message and add_generation_prompt exclude each other; set one to false", "continue_final_message"
+        )
+    for name in options:
+        if name in RESERVED:
+            raise InvalidRequest(f"chat_template_kwargs must not set {name!r}", "chat_template_kwargs")
+
+
+def _cut_at_mark(text: str) -> str:
+    place = text.rfind(END_MARK.strip())
+    if place < 0:
+        raise InvalidRequest("the chat template drops the final message, which continue_final_message needs", "messages")
+    kept = text[:place]
+    return kept if text.startswith(END_MARK, place) else kept.rstrip()
+
+
+class _Generation(Extension):
+    """`{% generation %}` marks the assistant's tokens for training; for a prompt it means nothing."""
+
+    tags = {"generation"}  # noqa: RUF012 - jinja2 declares it so
+
+    def parse(self, parser: Parser) -> list[Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _compile(source: str) -> jinja2.Template:
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    try:
+        return environment.from_string(source)
+    except jinja2.TemplateSyntaxError as error:
+        raise CheckpointError(f"the chat template has a syntax error in line {error.lineno}: {error}", "chat_template") from None
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.now().strftime(pattern)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Unlike Jinja's own filter it leaves `<` and `&` alone: the text is no HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

@@ -1,0 +1,169 @@
+"""Text to token ids and back, as `transformers` does it, without transformers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import tokenizers
+from tokenizers import AddedToken
+
+from foreword.errors import CheckpointError, InvalidRequest
+from foreword.text.checkpoint import TokenizerFiles, read_files
+from foreword.text.decoding import parse_decoder
+
+__all__ = ["Tokenizer"]
+
+ADDED_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+
+
+class Tokenizer:
+    """A tokenizer.json and what the files beside it say.
+
+    vocab_size      one more than the highest id (a model's vocabulary may be padded beyond it)
+    eos_token_ids   ids that end an answer
+    special_tokens  text by name (`bos_token`, ...), as chat templates want it
+    chat_template   Jinja source, or None
+    """
+
+    __slots__ = (
+        "_backend",
+        "_bytes",
+        "_decoding",
+        "_special_ids",
+        "chat_template",
+        "eos_token_ids",
+        "special_tokens",
+        "vocab_size",
+    )
+
+    def __init__(self, backend: tokenizers.Tokenizer, files: TokenizerFiles | None = None) -> None:
+        files = files or TokenizerFiles()
+        backend.no_truncation()
+        backend.no_padding()
+        _add_tokens(backend, files)
+        self._backend = backend
+        # Only the decoder is wanted: without its vocabulary the description is short.
+        self._decoding = parse_decoder(json.loads(backend.decoder.__getstate__()) if backend.decoder else None)
+        added = backend.get_added_tokens_decoder()
+        self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self._bytes: dict[int, bytes] = {}
+        self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        self.special_tokens = dict(files.special_tokens)
+        self.chat_template = files.chat_template
+        self.eos_token_ids = self._eos_ids(files)
+
+    @classmethod
+    def from_directory(cls, path: str | Path) -> Tokenizer:
+        """Load from a checkpoint directory. Raises CheckpointError where it has no usable tokenizer.json."""
+        file = Path(path) / "tokenizer.json"
+        if not file.is_file():
+            raise CheckpointError(
+                f"{path} has no tokenizer.json; transformers' AutoTokenizer.from_pretrained(...).save_pretrained(...) "
+                "writes one from older formats",
+                "model",
+            )
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(file))
+        except Exception as error:  # the library raises bare Exception
+            raise CheckpointError(f"{file} cannot be read: {error}", "model") from None
+        return cls(backend, read_files(Path(path)))
+
+    @property
+    def strips_start(self) -> bool:
+        """Whether a space at the very beginning of a text is dropped by `decode`."""
+        return self._decoding.strip_start
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Ids of `text`; special tokens written in it become their ids.
+
+        add_special_tokens  put around it what tokenizer.json's post-processor says (as transformers 5 does;
+                            `add_bos_token` of tokenizer_config.json does not count beside it)
+
+        Safe in a thread, and lets others run meanwhile.
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidRequest(
+                f"the text is not valid Unicode: a lone surrogate at character {error.start}", "prompt"
+            ) from None
+        # Of the two, encode_batch is the one that releases the interpreter's lock.
+        ids: list[int] = self._backend.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
+        return ids
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of `ids`. Bytes that are no UTF-8 become U+FFFD; ids that no token has are skipped."""
+        raw = b"".join(self.token_bytes(i) for i in ids if not (skip_special_tokens and i in self._special_ids))
+        if self.strips_start:
+            raw = raw.removeprefix(b" ")
+        return raw.decode("utf-8", "replace")
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes of one token; empty if no token has the id."""
+        known = self._bytes.get(token_id)
+        if known is None:
+            token = self._backend.id_to_token(token_id)
+            known = self._bytes[token_id] = b"" if token is None else self._decoding.token_bytes(token)
+        return known
+
+    def token_text(self, token_id: int) -> str:
+        """The text of one token alone, U+FFFD for what is only part of a character."""
+        return self.token_bytes(token_id).decode("utf-8", "replace")
+
+    def token(self, token_id: int) -> str | None:
+        """The token as the vocabulary spells it, or None."""
+        token: str | None = self._backend.id_to_token(token_id)
+        return token
+
+    def token_id(self, token: str) -> int | None:
+        """The id of a token as the vocabulary spells it, or None."""
+        token_id: int | None = self._backend.token_to_id(token)
+        return token_id
+
+    def is_special(self, token_id: int) -> bool:
+        return token_id in self._special_ids
+
+    def unused_ids(self, model_vocab_size: int) -> tuple[int, ...]:
+        """Ids below the model's vocabulary that no token has: rows of padding, never to be sampled."""
+        used = set(self._backend.get_vocab(with_added_tokens=True).values())
+        return tuple(token_id for token_id in range(model_vocab_size) if token_id not in used)
+
+    def first_difference(self, other: Tokenizer) -> str | None:
+        """The first id that means something else in `other`, in words; None if the tokenizers agree."""
+        for token_id in range(max(self.vocab_size, other.vocab_size)):
+            here, there = self.token(token_id), other.token(token_id)
+            if here != there:
+                return f"id {token_id} is {_named(here)} in the one and {_named(there)} in the other"
+            if self.is_special(token_id) != other.is_special(token_id):
+                return f"id {token_id} ({here!r}) is a special token in only one of them"
+        return None
+
+    def _eos_ids(self, files: TokenizerFiles) -> tuple[int, ...]:
+        ids = list(files.eos_ids)
+        named = self.token_id(files.special_tokens.get("eos_token", ""))
+        if named is not None and named not in ids:
+            ids.append(named)
+        return tuple(ids)
+
+
+def _named(token: str | None) -> str:
+    return "no token" if token is None else repr(token)
+
+
+def _add_tokens(backend: tokenizers.Tokenizer, files: TokenizerFiles) -> None:
+    """Add what tokenizer_config.json knows and tokenizer.json lacks, in the order in which transformers does."""
+    known = {token.content: token for token in backend.get_added_tokens_decoder().values()}
+    named = set(files.special_tokens.values())
+    for _, properties in sorted(files.added_tokens.items()):
+        flags = {flag: properties[flag] for flag in ADDED_FLAGS if flag in properties}
+        flags["special"] = flags.get("special", False) or properties["content"] in named
+        token = AddedToken(properties["content"], **flags)
+        if repr(known.get(token.content)) != repr(token):
+            backend.add_tokens([token])
+            known[token.content] = token
+    for text in (*files.special_tokens.values(), *files.extra_special):
+        if text not in known:
+            known[text] = AddedToken(text, special=True)
+            backend.add_special_tokens([known[text]])

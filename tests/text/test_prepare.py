@@ -1,0 +1,80 @@
+from typing import Any
+
+import pytest
+
+from foreword.core.params import SamplingParams
+from foreword.errors import ContextLengthExceeded, InvalidRequest
+from foreword.text.prepare import bad_words_ids, make_requests, resolve_seed
+from foreword.text.tokenizer import Tokenizer
+from tests.fakes import EOS, byte_tokenizer
+from tests.text.builders import byte_level_backend
+
+TOKENIZER = byte_tokenizer()
+
+
+def test_choices_are_requests_of_their_own() -> None:
+    params = SamplingParams(n=3, seed=2**64 - 2, temperature=0.5)
+    requests = make_requests([1, 2], params, TOKENIZER, "x", 100, tenant="t", priority=3)
+    assert [request.id for request in requests] == ["x-0", "x-1", "x-2"]
+    assert [request.seed for request in requests] == [2**64 - 2, 2**64 - 1, 0]
+    for request in requests:
+        assert request.params.n == 1 and request.params.seed == request.seed and request.params.temperature == 0.5
+        assert (request.prompt_ids, request.tenant, request.priority, request.eos_token_ids[0]) == ((1, 2), "t", 3, EOS)
+        assert request.arrival_s > 0
+
+
+def test_seeds() -> None:
+    assert resolve_seed(5, 7) == 5
+    assert resolve_seed(None, 7) == 7
+    assert resolve_seed(-1) == 2**64 - 1
+    drawn = {resolve_seed(None) for _ in range(8)}
+    assert len(drawn) == 8 and max(drawn) < 2**64
+
+
+def test_a_prompt_must_leave_room_for_an_answer() -> None:
+    assert make_requests([1] * 99, SamplingParams(), TOKENIZER, "x", 100)
+    with pytest.raises(ContextLengthExceeded, match=r"100 tokens.*100 tokens long.*at most 99"):
+        make_requests([1] * 100, SamplingParams(), TOKENIZER, "x", 100)
+
+
+def test_an_empty_prompt_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="empty"):
+        make_requests([], SamplingParams(), TOKENIZER, "x", 100)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "name"),
+    [
+        ([260], {}, "prompt"),
+        ([-1], {}, "prompt"),
+        ([True], {}, "prompt"),
+        ([1], {"logit_bias": {260: 1}}, "logit_bias"),
+        ([1], {"allowed_token_ids": [260]}, "allowed_token_ids"),
+        ([1], {"stop_token_ids": [260]}, "stop_token_ids"),
+    ],
+)
+def test_ids_outside_the_vocabulary_are_refused(prompt: list[int], params: dict[str, Any], name: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        make_requests(prompt, SamplingParams(**params), TOKENIZER, "x", 100)
+    assert caught.value.param == name
+
+
+def test_the_smaller_vocabulary_counts() -> None:
+    with pytest.raises(InvalidRequest, match="ends at 199"):
+        make_requests([200], SamplingParams(), TOKENIZER, "x", 100, vocab_size=200)
+
+
+def test_bad_words_with_and_without_a_space() -> None:
+    trained = Tokenizer(byte_level_backend())
+    token = trained.encode(" the", add_special_tokens=False)
+    assert len(token) == 1
+    assert bad_words_ids(["the"], trained) == (
+        tuple(trained.encode("the", add_special_tokens=False)),
+        *([tuple(token)] if len(trained.encode("the", add_special_tokens=False)) == 1 else []),
+    )
+    assert bad_words_ids([" ab", "ab"], TOKENIZER) == ((97, 98),)
+
+
+def test_a_bad_word_of_spaces_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="bad_words"):
+        bad_words_ids([" "], TOKENIZER)

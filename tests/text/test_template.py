@@ -1,0 +1,142 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from foreword.errors import CheckpointError, InvalidRequest, Unsupported
+from foreword.text.template import ChatTemplate
+from foreword.text.tokenizer import Tokenizer
+from tests.fakes import CHATML, byte_backend
+from tests.text.builders import write_checkpoint
+
+NAMES = {"bos_token": "<|bos|>", "eos_token": "<|eos|>"}
+STRICT = """{{ bos_token }}{% if messages[0]['role'] == 'system' %}
+    {%- set system = messages[0]['content'] -%}
+    {%- set rest = messages[1:] -%}
+{% else %}
+    {%- set rest = messages -%}
+{% endif %}
+{% for message in rest %}
+    {% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}
+        {{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}
+    {% endif %}
+    {% if message['role'] == 'user' %}
+        {% if loop.first and system is defined %}{{ '<<SYS>>\\n' + system + '\\n<</SYS>>\\n\\n' }}{% endif %}
+[INST] {{ message['content'] | trim }} [/INST]
+    {% else %}
+        {% generation %}{{ message['content'] | trim + ' ' + eos_token }}{% endgeneration %}
+    {% endif %}
+{% endfor %}"""
+TOOLS = """{%- set ns = namespace(found=false, last=0) -%}
+{%- for message in messages -%}
+{%- if message.role == 'tool' -%}{%- continue -%}{%- endif -%}
+{%- if loop.index > 6 -%}{%- break -%}{%- endif -%}
+{%- set ns.last = loop.index -%}
+<|im_start|>{{ message.role }}{% if message.name is defined %} ({{ message.name }}){% endif %}
+{{ message | tojson }} {{ message | tojson(indent=2) }} <&>
+{% endfor -%}
+{%- if tools is not none -%}TOOLS{%- endif -%}
+{%- if enable_thinking is defined and not enable_thinking -%}<think></think>{%- endif -%}
+{{ ns.last }}{{ strftime_now('%Y')[:2] }}{% if add_generation_prompt %}<|im_start|>assistant{% endif %}"""
+PLAIN = [{"role": "system", "content": 'Be <brief> & "exact".'}, {"role": "user", "content": " Hi there \n"}]
+LONG = [*PLAIN, {"role": "assistant", "content": "Hello, ü 👍 "}, {"role": "user", "content": "And?\n\n"}]
+OPEN = [*PLAIN, {"role": "assistant", "content": "The answer is "}]
+
+
+def both(tmp_path: Path, template: str) -> tuple[ChatTemplate, Any]:
+    write_checkpoint(tmp_path, byte_backend(), {**NAMES, "chat_template": template})
+    return ChatTemplate.of(Tokenizer.from_directory(tmp_path)), AutoTokenizer.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("template", [CHATML, STRICT, TOOLS], ids=["chatml", "strict", "tools"])
+@pytest.mark.parametrize("messages", [PLAIN, LONG, OPEN], ids=["plain", "long", "open"])
+@pytest.mark.parametrize("options", [{}, {"enable_thinking": False}], ids=["bare", "options"])
+def test_renders_as_transformers(tmp_path: Path, template: str, messages: Any, options: Any) -> None:
+    ours, theirs = both(tmp_path, template)
+    for generation in (True, False):
+        expected = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=generation, **options)
+        assert ours.render(messages, add_generation_prompt=generation, options=options) == expected
+
+
+@pytest.mark.parametrize("template", [CHATML, STRICT], ids=["keeps spaces", "trims"])
+def test_continues_the_final_message_as_transformers(tmp_path: Path, template: str) -> None:
+    ours, theirs = both(tmp_path, template)
+    expected = theirs.apply_chat_template(OPEN, tokenize=False, continue_final_message=True)
+    assert ours.render(OPEN, add_generation_prompt=False, continue_final_message=True) == expected
+    assert expected.rstrip().endswith("The answer is")
+
+
+def test_text_parts_are_joined() -> None:
+    template = ChatTemplate("{{ messages[0]['content'] }}", {})
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert template.render([{"role": "user", "content": parts}]) == "a\nb"
+
+
+@pytest.mark.parametrize(
+    ("content", "param"),
+    [
+        (3, "messages[0].content"),
+        (None, "messages[0].content"),
+        ([3], "messages[0].content[0]"),
+        ([{"type": "text"}], "messages[0].content[0].text"),
+    ],
+)
+def test_malformed_content_is_named(content: Any, param: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        ChatTemplate(CHATML, {}).render([{"role": "user", "content": content}])
+    assert caught.value.param == param
+
+
+def test_images_are_not_supported_yet() -> None:
+    part = {"type": "image_url", "image_url": {"url": "data:,"}}
+    with pytest.raises(Unsupported, match="image_url"):
+        ChatTemplate(CHATML, {}).render([{"role": "user", "content": [part]}])
+
+
+def test_what_the_template_refuses_is_a_bad_request() -> None:
+    twice = [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]
+    with pytest.raises(InvalidRequest, match="must alternate") as caught:
+        ChatTemplate(STRICT, {"bos_token": ""}).render(twice)
+    assert caught.value.param == "messages"
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["{{ messages[0].content.__class__.__mro__ }}", "{{ messages.append(1) }}", "{% for i in range(10**9) %}{% endfor %}"],
+)
+def test_the_sandbox_holds(source: str) -> None:
+    with pytest.raises(InvalidRequest):
+        ChatTemplate(source, {}).render([{"role": "user", "content": "a"}])
+
+
+def test_reserved_options_are_refused() -> None:
+    with pytest.raises(InvalidRequest, match="'messages'"):
+        ChatTemplate(CHATML, {}).render(PLAIN, options={"messages": []})
+
+
+def test_no_template_is_a_clear_error() -> None:
+    with pytest.raises(InvalidRequest, match="no chat template"):
+        ChatTemplate(None, {}).render(PLAIN)
+
+
+def test_no_messages_is_a_clear_error() -> None:
+    with pytest.raises(InvalidRequest, match="at least one message"):
+        ChatTemplate(CHATML, {}).render([])
+
+
+def test_a_syntax_error_is_found_at_load() -> None:
+    with pytest.raises(CheckpointError, match="line 2"):
+        ChatTemplate("\n{% for %}", {})
+
+
+@pytest.mark.parametrize("name", ["chat_template.jinja", "chat_template.json", "tokenizer_config.json"])
+def test_where_templates_stand(tmp_path: Path, name: str) -> None:
+    named = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "yes"}]
+    write_checkpoint(tmp_path, byte_backend(), {**NAMES, "chat_template": named if name == "tokenizer_config.json" else "no"})
+    if name == "chat_template.json":
+        (tmp_path / name).write_text(json.dumps({"chat_template": "yes"}))
+    elif name == "chat_template.jinja":
+        (tmp_path / name).write_text("yes")
+    assert ChatTemplate.of(Tokenizer.from_directory(tmp_path)).render(PLAIN) == "yes"

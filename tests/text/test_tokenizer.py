@@ -1,0 +1,112 @@
+import json
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from foreword.errors import CheckpointError, InvalidRequest
+from foreword.text.tokenizer import Tokenizer
+from tests.fakes import BOS, END, EOS, byte_backend, byte_tokenizer
+from tests.text.builders import DIFFICULT, byte_level_backend, sentencepiece_backend, write_checkpoint
+
+NAMES = {"bos_token": "<|bos|>", "eos_token": "<|eos|>"}
+PIECE_NAMES = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+CHECKPOINTS = {
+    "byte level": (byte_level_backend, NAMES),
+    "byte level, add_bos_token off": (byte_level_backend, {**NAMES, "add_bos_token": False}),
+    "sentencepiece": (sentencepiece_backend, {**PIECE_NAMES, "add_bos_token": True, "add_eos_token": False}),
+    "tokens of the config": (
+        byte_level_backend,
+        {
+            **NAMES,
+            "additional_special_tokens": ["<extra>"],
+            "added_tokens_decoder": {"9000": {"content": "<added>", "special": False, "lstrip": True, "normalized": False}},
+        },
+    ),
+}
+
+
+@pytest.fixture(params=CHECKPOINTS)
+def checkpoint(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    build, config = CHECKPOINTS[request.param]
+    return write_checkpoint(tmp_path, build(), config)
+
+
+def test_ids_and_texts_are_those_of_transformers(checkpoint: Path) -> None:
+    ours, theirs = Tokenizer.from_directory(checkpoint), AutoTokenizer.from_pretrained(checkpoint)
+    for text in [*DIFFICULT, "a <extra> b <added> c", "".join(DIFFICULT)]:
+        for special in (True, False):
+            ids = ours.encode(text, add_special_tokens=special)
+            assert ids == theirs.encode(text, add_special_tokens=special), text
+            for skip in (True, False):
+                decoded = theirs.decode(ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
+                assert ours.decode(ids, skip_special_tokens=skip) == decoded, text
+
+
+def test_special_tokens_are_those_of_transformers(checkpoint: Path) -> None:
+    ours, theirs = Tokenizer.from_directory(checkpoint), AutoTokenizer.from_pretrained(checkpoint)
+    assert ours.vocab_size == len(theirs)
+    assert ours.eos_token_ids == (theirs.eos_token_id,)
+    assert {i for i in range(len(theirs)) if ours.is_special(i)} >= set(theirs.all_special_ids)
+
+
+def test_eos_of_the_generation_config_come_first(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, byte_backend(), NAMES, generation_config={"eos_token_id": [END, BOS]}, config={"eos_token_id": 1})
+    assert Tokenizer.from_directory(tmp_path).eos_token_ids == (END, BOS, EOS)
+
+
+def test_truncation_and_padding_of_the_file_are_ignored(tmp_path: Path) -> None:
+    backend = byte_backend()
+    backend.enable_truncation(3)
+    backend.enable_padding(length=9)
+    assert Tokenizer.from_directory(write_checkpoint(tmp_path, backend, NAMES)).encode("abcd") == [97, 98, 99, 100]
+
+
+def test_unused_ids_are_the_rows_without_a_token() -> None:
+    assert byte_tokenizer().unused_ids(264) == (260, 261, 262, 263)
+    assert byte_tokenizer().unused_ids(100) == ()
+
+
+def test_bytes_and_texts_of_tokens() -> None:
+    tokenizer = byte_tokenizer()
+    assert tokenizer.token_bytes(0xC3) == b"\xc3"
+    assert tokenizer.token_text(0xC3) == "\ufffd"
+    assert tokenizer.token_text(EOS) == "<|eos|>"
+    assert tokenizer.token_bytes(9999) == b""
+
+
+def test_the_first_difference_is_named() -> None:
+    backend = byte_backend()
+    backend.add_tokens(["more"])
+    ours, theirs = byte_tokenizer(), Tokenizer(backend)
+    assert ours.first_difference(byte_tokenizer()) is None
+    assert ours.first_difference(theirs) == "id 260 is no token in the one and 'more' in the other"
+    swapped = json.loads(byte_backend().to_str())
+    vocab = swapped["model"]["vocab"]
+    vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
+    other = Tokenizer(type(backend).from_str(json.dumps(swapped)))
+    assert ours.first_difference(other) == "id 97 is 'a' in the one and 'b' in the other"
+
+
+def test_a_directory_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"has no tokenizer\.json"):
+        Tokenizer.from_directory(tmp_path)
+
+
+def test_a_broken_tokenizer_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        Tokenizer.from_directory(tmp_path)
+
+
+def test_a_decoder_that_is_not_known_is_refused_by_name(tmp_path: Path) -> None:
+    content = json.loads(byte_backend().to_str())
+    content["decoder"] = {"type": "WordPiece", "prefix": "##", "cleanup": True}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match="WordPiece"):
+        Tokenizer.from_directory(tmp_path)
+
+
+def test_a_lone_surrogate_is_a_clear_error() -> None:
+    with pytest.raises(InvalidRequest, match="surrogate at character 1"):
+        byte_tokenizer().encode("a\ud800")
