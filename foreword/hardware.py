@@ -1,0 +1,136 @@
+"""One probe of the machine. Torch is imported only where there may be a GPU."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import platform
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from foreword.config import Machine
+from foreword.errors import ConfigError
+
+__all__ = ["Hardware", "machine", "probe"]
+
+NVIDIA_NODE = Path("/dev/nvidiactl")
+CPUINFO = Path("/proc/cpuinfo")
+MEMINFO = Path("/proc/meminfo")
+# Limit and use of this process's control group: version 2, then version 1.
+CGROUPS = (
+    (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")),
+    (Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"), Path("/sys/fs/cgroup/memory/memory.usage_in_bytes")),
+)
+# ISA extensions that kernels care for: x86 names as in /proc/cpuinfo, then ARM's.
+ISA = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "amx_int8", "asimd", "bf16", "i8mm", "sve")
+BFLOAT16_ISA = ("avx512_bf16", "amx_bf16", "bf16")
+BFLOAT16_GPU = (8, 0)  # compute capability
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """What the machine is.
+
+    cores        CPU cores that this process may use
+    isa          extensions of the CPU that kernels care for
+    total_bytes  memory of the machine, or of its control group if that is less
+    free_bytes   of it, what is free
+    gpu          name of the GPU in use, else None; gpu_total_bytes and gpu_free_bytes are 0 without one
+    bfloat16     the device multiplies bfloat16 natively
+    """
+
+    device: str
+    cpu: str
+    cores: int
+    isa: tuple[str, ...]
+    total_bytes: int
+    free_bytes: int
+    bfloat16: bool
+    gpu: str | None = None
+    gpu_total_bytes: int = 0
+    gpu_free_bytes: int = 0
+
+
+def probe(device: str = "auto") -> Hardware:
+    """Look at the machine; device is "auto", "cpu" or "cuda". Raises ConfigError for a GPU that is not there."""
+    if device != "cpu" and NVIDIA_NODE.exists():
+        torch = importlib.import_module("torch")
+        if torch.cuda.is_available():
+            return _with_gpu(torch)
+    if device == "cuda":
+        raise ConfigError("device is cuda, but no NVIDIA GPU can be used here; `--device cpu` would work", "device")
+    cpu, isa, total, free = _host()
+    return Hardware("cpu", cpu, _cores(), isa, total, free, bool(set(isa) & set(BFLOAT16_ISA)))
+
+
+def machine(hardware: Hardware) -> Machine:
+    """What `config.resolve` needs to know of it."""
+    free = hardware.gpu_free_bytes if hardware.device == "cuda" else hardware.free_bytes
+    return Machine(hardware.device, hardware.cores, free, hardware.bfloat16)
+
+
+def _with_gpu(torch: object) -> Hardware:
+    cuda = torch.cuda  # type: ignore[attr-defined]
+    free, total = cuda.mem_get_info()
+    cpu, isa, host_total, host_free = _host()
+    return Hardware(
+        device="cuda",
+        cpu=cpu,
+        cores=_cores(),
+        isa=isa,
+        total_bytes=host_total,
+        free_bytes=host_free,
+        bfloat16=cuda.get_device_capability() >= BFLOAT16_GPU,
+        gpu=cuda.get_device_name(),
+        gpu_total_bytes=total,
+        gpu_free_bytes=free,
+    )
+
+
+def _host() -> tuple[str, tuple[str, ...], int, int]:
+    """CPU name, ISA, total and free memory."""
+    name, isa = _cpu(_read(CPUINFO))
+    total, free = _memory(_read(MEMINFO), ((_read(limit), _read(used)) for limit, used in CGROUPS))
+    return name, isa, total, free
+
+
+def _cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _cpu(cpuinfo: str) -> tuple[str, tuple[str, ...]]:
+    """Name and ISA extensions from /proc/cpuinfo."""
+    fields = dict(_pair(line) for line in cpuinfo.splitlines() if ":" in line)
+    flags = set((fields.get("flags") or fields.get("Features") or "").split())
+    name = fields.get("model name") or platform.processor() or platform.machine()
+    return name, tuple(extension for extension in ISA if extension in flags)
+
+
+def _memory(meminfo: str, cgroups: Iterable[tuple[str, str]]) -> tuple[int, int]:
+    """Total and free bytes: /proc/meminfo, lowered by the control group's limit if it has one."""
+    fields = dict(_pair(line) for line in meminfo.splitlines() if ":" in line)
+    total, free = _kilobytes(fields.get("MemTotal")), _kilobytes(fields.get("MemAvailable"))
+    for limit, used in cgroups:
+        if limit.isdigit() and int(limit) < total:
+            total = int(limit)
+            free = min(free, max(total - (int(used) if used.isdigit() else 0), 0))
+    return total, free
+
+
+def _kilobytes(text: str | None) -> int:
+    return int(text.split()[0]) * 1024 if text else 0
+
+
+def _pair(line: str) -> tuple[str, str]:
+    name, _, value = line.partition(":")
+    return name.strip(), value.strip()
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8").strip()
+    except OSError:
+        return ""

@@ -1,0 +1,145 @@
+"""Rotary position embedding.
+
+Frequencies are fixed when the model is loaded, from the checkpoint and the longest context it will be
+used for; never from the current length, or a token's bits would depend on what comes after it. For
+`dynamic` and `longrope` beyond the original length this differs from transformers, on purpose.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = ["ROPE_TYPES", "Rope", "RopeConfig", "frequencies"]
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """Names as in the checkpoint's `rope_parameters`; fields that `rope_type` does not use keep their defaults.
+
+    rotary_dim  values of each head that are rotated
+    original    original_max_position_embeddings: the context before any scaling
+    """
+
+    rope_type: str
+    theta: float
+    rotary_dim: int
+    factor: float = 1.0
+    original: int = 0
+    attention_factor: float | None = None
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float = 0.0
+    mscale_all_dim: float = 0.0
+    truncate: bool = True
+    short_factor: tuple[float, ...] = ()
+    long_factor: tuple[float, ...] = ()
+
+
+class Rope:
+    """Cosine and sine for every position below `max_len`."""
+
+    def __init__(self, config: RopeConfig, max_len: int, device: str) -> None:
+        inverse, scale = frequencies(config, max_len)
+        angles = torch.arange(max_len, dtype=torch.float32)[:, None] * inverse
+        self._table = torch.cat((angles.cos() * scale, angles.sin() * scale), -1).to(device)
+
+    def rows(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """int64 [T] -> cos and sin, float32 [T, D_rot] each; both halves of a row are alike."""
+        cos, sin = self._table.index_select(0, positions).chunk(2, -1)
+        return torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)
+
+
+def frequencies(config: RopeConfig, max_len: int) -> tuple[Tensor, float]:
+    """Radians a position, float32 [D_rot / 2], and the factor that cosine and sine are scaled by."""
+    return ROPE_TYPES[config.rope_type](config, max_len)
+
+
+def _plain(theta: float, rotary_dim: int) -> Tensor:
+    exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim
+    return 1.0 / (theta**exponents)
+
+
+def _default(config: RopeConfig, max_len: int) -> tuple[Tensor, float]:
+    return _plain(config.theta, config.rotary_dim), 1.0
+
+
+def _linear(config: RopeConfig, max_len: int) -> tuple[Tensor, float]:
+    return _plain(config.theta, config.rotary_dim) / config.factor, 1.0
+
+
+def _dynamic(config: RopeConfig, max_len: int) -> tuple[Tensor, float]:
+    """NTK scaling for the longest context instead of the current one."""
+    length = max(max_len, config.original)
+    stretch = config.factor * length / config.original - (config.factor - 1)
+    dim = config.rotary_dim
+    return _plain(config.theta * stretch ** (dim / (dim - 2)), dim), 1.0
+
+
+def _llama3(config: RopeConfig, max_len: int) -> tuple[Tensor, float]:
+    """Long waves are stretched, short ones kept, those between interpolated (Llama 3.1)."""
+    plain = _plain(config.theta, config.rotary_dim)
+    wavelength = 2 * math.pi / plain
+    smooth = (config.original / wavelength - config.low_freq_factor) / (config.high_freq_factor - config.low_freq_factor)
+    between = (1 - smooth) * plain / config.factor + smooth * plain
+    stretched = torch.where(wavelength > config.original / config.low_freq_factor, plain / config.factor, between)
+    return torch.where(wavelength < config.original / config.high_freq_factor, plain, stretched), 1.0
+
+
+def _yarn(config: RopeConfig, max_len: int) -> tuple[Tensor, float]:
+    """Interpolation for slow dimensions, extrapolation for fast ones, a ramp between (arXiv 2309.00071)."""
+    plain = _plain(config.theta, config.rotary_dim)
+    low, high = _yarn_range(config)
+    ramp = ((torch.arange(config.rotary_dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    return plain / config.factor * ramp + plain * (1 - ramp), _yarn_scale(config)
+
+
+def _yarn_range(config: RopeConfig) -> tuple[float, float]:
+    """First and last dimension of the ramp."""
+
+    def dimension(rotations: float) -> float:
+        turns = config.original / (rotations * 2 * math.pi)
+        return config.rotary_dim * math.log(turns) / (2 * math.log(config.theta))
+
+    low, high = dimension(config.beta_fast), dimension(config.beta_slow)
+    if config.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, config.rotary_dim - 1)
+    return low, high if high != low else high + 0.001
+
+
+def _yarn_scale(config: RopeConfig) -> float:
+    def scale(mscale: float) -> float:
+        return 1.0 if config.factor <= 1 else 0.1 * mscale * math.log(config.factor) + 1.0
+
+    if config.attention_factor is not None:
+        return config.attention_factor
+    if config.mscale and config.mscale_all_dim:
+        return scale(config.mscale) / scale(config.mscale_all_dim)
+    return scale(1.0)
+
+
+def _longrope(config: RopeConfig, max_len: int) -> tuple[Tensor, float]:
+    """The long factors if the engine may go beyond the original context, else the short ones."""
+    factors = config.long_factor if max_len > config.original else config.short_factor
+    plain = _plain(config.theta, config.rotary_dim) / torch.tensor(factors, dtype=torch.float32)
+    if config.attention_factor is not None:
+        return plain, config.attention_factor
+    if config.factor <= 1:
+        return plain, 1.0
+    return plain, math.sqrt(1 + math.log(config.factor) / math.log(config.original))
+
+
+ROPE_TYPES = {
+    "default": _default,
+    "linear": _linear,
+    "dynamic": _dynamic,
+    "llama3": _llama3,
+    "yarn": _yarn,
+    "longrope": _longrope,
+}

@@ -1,0 +1,199 @@
+"""What all decoder-only models have in common: embedding, layers, final norm, head."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from foreword.config import ModelFacts
+from foreword.core.batch import Batch
+from foreword.kernels.ops import Ops
+from foreword.layers.attention import Attention, AttentionConfig, Pass
+from foreword.layers.embedding import Embedding
+from foreword.layers.linear import Linear, load_linear
+from foreword.layers.mlp import MLP
+from foreword.layers.norm import RMSNorm
+from foreword.layers.rope import Rope, RopeConfig
+from foreword.layers.weights import Weights
+from foreword.models.base import KV
+from foreword.models.config import ConfigReader
+
+__all__ = ["Decoder", "DecoderConfig", "Kind", "Layer", "Parts"]
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What tells layers apart: how far they look back (None: to the beginning), and how they know positions."""
+
+    window: int | None
+    rope: RopeConfig
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderConfig:
+    """Shape and options of a checkpoint.
+
+    context        positions it was made for
+    kinds          one per layer
+    tied           the head is the embedding
+    scale          of attention scores
+    norm_offset    added to every norm's weight
+    score_softcap  of attention scores, or None
+    logit_softcap  of the logits, or None
+    """
+
+    architecture: str
+    dtype: str
+    vocab_size: int
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    context: int
+    eps: float
+    activation: str
+    kinds: tuple[Kind, ...]
+    tied: bool
+    scale: float
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    norm_offset: float = 0.0
+    embedding_scale: float = 1.0
+    score_softcap: float | None = None
+    logit_softcap: float | None = None
+
+
+class Layer(Protocol):
+    """One layer of a model."""
+
+    def __call__(self, x: Tensor, shared: Pass, cache: tuple[Tensor, Tensor]) -> Tensor:
+        """x [T, H] -> [T, H]"""
+
+
+class Parts:
+    """Builds the parts of one layer from its tensors, which keep the names they have in the checkpoint."""
+
+    def __init__(self, ops: Ops, config: DecoderConfig, kind: Kind, weights: Weights) -> None:
+        self._ops = ops
+        self._config = config
+        self._kind = kind
+        self._weights = weights
+
+    def norm(self, name: str) -> RMSNorm:
+        return self._norm(self._weights, name, self._config.hidden)
+
+    def attention(self, name: str, fused: str | None = None, head_norms: bool = False) -> Attention:
+        """`fused` names the projection that holds q, k and v; otherwise they stand apart."""
+        config = self._config
+        weights = self._weights.within(f"{name}.")
+        q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
+        outputs = {fused: q + 2 * kv} if fused else {"q_proj": q, "k_proj": kv, "v_proj": kv}
+        return Attention(
+            self._ops,
+            self._attention_config(),
+            load_linear(self._ops, weights, config.hidden, outputs, config.qkv_bias),
+            load_linear(self._ops, weights, q, {"o_proj": config.hidden}, config.out_bias),
+            self._norm(weights, "q_norm", config.head_dim) if head_norms else None,
+            self._norm(weights, "k_norm", config.head_dim) if head_norms else None,
+        )
+
+    def mlp(self, name: str, fused: str | None = None) -> MLP:
+        """`fused` names the projection that holds gate and up; otherwise they stand apart."""
+        config = self._config
+        weights = self._weights.within(f"{name}.")
+        size = config.intermediate
+        outputs = {fused: 2 * size} if fused else {"gate_proj": size, "up_proj": size}
+        gate_up = load_linear(self._ops, weights, config.hidden, outputs, config.mlp_bias)
+        down = load_linear(self._ops, weights, size, {"down_proj": config.hidden}, config.mlp_bias)
+        return MLP(self._ops, gate_up, down, config.activation)
+
+    def _norm(self, weights: Weights, name: str, size: int) -> RMSNorm:
+        return RMSNorm(self._ops, weights.take(f"{name}.weight", size), self._config.eps, self._config.norm_offset)
+
+    def _attention_config(self) -> AttentionConfig:
+        config = self._config
+        return AttentionConfig(
+            heads=config.heads,
+            kv_heads=config.kv_heads,
+            head_dim=config.head_dim,
+            scale=config.scale,
+            window=self._kind.window,
+            softcap=config.score_softcap,
+        )
+
+
+class Decoder(ABC):
+    """A decoder-only model. A subclass, one to an architecture, reads the config and builds the layers."""
+
+    def __init__(self, config: DecoderConfig, ops: Ops, weights: Weights, device: str, max_model_len: int) -> None:
+        self.ops = ops
+        self.config = config
+        self.vocab_size = config.vocab_size
+        self.kv_layers = ((config.kv_heads, config.head_dim),) * len(config.kinds)
+        self.window = _widest(config.kinds)
+        body = weights.within("model.")
+        self._embedding = Embedding(ops, body.take("embed_tokens.weight", self.vocab_size, config.hidden), config.embedding_scale)
+        self._kinds = tuple(dict.fromkeys(config.kinds))
+        self._kind_of = tuple(self._kinds.index(kind) for kind in config.kinds)
+        self._layers = [
+            self.layer(Parts(ops, config, kind, body.within(f"layers.{index}."))) for index, kind in enumerate(config.kinds)
+        ]
+        self._norm = RMSNorm(ops, body.take("norm.weight", config.hidden), config.eps, config.norm_offset)
+        self._head = self._load_head(weights)
+        self._ropes = {rope: Rope(rope, max_model_len, device) for rope in {kind.rope for kind in self._kinds}}
+        self.facts = _facts(config, weights.parameters)
+
+    @classmethod
+    @abstractmethod
+    def read(cls, config: ConfigReader) -> DecoderConfig:
+        """What config.json says. Raises CheckpointError for what this architecture does not honour."""
+
+    @abstractmethod
+    def layer(self, parts: Parts) -> Layer:
+        """Build one layer."""
+
+    def forward(self, batch: Batch, kv: KV) -> Tensor:
+        """Hidden states [T, H] of every row; K and V of every row are written to the cache."""
+        x = self._embedding(batch.token_ids)
+        shared = [self._shared(batch, kind) for kind in self._kinds]
+        for index, (layer, kind) in enumerate(zip(self._layers, self._kind_of, strict=True)):
+            x = layer(x, shared[kind], kv.layer(index))
+        return self._norm(x)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[R, H] -> float32 [R, V]"""
+        logits = self._head(hidden).to(torch.float32)
+        cap = self.config.logit_softcap
+        return logits if cap is None else self.ops.softcap(logits, cap)
+
+    def _shared(self, batch: Batch, kind: Kind) -> Pass:
+        cos, sin = self._ropes[kind.rope].rows(batch.positions)
+        return Pass(batch, cos, sin, self.ops.plan_attention(batch, kind.window))
+
+    def _load_head(self, weights: Weights) -> Linear:
+        if self.config.tied:
+            return Linear(self.ops, self._embedding.weight)
+        return load_linear(self.ops, weights, self.config.hidden, {"lm_head": self.vocab_size})
+
+
+def _widest(kinds: Sequence[Kind]) -> int | None:
+    windows = [kind.window for kind in kinds]
+    return None if None in windows else max(window for window in windows if window is not None)
+
+
+def _facts(config: DecoderConfig, parameters: int) -> ModelFacts:
+    return ModelFacts(
+        architecture=config.architecture,
+        context=config.context,
+        dtype=config.dtype,
+        parameters=parameters,
+        vocab_size=config.vocab_size,
+        kv_values_per_token=2 * len(config.kinds) * config.kv_heads * config.head_dim,
+    )

@@ -1,0 +1,36 @@
+"""Where a checkpoint lies: a directory, or a model id of the Hugging Face hub. Does not import torch."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+
+from foreword.errors import CheckpointError
+
+__all__ = ["resolve_path"]
+
+WANTED_FILES = ("*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model")
+
+
+def resolve_path(name_or_path: str) -> Path:
+    """The directory itself, or where the hub's cache holds (or now gets) a model id. Raises CheckpointError."""
+    path = Path(name_or_path).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise CheckpointError(f"{name_or_path} is a file; a checkpoint is a directory")
+    if name_or_path.count("/") != 1 or name_or_path.startswith((".", "/", "~")) or name_or_path.endswith("/"):
+        raise CheckpointError(f"there is no directory {name_or_path}")
+    return _from_hub(name_or_path)
+
+
+def _from_hub(model_id: str) -> Path:
+    hub = importlib.import_module("huggingface_hub")  # slow to import, and of no use to those with a directory
+    try:
+        return Path(hub.snapshot_download(model_id, allow_patterns=list(WANTED_FILES)))
+    except Exception as error:  # its client lets errors of several libraries through
+        lines = str(error).splitlines() or [type(error).__name__]
+        raise CheckpointError(
+            f"{model_id} is neither a directory nor to be had from the hub ({lines[0]}). Without a network, fetch it elsewhere "
+            f"with `hf download {model_id} --local-dir DIR` and give the directory instead"
+        ) from error

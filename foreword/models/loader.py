@@ -1,0 +1,63 @@
+"""From a checkpoint directory to a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+
+from foreword.config import ModelFacts
+from foreword.errors import CheckpointError
+from foreword.kernels.ops import Ops
+from foreword.kernels.reference import Reference
+from foreword.models.base import Model
+from foreword.models.config import ConfigReader, read_json
+from foreword.models.decoder import Decoder, DecoderConfig
+from foreword.models.llama import Llama
+from foreword.models.weights import CountedWeights, FileWeights
+
+__all__ = ["ARCHITECTURES", "load_model", "read_facts"]
+
+ARCHITECTURES: Mapping[str, type[Decoder]] = MappingProxyType({"llama": Llama})
+NEEDED_FOR_FACTS = 1  # positions: tables by position are not what read_facts is after
+
+
+def read_facts(path: Path) -> ModelFacts:
+    """What config.json tells, without reading weights. Raises CheckpointError."""
+    architecture, config = _read_config(path)
+    return architecture(config, Reference(), CountedWeights(), "cpu", NEEDED_FOR_FACTS).facts
+
+
+def load_model(
+    path: Path,
+    ops: Ops,
+    dtype: str,
+    device: str,
+    max_model_len: int,
+    progress: Callable[[int, int], None] | None = None,
+) -> Model:
+    """The model in `path`, its weights converted to `dtype`.
+
+    max_model_len  longest context it will be used for
+    progress       gets bytes done and bytes in all
+    Raises CheckpointError, which names the option, the tensor or the file.
+    """
+    architecture, config = _read_config(path)
+    weights = FileWeights(path, dtype, device, progress)
+    model = architecture(config, ops, weights, device, max_model_len)
+    weights.finish(ignore={"lm_head.weight": "a copy of the embedding"} if config.tied else None)
+    return model
+
+
+def _read_config(path: Path) -> tuple[type[Decoder], DecoderConfig]:
+    file = path / "config.json"
+    if not file.is_file():
+        raise CheckpointError(f"{path} is not a checkpoint: it has no config.json")
+    reader = ConfigReader(read_json(file), str(file))
+    model_type = reader.raw("model_type")
+    if model_type not in ARCHITECTURES:
+        raise CheckpointError(f"{file}: model_type {model_type!r} is not supported; known: {', '.join(sorted(ARCHITECTURES))}")
+    architecture = ARCHITECTURES[model_type]
+    config = architecture.read(reader)
+    reader.finish()
+    return architecture, config

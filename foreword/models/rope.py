@@ -1,0 +1,85 @@
+"""RoPE options of a checkpoint, in the layouts of transformers 4 and 5."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from foreword.layers.rope import ROPE_TYPES, RopeConfig
+from foreword.models.config import ConfigReader
+
+__all__ = ["read_rope", "scaled_context"]
+
+NAMES = {name: name for name in ROPE_TYPES} | {"su": "longrope"}
+
+
+def read_rope(config: ConfigReader, head_dim: int, context: int, default_theta: float = 10000.0) -> RopeConfig:
+    """From `rope_parameters`, or from `rope_theta` and `rope_scaling` beside each other.
+
+    context  the checkpoint's max_position_embeddings
+    """
+    theta = config.number("rope_theta", default_theta)
+    share = config.number("partial_rotary_factor", 1.0)
+    original = config.optional_whole("original_max_position_embeddings")
+    options = config.table("rope_parameters")
+    older = config.table("rope_scaling")
+    rope = read_rope_table(options or older or ConfigReader({}, config.source), head_dim, context, theta, share, original)
+    if rope.rotary_dim % 2 or rope.rotary_dim > head_dim:
+        raise config.refuse("partial_rotary_factor", f"makes {rope.rotary_dim} of {head_dim} values rotate")
+    return rope
+
+
+def read_rope_table(
+    options: ConfigReader, head_dim: int, context: int, theta: float, share: float = 1.0, original: int | None = None
+) -> RopeConfig:
+    """One table of RoPE options; `theta`, `share` and `original` hold where it does not say otherwise."""
+    key = "rope_type" if "rope_type" in options else "type"
+    rope_type = options.choice(key, NAMES, "default")
+    options.expect("type", options.raw("type", None))
+    rotary_dim = int(head_dim * options.number("partial_rotary_factor", share))
+    rope = RopeConfig(rope_type, options.number("rope_theta", theta), rotary_dim)
+    original = original or options.whole("original_max_position_embeddings", context)
+    if rope_type in ("linear", "dynamic", "llama3", "yarn"):
+        rope = replace(rope, factor=options.number("factor"), original=context if rope_type == "dynamic" else original)
+    if rope_type == "llama3":
+        low, high = options.number("low_freq_factor"), options.number("high_freq_factor")
+        rope = replace(rope, low_freq_factor=low, high_freq_factor=high)
+    if rope_type == "yarn":
+        rope = _with_yarn(rope, options)
+    if rope_type == "longrope":
+        rope = _with_longrope(rope, options, context, original)
+    options.finish()
+    return rope
+
+
+def _with_yarn(rope: RopeConfig, options: ConfigReader) -> RopeConfig:
+    return replace(
+        rope,
+        attention_factor=options.optional_number("attention_factor"),
+        beta_fast=options.number("beta_fast", 32.0),
+        beta_slow=options.number("beta_slow", 1.0),
+        mscale=options.optional_number("mscale") or 0.0,
+        mscale_all_dim=options.optional_number("mscale_all_dim") or 0.0,
+        truncate=options.flag("truncate", True),
+    )
+
+
+def _with_longrope(rope: RopeConfig, options: ConfigReader, context: int, original: int) -> RopeConfig:
+    length = rope.rotary_dim // 2
+    return replace(
+        rope,
+        original=original,
+        factor=options.number("factor", context / original),
+        attention_factor=options.optional_number("attention_factor"),
+        short_factor=options.numbers("short_factor", length),
+        long_factor=options.numbers("long_factor", length),
+    )
+
+
+def scaled_context(rope: RopeConfig, context: int) -> int:
+    """Positions that the model was made for, where scaling reaches beyond max_position_embeddings."""
+    if rope.rope_type in ("linear", "dynamic"):
+        return math.floor(context * rope.factor)
+    if rope.rope_type == "yarn":
+        return max(context, math.floor(rope.original * rope.factor))
+    return context
