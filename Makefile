@@ -1,8 +1,40 @@
+# make serve   set up .venv and serve the bundled model
+# make test    set up .venv and run every check
+
 PYTHON ?= python3
 CXX ?= g++
+VENV ?= .venv
+BIN := $(VENV)/bin
 
-.PHONY: native
+.PHONY: serve test check setup clean native
+
+serve: $(VENV)/installed  ## set up and serve the bundled model
+	$(BIN)/foreword serve
+
+test: $(VENV)/tested  ## set up, then format, lint, types and tests
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+setup: $(VENV)/tested  ## everything for development
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+# Installed in place: the native sampler is built by the package's own build.
+$(VENV)/installed: $(BIN)/python pyproject.toml $(wildcard foreword/kernels/csrc/*)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --progress-bar on --editable .
+	touch $@
+
+$(VENV)/tested: $(VENV)/installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --progress-bar on --editable ".[test]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) build *.egg-info foreword/kernels/_native*.so
+
 native: foreword/kernels/_native.so  ## build the sampler in place (needs g++ only)
 
 foreword/kernels/_native.so: $(wildcard foreword/kernels/csrc/*)
-	$(CXX) -shared -fPIC -O3 -std=c++17 -ffp-contract=off -fno-math-errno -o $@ foreword/kernels/csrc/sampler.cpp
+	$(CXX) -shared -fPIC -O3 -std=c++17 -ffp-contract=off -fno-math-errno -fno-trapping-math -o $@ foreword/kernels/csrc/sampler.cpp

@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from bisect import insort
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from foreword.cache.blocks import BlockPool
 from foreword.cache.prefix import extend_hashes
@@ -25,17 +25,16 @@ __all__ = ["Plan", "Scheduler", "Work"]
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Rows of one request: `num_tokens` known tokens from `start` on, then `num_draft` drafted ones."""
+    """Rows of one request: `num_tokens` known tokens from `start` on, then `num_draft` drafted ones.
+
+    samples  the last known token is among them, so that new tokens come out
+    """
 
     state: RequestState
     start: int
     num_tokens: int
+    samples: bool
     num_draft: int = 0
-
-    @property
-    def samples(self) -> bool:
-        """Whether the last known token is among the rows, so that new tokens come out."""
-        return self.start + self.num_tokens == len(self.state.tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +111,7 @@ class Scheduler:
                 budget = self.max_num_batched_tokens - sum(w.num_tokens for w in work) - younger
                 num_tokens = min(state.num_missing, -(-budget // parts))
                 if self._reserve(state, state.num_computed + num_tokens, preempted):
-                    work.append(Work(state, state.num_computed, num_tokens))
+                    work.append(_work(state, num_tokens))
         budget = self.max_num_batched_tokens - sum(w.num_tokens for w in work)
         drafting = sum(len(w.state.draft) for w in work)
         work += self._admit(budget - min(drafting, budget // 2))
@@ -199,7 +198,7 @@ class Scheduler:
             state.blocks += [
                 self.pool.allocate() for _ in range(self._blocks(state.num_computed + num_tokens) - len(state.blocks))
             ]
-            work.append(Work(state, state.num_computed, num_tokens))
+            work.append(_work(state, num_tokens))
             budget -= num_tokens
         return work
 
@@ -240,7 +239,7 @@ class Scheduler:
                 else:
                     num_draft = max(len(state.blocks) * self.block_size - len(state.tokens), 0)
             budget -= num_draft
-            yield Work(state, item.start, item.num_tokens, num_draft)
+            yield replace(item, num_draft=num_draft)
 
     # The prefix cache
 
@@ -337,3 +336,8 @@ class Scheduler:
 
     def _blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
+
+
+def _work(state: RequestState, num_tokens: int) -> Work:
+    """The next known tokens of a request."""
+    return Work(state, state.num_computed, num_tokens, samples=num_tokens == state.num_missing)

@@ -109,6 +109,21 @@ def test_a_better_priority_displaces_a_worse_one() -> None:
     assert len(simulation.outputs["slow"]) == len(simulation.outputs["urgent"]) == 6
 
 
+def test_right_drafts_save_steps() -> None:
+    """A drafter that is always right, four tokens at a time: five tokens a step, after the first."""
+
+    def right(state: RequestState, run: Sequence[int]) -> list[int]:
+        history = [*state.tokens, *run]
+        for _ in range(4):
+            history.append(next_token(history, state.request.seed))
+        return history[-4:]
+
+    simulation = Simulation(num_blocks=16, block_size=4, max_model_len=50, guess=right)
+    simulation.add(make_request("a", [1, 2], max_tokens=31, ignore_eos=True))
+    simulation.run()
+    assert simulation.num_steps == 1 + 30 // 5
+
+
 def test_drafts_never_preempt() -> None:
     """All blocks are in use: drafts shrink to what their request already holds."""
     simulation = Simulation(num_blocks=4, block_size=4, max_model_len=8, guess=noisy_guess(1, 8, 0.0), max_num_batched_tokens=64)

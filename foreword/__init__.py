@@ -1,0 +1,30 @@
+"""Foreword: LLM inference and serving with speculative decoding that changes no token.
+
+`LLM` and `SamplingParams` load on first use: the server's own process imports this package without torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from foreword.core.params import SamplingParams, Speculation
+    from foreword.llm import LLM, CompletionOutput, RequestOutput
+
+__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "Speculation", "__version__"]
+__version__ = "0.1.0"
+
+_HOMES = {
+    "LLM": "foreword.llm",
+    "CompletionOutput": "foreword.llm",
+    "RequestOutput": "foreword.llm",
+    "SamplingParams": "foreword.core.params",
+    "Speculation": "foreword.core.params",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)

@@ -1,0 +1,278 @@
+"""Offline inference: an engine in this process.
+
+from foreword import LLM, SamplingParams
+
+llm = LLM("path/to/checkpoint")
+for output in llm.generate(["Once upon a time"], SamplingParams(max_tokens=50)):
+    print(output.text)
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.progress import Progress
+
+from foreword.config import Config, EngineInfo
+from foreword.core.events import Failed, StepStats, TokenLogprob
+from foreword.core.params import SamplingParams
+from foreword.core.request import Request
+from foreword.engine.local import LocalClient
+from foreword.errors import InvalidRequest
+from foreword.metrics.answer import AnswerMetrics
+from foreword.metrics.recorder import Recorder
+from foreword.prepare import prepare
+from foreword.text.answer import Answer, Delta
+from foreword.text.prepare import make_requests
+from foreword.text.template import ChatTemplate
+
+__all__ = ["LLM", "CompletionOutput", "RequestOutput", "StreamPiece"]
+
+Prompt = str | Mapping[str, Any]
+Message = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionOutput:
+    """One choice.
+
+    logprobs  one per token if asked for, else None
+    seed      with it, the n = 1 request gives this choice again
+    metrics   what `"metrics": true` returns from the server
+    hashes    of the raw logits, one per token, in test mode
+    """
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str
+    stop_reason: str | int | None
+    logprobs: tuple[TokenLogprob, ...] | None
+    seed: int
+    metrics: AnswerMetrics | None
+    hashes: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """The answer to one prompt: `params.n` choices, and shortcuts to the first."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: tuple[int, ...]
+    outputs: tuple[CompletionOutput, ...]
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None
+
+    @property
+    def text(self) -> str:
+        return self.outputs[0].text
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return self.outputs[0].token_ids
+
+    @property
+    def finish_reason(self) -> str:
+        return self.outputs[0].finish_reason
+
+    @property
+    def logprobs(self) -> tuple[TokenLogprob, ...] | None:
+        return self.outputs[0].logprobs
+
+    @property
+    def metrics(self) -> AnswerMetrics | None:
+        return self.outputs[0].metrics
+
+
+@dataclass(frozen=True, slots=True)
+class StreamPiece:
+    """A piece of streamed text, and whether a drafter had guessed it."""
+
+    text: str
+    guessed: bool
+
+
+@dataclass(slots=True)
+class _Job:
+    """A prompt on its way."""
+
+    prompt: str | None
+    prompt_ids: tuple[int, ...]
+    requests: list[Request]
+
+
+class LLM:
+    """Loads a checkpoint (a directory, a hub id, or the bundled demo) and answers prompts with it.
+
+    speculate    "auto", "off", or drafters joined by commas
+    draft_model  a smaller checkpoint with the same tokenizer
+    options      any other field of `foreword.config.Config`, by name
+    Raises ConfigError or CheckpointError. Not thread-safe.
+    """
+
+    def __init__(
+        self,
+        model: str | None = None,
+        *,
+        speculate: str = "auto",
+        draft_model: str | None = None,
+        on_progress: Callable[[int, int], None] | None = None,
+        **options: Any,
+    ) -> None:
+        started = time.perf_counter()
+        config = Config(model=None if model is None else str(model), speculate=speculate, draft_model=draft_model, **options)
+        prepared = prepare(config.with_speculative_config())
+        self.config = prepared.config
+        self.tokenizer = prepared.tokenizer
+        self.stats = StepStats()
+        self._client = LocalClient(prepared.config, prepared.unused_ids, on_progress)
+        self._recorder = Recorder(self.info.resolved.drafters)
+        self._template = ChatTemplate.of(self.tokenizer)
+        self._ids = itertools.count()
+        self.load_seconds = time.perf_counter() - started
+
+    @property
+    def info(self) -> EngineInfo:
+        """Facts of the loaded engine."""
+        return self._client.info
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = False,
+    ) -> list[RequestOutput]:
+        """Answer prompts, all at once: texts, or {"prompt_token_ids": [...]}; one output each, in order.
+
+        Raises InvalidRequest before anything runs if a prompt or a parameter is impossible.
+        """
+        return self._complete(self._jobs(prompts, params, add_special_tokens=True), progress)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = False,
+    ) -> list[RequestOutput]:
+        """Answer one conversation, or each of several, by the checkpoint's chat template."""
+        conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        texts = [self._render(conversation) for conversation in conversations]
+        return self._complete(self._jobs(texts, params, add_special_tokens=False), progress)
+
+    def stream(self, prompt: Prompt | Sequence[Message], params: SamplingParams | None = None) -> Iterator[StreamPiece]:
+        """Answer a text, or a list of messages, piece by piece. Leaving the loop ends the request."""
+        conversation = isinstance(prompt, Sequence) and not isinstance(prompt, str)
+        text: Prompt = self._render(prompt) if conversation else prompt  # type: ignore[arg-type, assignment]
+        (job,) = self._jobs([text], params, add_special_tokens=not conversation)
+        if len(job.requests) != 1:
+            raise InvalidRequest("a stream has one choice: n must be 1", "n")
+        for _, delta in self._run(job.requests):
+            yield from (StreamPiece(piece, guessed) for piece, guessed in delta.pieces)
+
+    def check(self) -> None:
+        """Assert the integrity of the engine's bookkeeping."""
+        self._client.check()
+
+    # The way of a prompt
+
+    def _render(self, messages: Any) -> str:
+        return self._template.render(messages, add_generation_prompt=True)
+
+    def _jobs(self, prompts: Any, params: Any, add_special_tokens: bool) -> list[_Job]:
+        listed: list[Prompt] = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
+        each = (
+            [params or SamplingParams()] * len(listed) if params is None or isinstance(params, SamplingParams) else list(params)
+        )
+        if len(each) != len(listed):
+            raise InvalidRequest(f"{len(listed)} prompts, but {len(each)} params", "params")
+        return [self._job(prompt, one, add_special_tokens) for prompt, one in zip(listed, each, strict=True)]
+
+    def _job(self, prompt: Prompt, params: SamplingParams, add_special_tokens: bool) -> _Job:
+        if isinstance(prompt, str):
+            text, ids = prompt, tuple(self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens))
+        elif "prompt_token_ids" in prompt:
+            text, ids = prompt.get("prompt"), tuple(prompt["prompt_token_ids"])
+        else:
+            raise InvalidRequest("a prompt is a text or {'prompt_token_ids': [...]}", "prompt")
+        requests = make_requests(
+            ids,
+            params,
+            self.tokenizer,
+            f"req-{next(self._ids)}",
+            self.info.resolved.max_model_len,
+            default_seed=self.config.seed,
+            vocab_size=self.info.vocab_size,
+        )
+        return _Job(text, ids, requests)
+
+    def _complete(self, jobs: list[_Job], progress: bool) -> list[RequestOutput]:
+        requests = [request for job in jobs for request in job.requests]
+        answers: dict[str, Answer] = {}
+        hashes: dict[str, list[int]] = {request.id: [] for request in requests}
+        with Progress(disable=not progress, transient=True) as bar:
+            task = bar.add_task("generating", total=len(requests))
+            for answer, delta in self._run(requests):
+                answers[answer.request.id] = answer
+                hashes[answer.request.id] += delta.event.hashes
+                bar.advance(task, int(answer.finished))
+        return [self._output(job, answers, hashes) for job in jobs]
+
+    def _run(self, requests: Iterable[Request]) -> Iterator[tuple[Answer, Delta]]:
+        """Step until every request ended; an error of one is raised, and frees all of them."""
+        answers = {request.id: Answer(self.tokenizer, request) for request in requests}
+        live = dict(answers)
+        for answer in answers.values():
+            self._recorder.arrived(answer.request)
+            self._client.submit(answer.request)
+        try:
+            while live:
+                report = self._client.step()
+                self.stats = report.stats
+                for event in report.events:
+                    if event.request_id not in live:
+                        continue
+                    if isinstance(event, Failed):
+                        raise event.error
+                    answer = live[event.request_id]
+                    delta = answer.feed(event)
+                    self._recorder.delivered(answer.request, delta.event, time.monotonic())
+                    if answer.finished:
+                        del live[event.request_id]
+                    if delta.stopped:
+                        self._client.finish(answer.request.id, answer.num_tokens)
+                    yield answer, delta
+        finally:
+            for request_id, answer in live.items():
+                self._client.abort(request_id)
+                self._recorder.aborted(answer.request)
+
+    def _output(self, job: _Job, answers: Mapping[str, Answer], hashes: Mapping[str, list[int]]) -> RequestOutput:
+        first = answers[job.requests[0].id]
+        return RequestOutput(
+            request_id=job.requests[0].id.rsplit("-", 1)[0],
+            prompt=job.prompt,
+            prompt_token_ids=job.prompt_ids,
+            outputs=tuple(self._choice(i, answers[r.id], hashes[r.id]) for i, r in enumerate(job.requests)),
+            prompt_logprobs=first.prompt_logprobs or None,
+        )
+
+    def _choice(self, index: int, answer: Answer, hashes: Sequence[int]) -> CompletionOutput:
+        assert answer.finish_reason is not None
+        asked = answer.request.params.logprobs is not None
+        return CompletionOutput(
+            index=index,
+            text=answer.text,
+            token_ids=tuple(answer.token_ids),
+            finish_reason=answer.finish_reason,
+            stop_reason=answer.stop_reason,
+            logprobs=tuple(shown.logprob for shown in answer.logprobs) if asked else None,
+            seed=answer.request.seed,
+            metrics=self._recorder.answer_metrics(answer.request.id),
+            hashes=tuple(hashes),
+        )

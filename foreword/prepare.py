@@ -1,0 +1,65 @@
+"""What must be known before an engine can start: the directories, the tokenizer, the ids that no token has."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from foreword.config import Config
+from foreword.demo import DRAFTER, MODEL
+from foreword.errors import CheckpointError, ConfigError
+from foreword.models.hub import resolve_path
+from foreword.text.tokenizer import Tokenizer
+
+__all__ = ["Prepared", "directories", "prepare", "vocab_size"]
+
+DEMO = "demo"  # names the bundled model, and its drafter as --draft-model
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """config has local directories for `model` and `draft_model`."""
+
+    config: Config
+    path: Path
+    tokenizer: Tokenizer
+    unused_ids: tuple[int, ...]
+
+
+def directories(config: Config) -> Config:
+    """`config` with local directories as `model` and `draft_model`; no model means the bundled demo."""
+    path = MODEL if config.model in (None, DEMO) else resolve_path(str(config.model))
+    if config.draft_model is None:
+        return replace(config, model=str(path))
+    drafter = DRAFTER if config.draft_model == DEMO else resolve_path(config.draft_model)
+    return replace(config, model=str(path), draft_model=str(drafter))
+
+
+def prepare(config: Config) -> Prepared:
+    """Find the checkpoints and read the tokenizer. Imports no torch.
+
+    Raises CheckpointError for a directory that cannot be served, ConfigError for a draft model
+    whose tokenizer differs; the first difference is named.
+    """
+    config = directories(config)
+    path = Path(str(config.model))
+    tokenizer = Tokenizer.from_directory(path)
+    if "draft" in config.drafter_names():
+        check_same_tokenizer(tokenizer, Tokenizer.from_directory(str(config.draft_model)))
+    return Prepared(config, path, tokenizer, tokenizer.unused_ids(vocab_size(path)))
+
+
+def check_same_tokenizer(tokenizer: Tokenizer, drafter: Tokenizer) -> None:
+    difference = tokenizer.first_difference(drafter)
+    if difference is not None:
+        raise ConfigError(f"the draft model's tokenizer differs from the model's: {difference}", "draft_model")
+
+
+def vocab_size(path: Path) -> int:
+    """Rows of the model's vocabulary, as its config.json says."""
+    try:
+        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+        return int(config.get("vocab_size") or config["text_config"]["vocab_size"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path}: config.json does not name a vocab_size ({type(error).__name__})", "model") from None

@@ -1,0 +1,14 @@
+"""Options of the test suite."""
+
+import pytest
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--full-product", action="store_true", help="every combination of settings in test_exact, not only pairs")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "combination" in metafunc.fixturenames:
+        module = metafunc.module
+        combinations = module.PRODUCT if metafunc.config.getoption("--full-product") else module.PAIRS
+        metafunc.parametrize("combination", combinations, ids=module.name_of)

@@ -1,0 +1,90 @@
+"""Prompt lookup."""
+
+from collections.abc import Sequence
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from foreword.core.params import SamplingParams
+from foreword.core.request import Request, RequestState
+from foreword.drafting.base import Ask
+from foreword.drafting.ngram import NgramDrafter
+
+
+def state_of(tokens: Sequence[int], name: str = "a") -> RequestState:
+    return RequestState(Request(name, tuple(tokens), SamplingParams(), 0), 0, 10_000)
+
+
+def guess(drafter: NgramDrafter, state: RequestState, run: Sequence[int] = (), max_tokens: int = 4) -> tuple[int, ...]:
+    (draft,) = drafter.propose([Ask(state, tuple(run), max_tokens)])
+    return draft.token_ids if draft else ()
+
+
+def started(state: RequestState, low: int = 2, high: int = 4) -> NgramDrafter:
+    drafter = NgramDrafter(low, high)
+    drafter.start(state)
+    return drafter
+
+
+def test_drafts_what_followed_last_time() -> None:
+    state = state_of([1, 2, 3, 4, 5, 6, 7, 1, 2])
+    assert guess(started(state), state) == (3, 4, 5, 6)
+
+
+def test_nothing_is_proposed_where_nothing_matches() -> None:
+    state = state_of([1, 2, 3, 4])
+    assert guess(started(state), state) == ()
+
+
+def test_the_longest_ngram_wins_over_the_latest() -> None:
+    state = state_of([9, 1, 2, 7, 8, 1, 2, 5, 5, 9, 1, 2])
+    assert guess(started(state), state, max_tokens=1) == (7,)
+    assert guess(started(state, 2, 2), state, max_tokens=1) == (5,)
+
+
+def test_a_period_is_continued_beyond_the_known_text() -> None:
+    state = state_of([7, 1, 2, 3, 1, 2, 3, 1, 2])
+    assert guess(started(state), state, max_tokens=7) == (3, 1, 2, 3, 1, 2, 3)
+
+
+def test_the_run_of_the_step_counts_before_it_is_committed() -> None:
+    state = state_of([1, 2, 3, 4])
+    drafter = started(state)
+    assert guess(drafter, state, run=[1, 2]) == (3, 4, 1, 2)
+    state.append([1, 2])
+    assert guess(drafter, state, run=[3]) == (4, 1, 2, 3)
+
+
+def test_requests_do_not_see_each_other() -> None:
+    a, b = state_of([1, 2, 3, 1, 2], "a"), state_of([5, 6, 1, 2], "b")
+    drafter = started(a)
+    drafter.start(b)
+    assert guess(drafter, b) == ()
+    drafter.finish("a")
+    drafter.finish("b")
+    assert not drafter._indexes
+
+
+def by_definition(tokens: Sequence[int], low: int, high: int, max_tokens: int) -> tuple[int, ...]:
+    """Search from the end for the longest n-gram, as the docs say."""
+    for size in range(min(high, len(tokens) - 1), low - 1, -1):
+        tail = tuple(tokens[-size:])
+        for start in range(len(tokens) - 1, size - 1, -1):
+            if tuple(tokens[start - size : start]) == tail:
+                text = list(tokens)
+                while len(text) < start + max_tokens:
+                    text.append(text[start + len(text) - len(tokens)])
+                return tuple(text[start : start + max_tokens])
+    return ()
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6), min_size=1, max_size=8), st.integers(1, 3), st.integers(0, 2)
+)
+def test_the_index_equals_a_search(runs: list[list[int]], low: int, more: int) -> None:
+    """Growing the index run by run finds what a scan of the whole text finds."""
+    state = state_of(runs[0])
+    drafter = started(state, low, low + more)
+    for run in runs[1:]:
+        assert guess(drafter, state, run) == by_definition([*state.tokens, *run], low, low + more, 4)
+        state.append(run)

@@ -1,0 +1,204 @@
+"""Speculation changes no token: the same requests under every setting of the engine, compared bit for bit.
+
+Each run answers REQUESTS, which cover every sampling parameter and n, under one combination of drafter,
+concurrency, cache size, prefix cache and chunking. Token ids, hashes of the raw logits, logprobs, texts,
+finish reasons and counts must equal those of the plain run: speculation off, one request at a time, ample
+cache, no prefix cache, whole prompts. Combinations are pairwise; `--full-product` runs all of them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from foreword import LLM, RequestOutput, SamplingParams
+from tests.checkpoints import FAMILIES, write_checkpoint, write_drafter
+
+MAX_MODEL_LEN = 127  # one below a block boundary
+
+SETTINGS: dict[str, tuple[Any, ...]] = {
+    "speculate": ("off", "ngram", "draft", "replay 0", "replay 0.5", "replay 1", "ngram,draft"),
+    "concurrent": (1, 16),
+    "cache": ("ample", "small"),
+    "prefix_caching": (False, True),
+    "chunk": (512, 24),
+    "num_speculative_tokens": (1, 4, 16),
+}
+PLAIN = {
+    "speculate": "off",
+    "concurrent": 1,
+    "cache": "ample",
+    "prefix_caching": False,
+    "chunk": 512,
+    "num_speculative_tokens": 4,
+}
+
+
+def pairwise(settings: dict[str, tuple[Any, ...]]) -> Iterator[dict[str, Any]]:
+    """Few combinations that hold every pair of values of every two settings (greedy)."""
+    names = list(settings)
+    missing = {((a, x), (b, y)) for a, b in itertools.combinations(names, 2) for x in settings[a] for y in settings[b]}
+    everything = [dict(zip(names, values, strict=True)) for values in itertools.product(*settings.values())]
+    while missing:
+        best = max(everything, key=lambda combination: len(missing & _pairs(combination)))
+        missing -= _pairs(best)
+        yield best
+
+
+def _pairs(combination: dict[str, Any]) -> set[Any]:
+    return set(itertools.combinations(combination.items(), 2))
+
+
+def name_of(combination: dict[str, Any]) -> str:
+    return "-".join(str(value).replace(" ", "") for value in combination.values())
+
+
+PAIRS = list(pairwise(SETTINGS))
+PRODUCT = [dict(zip(SETTINGS, values, strict=True)) for values in itertools.product(*SETTINGS.values())]
+
+
+def prompts() -> list[list[int]]:
+    """Sixteen prompts that repeat themselves and share beginnings; some longer than a chunk."""
+    chance = random.Random(7)
+    common = [chance.randrange(3, 250) for _ in range(40)]
+    texts = []
+    for number in range(16):
+        own = [chance.randrange(3, 250) for _ in range(chance.randint(2, 9))]
+        texts.append(common[: (number % 4) * 13] + own * chance.randint(1, 4))
+    return texts
+
+
+PARAMS: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.0, "logprobs": 3},
+    {"temperature": 0.0, "ignore_eos": True, "max_tokens": None},
+    {"temperature": 1.0, "logprobs": 0},
+    {"temperature": 0.7, "top_k": 7, "n": 3},
+    {"temperature": 1.3, "top_p": 0.8, "logprobs": 5},
+    {"temperature": 1.0, "min_p": 0.05},
+    {"temperature": 0.0, "presence_penalty": 1.5, "frequency_penalty": 0.7},
+    {"temperature": 0.9, "repetition_penalty": 1.3, "top_p": 0.9, "n": 2},
+    {"temperature": 0.0, "repetition_penalty": 1.2, "prompt_logprobs": 2},
+    {"temperature": 1.0, "logit_bias": {65: 4.0, 66: -100.0}},
+    {"temperature": 0.8, "allowed_token_ids": tuple(range(40, 140))},
+    {"temperature": 1.0, "bad_words": ("e", "th"), "prompt_logprobs": 0, "logprobs": 1},
+    {"temperature": 0.6, "min_tokens": 12, "stop_token_ids": (70, 71, 72, 73, 74, 75, 76, 77)},
+    {"temperature": 1.0, "stop": ("a", "Q"), "include_stop_str_in_output": True},
+    {"temperature": 0.9, "stop": ("e", "x", "1"), "min_tokens": 3, "logprobs": 2},
+    {"temperature": 0.0, "max_tokens": 5, "frequency_penalty": -0.8},
+)
+
+
+def requests() -> tuple[list[dict[str, list[int]]], list[SamplingParams]]:
+    ids = [{"prompt_token_ids": prompt} for prompt in prompts()]
+    return ids, [SamplingParams(**{"max_tokens": 40, "seed": 100 * i, **params}) for i, params in enumerate(PARAMS)]
+
+
+@dataclass(frozen=True)
+class Family:
+    """A checkpoint with what plain decoding answers, and that as a recording for the replay drafter."""
+
+    model: Path
+    drafter: Path
+    recording: Path
+    plain: list[dict[str, Any]]
+
+
+def fingerprint(output: RequestOutput) -> dict[str, Any]:
+    """Everything about an answer that may not depend on how it was made."""
+    choices = [(c.token_ids, c.hashes, c.text, c.finish_reason, c.stop_reason, c.seed, c.logprobs) for c in output.outputs]
+    return {"choices": choices, "prompt_logprobs": output.prompt_logprobs, "lengths": [len(c.token_ids) for c in output.outputs]}
+
+
+def answers(
+    model: Path, drafter: Path, recording: Path | None, combination: dict[str, Any], **options: Any
+) -> tuple[LLM, list[dict[str, Any]]]:
+    method, _, error_rate = combination["speculate"].partition(" ")
+    small = combination["cache"] == "small"
+    llm = LLM(
+        str(model),
+        speculate=method,
+        draft_model=str(drafter) if "draft" in method else None,
+        replay_file=str(recording) if method == "replay" else None,
+        replay_error_rate=float(error_rate or 0),
+        num_speculative_tokens=combination["num_speculative_tokens"],
+        max_num_seqs=combination["concurrent"],
+        max_num_batched_tokens=combination["chunk"],
+        prefix_caching=combination["prefix_caching"],
+        kv_cache_memory="240tokens" if small else "8000tokens",
+        max_model_len=MAX_MODEL_LEN,
+        test_mode=True,
+        **options,
+    )
+    outputs = llm.generate(*requests())
+    llm.check()
+    if small and combination["concurrent"] > 1:
+        assert llm.stats.preemptions_total > 0, "the cache was meant to be too small"
+    return llm, [fingerprint(output) for output in outputs]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Family:
+    return make_family(request.param, tmp_path_factory.mktemp(request.param))
+
+
+def make_family(name: str, path: Path, **overrides: Any) -> Family:
+    model = write_checkpoint(path / "model", name, seed=1, **overrides)
+    drafter = write_drafter(path / "drafter", name, seed=2, **overrides)
+    _, plain = answers(model, drafter, None, PLAIN)
+    recording = path / "recording.jsonl"
+    recording.write_text("".join(json.dumps(line) + "\n" for line in recorded(plain)))
+    return Family(model, drafter, recording, plain)
+
+
+def recorded(plain: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    for prompt, answer in zip(prompts(), plain, strict=True):
+        for token_ids, _, _, _, _, seed, _ in answer["choices"]:
+            yield {"prompt_token_ids": prompt, "seed": seed, "token_ids": token_ids}
+
+
+def differing(family: Family, found: list[dict[str, Any]]) -> list[int]:
+    return [i for i, (a, b) in enumerate(zip(family.plain, found, strict=True)) if a != b]
+
+
+def test_outputs_vary(family: Family) -> None:
+    """A model that repeats one token would prove nothing."""
+    greedy = [family.plain[i]["choices"][0][0] for i in (0, 1)]
+    assert all(len(set(token_ids)) > len(token_ids) // 4 for token_ids in greedy), greedy
+    reasons = {choice[3] for answer in family.plain for choice in answer["choices"]}
+    assert reasons == {"stop", "length"}
+
+
+def test_equal_under_every_setting(family: Family, combination: dict[str, Any]) -> None:
+    llm, found = answers(family.model, family.drafter, family.recording, combination)
+    assert differing(family, found) == [], "these requests differ from plain decoding"
+    if combination["speculate"] == "replay 0":
+        assert llm.info.resolved.drafters == ("replay",)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_equal_in_low_precision(tmp_path: Path, dtype: str) -> None:
+    """Coarser types make more ties and rounding boundaries: a few crowded settings in each."""
+    model = write_checkpoint(tmp_path / "model", "llama", seed=3)
+    drafter = write_drafter(tmp_path / "drafter", "llama", seed=4)
+    _, plain = answers(model, drafter, None, PLAIN, dtype=dtype)
+    for speculate in ("ngram", "draft"):
+        crowded = PLAIN | {"speculate": speculate, "concurrent": 16, "cache": "small", "prefix_caching": True, "chunk": 24}
+        _, found = answers(model, drafter, None, crowded, dtype=dtype)
+        assert found == plain
+
+
+def test_ordinary_torch_is_caught(tmp_path: Path) -> None:
+    """The negative control: with torch's own linear on whole batches, in bfloat16, the same matrix sees a difference."""
+    model = write_checkpoint(tmp_path / "model", "llama", seed=3)
+    drafter = write_drafter(tmp_path / "drafter", "llama", seed=4)
+    _, plain = answers(model, drafter, None, PLAIN, dtype="bfloat16", fast_math=True)
+    crowded = PLAIN | {"speculate": "ngram", "concurrent": 16, "chunk": 24}
+    _, found = answers(model, drafter, None, crowded, dtype="bfloat16", fast_math=True)
+    assert any(a["choices"] != b["choices"] for a, b in zip(plain, found, strict=True))
