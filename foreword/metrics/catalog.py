@@ -57,7 +57,7 @@ def _spec(kind: str, name: str, help_: str, *labels: str) -> Metric:
 CATALOG = (
     _gauge("requests_running", "Requests that the last step worked on."),
     _gauge("requests_waiting", "Requests that wait for room."),
-    _gauge("longest_running_tokens", "Tokens (prompt and answer) of the longest running request."),
+    _gauge("longest_running_tokens", "Tokens of the longest answer that is under way."),
     _gauge("oldest_running_seconds", "Age of the oldest running request."),
     _gauge("kv_cache_usage_ratio", "Share of the KV cache's blocks that are in use."),
     _gauge("device_memory_bytes", "Memory that the engine holds on its device."),

@@ -1,0 +1,25 @@
+# docker build -t foreword . && docker run --rm -p 8000:8000 foreword
+# pip takes its settings from build arguments, for example --build-arg PIP_EXTRA_INDEX_URL=... for torch without CUDA.
+
+FROM python:3.11-slim AS build
+ARG PIP_INDEX_URL
+ARG PIP_EXTRA_INDEX_URL
+RUN apt-get update && apt-get install -y --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
+WORKDIR /src
+COPY pyproject.toml README.md LICENSE ./
+COPY foreword ./foreword
+RUN python -m venv /opt/foreword && /opt/foreword/bin/pip install --no-cache-dir .
+
+FROM python:3.11-slim
+COPY --from=build /opt/foreword /opt/foreword
+RUN useradd --create-home --uid 1000 foreword
+USER foreword
+WORKDIR /home/foreword
+ENV PATH=/opt/foreword/bin:$PATH PYTHONUNBUFFERED=1 FOREWORD_HOST=0.0.0.0 FOREWORD_PORT=8000
+EXPOSE 8000
+STOPSIGNAL SIGTERM
+HEALTHCHECK --interval=10s --timeout=5s --start-period=120s --retries=3 \
+    CMD ["python", "-c", "import os, urllib.request as r; r.urlopen(f'http://127.0.0.1:{os.environ[\"FOREWORD_PORT\"]}/health', timeout=4)"]
+# Exec form: the server is process 1 itself, handles SIGTERM and waits for its engine.
+ENTRYPOINT ["foreword"]
+CMD ["serve"]

@@ -1,0 +1,138 @@
+"""Where `chat` and `generate` get their answers: a model in this process, or a server."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+import httpx
+
+from foreword.cli.options import ENGINE_GROUPS, add_config_options, read_config
+from foreword.core.params import SamplingParams
+from foreword.errors import ForewordError
+
+__all__ = ["Answer", "Message", "Piece", "Remote", "Source", "add_source_options", "open_source", "request_body"]
+
+Message = Mapping[str, str]
+CONNECT_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Text of an answer, as it comes; `guessed`: a drafter had guessed it and the model agreed."""
+
+    text: str
+    guessed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A whole answer. Fields that the source does not tell are None."""
+
+    text: str
+    finish_reason: str | None
+    token_ids: tuple[int, ...] | None
+    metrics: Mapping[str, Any] | None
+
+
+class Source(Protocol):
+    """Answers a conversation (messages) or continues a text (str). Raises ForewordError."""
+
+    name: str
+    speculation: str | None
+
+    def stream(self, prompt: str | Sequence[Message], params: SamplingParams) -> Iterator[Piece]: ...
+
+    def answer(self, prompt: str | Sequence[Message], params: SamplingParams) -> Answer: ...
+
+
+def add_source_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--base-url", metavar="URL", help="ask this server instead of loading a model here")
+    add_config_options(parser, ENGINE_GROUPS, more=("api_key", "log_level"))
+
+
+def open_source(args: argparse.Namespace) -> Source:
+    """The server at --base-url, else a model in this process: only then is torch imported."""
+    config = read_config(args)
+    if args.base_url:
+        return Remote(args.base_url, config.api_key, config.served_model_name)
+    return cast(Source, importlib.import_module("foreword.cli.local").Local(config))
+
+
+class Remote:
+    """A server that speaks OpenAI's API. It does not tell which tokens were guessed."""
+
+    def __init__(
+        self, base_url: str, api_key: str | None, model: str | None = None, transport: httpx.BaseTransport | None = None
+    ) -> None:
+        headers = {"Authorization": f"Bearer {api_key.split(',')[0]}"} if api_key else {}
+        url = base_url.rstrip("/").removesuffix("/v1")
+        timeout = httpx.Timeout(None, connect=CONNECT_TIMEOUT_S)
+        self._http = httpx.Client(base_url=url, headers=headers, timeout=timeout, transport=transport)
+        self.name = model or self._first_model()
+        self.speculation: str | None = None
+
+    def stream(self, prompt: str | Sequence[Message], params: SamplingParams) -> Iterator[Piece]:
+        path, body = request_body(self.name, prompt, params)
+        with self._asking(), self._http.stream("POST", path, json=body | {"stream": True}) as response:
+            if response.is_error:
+                response.read()
+            _check(response)
+            for line in response.iter_lines():
+                data = line.removeprefix("data: ")
+                if data and data != "[DONE]" and data != line:
+                    yield from _pieces(json.loads(data))
+
+    def answer(self, prompt: str | Sequence[Message], params: SamplingParams) -> Answer:
+        path, body = request_body(self.name, prompt, params)
+        with self._asking():
+            got = _check(self._http.post(path, json=body | {"metrics": True})).json()
+        choice = got["choices"][0]
+        text = choice["message"]["content"] if "message" in choice else choice["text"]
+        return Answer(text, choice["finish_reason"], None, got.get("metrics"))
+
+    def _first_model(self) -> str:
+        with self._asking():
+            return str(_check(self._http.get("/v1/models")).json()["data"][0]["id"])
+
+    @contextmanager
+    def _asking(self) -> Iterator[None]:
+        try:
+            yield
+        except httpx.HTTPError as error:
+            raise ForewordError(f"{self._http.base_url}: {error or type(error).__name__}") from None
+
+
+def request_body(model: str, prompt: str | Sequence[Message], params: SamplingParams) -> tuple[str, dict[str, Any]]:
+    """Path and JSON body that ask a server for the same; defaults are spelled out only where they differ."""
+    body: dict[str, Any] = {"model": model, **params.changed(), "temperature": params.temperature}
+    if "speculation" in body:
+        body["speculation"] = {"method": params.speculation.method}
+    if isinstance(prompt, str):
+        return "/v1/completions", body | {"prompt": prompt}
+    return "/v1/chat/completions", body | {"messages": list(prompt)}
+
+
+def _pieces(chunk: Mapping[str, Any]) -> Iterator[Piece]:
+    if "error" in chunk:
+        raise ForewordError(str(chunk["error"].get("message", chunk["error"])))
+    for choice in chunk.get("choices", ()):
+        text = choice["delta"].get("content") if "delta" in choice else choice.get("text")
+        if text:
+            yield Piece(text)
+
+
+def _check(response: httpx.Response) -> httpx.Response:
+    """The response, or the server's own words as an error."""
+    if response.is_success:
+        return response
+    try:
+        message = response.json()["error"]["message"]
+    except (ValueError, KeyError, TypeError):
+        message = response.text[:200]
+    raise ForewordError(f"the server answered {response.status_code}: {message}")

@@ -1,0 +1,83 @@
+"""What a server says of itself when it is ready."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+from foreword.cli.terminal import bytes_text, count_text
+from foreword.config import Config, EngineInfo
+from foreword.demo import MODEL
+
+__all__ = ["address", "banner", "curl_line", "loading_line", "model_name", "parse_loading_line", "speculation_line"]
+
+ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}
+QUESTION = "What is speculative decoding?"
+
+
+def model_name(config: Config, path: Path) -> str:
+    """The name in the API: as asked for, or the last part of what was asked for."""
+    if config.served_model_name:
+        return config.served_model_name
+    if path == MODEL:
+        return "demo"
+    return (config.model or path.name).rstrip("/").rsplit("/", 1)[-1]
+
+
+def address(host: str, port: int) -> str:
+    """The base URL under which this machine reaches the server."""
+    host = ANY_ADDRESS.get(host, host)
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def banner(config: Config, info: EngineInfo, name: str, url: str, load_s: float) -> tuple[str, ...]:
+    """The lines, in order; warnings last, so that they are seen."""
+    return (
+        loading_line(name, info, load_s),
+        memory_line(info),
+        speculation_line(info),
+        f"address: {url} (docs: {url}/docs, metrics: {url}/metrics)",
+        f"try: {curl_line(url, name, bool(config.api_key))}",
+        *(f"warning: {text}" for text in info.warnings),
+    )
+
+
+def loading_line(name: str, info: EngineInfo, load_s: float) -> str:
+    stages = ", ".join(f"{stage} {seconds:.2f} s" for stage, seconds in info.load_seconds.items())
+    size = count_text(info.parameters)
+    return f"loaded: {name} ({info.architecture}, {size} parameters, {info.backend}) in {load_s:.2f} s ({stages})"
+
+
+def parse_loading_line(line: str) -> dict[str, float] | None:
+    """Seconds by stage of a loading_line(), or None for any other line."""
+    if not line.startswith("loaded: "):
+        return None
+    return {stage: float(seconds) for stage, seconds in re.findall(r"(\w+) ([0-9.]+) s[,)]", line)}
+
+
+def memory_line(info: EngineInfo) -> str:
+    chosen = info.resolved
+    return (
+        f"memory: weights {bytes_text(chosen.weight_bytes)} in {chosen.dtype}, "
+        f"KV cache {bytes_text(chosen.kv_bytes)} for {chosen.num_blocks * chosen.block_size} tokens; "
+        f"context {chosen.max_model_len} tokens, {chosen.max_num_seqs} requests at once"
+    )
+
+
+def speculation_line(info: EngineInfo) -> str:
+    """Which drafters run, their bound, and how to turn them off."""
+    if not info.resolved.drafters:
+        return "speculation: off; turn on with --speculate auto"
+    names = " then ".join(info.resolved.drafters)
+    model = f" (draft model {info.draft_model}, {count_text(info.draft_parameters)} parameters)" if info.draft_model else ""
+    bound = info.resolved.num_speculative_tokens
+    return f"speculation: {names}{model}, at most {bound} tokens a step; turn off with --speculate off"
+
+
+def curl_line(url: str, name: str, needs_key: bool) -> str:
+    """A request that works when pasted into a shell (with a key, where FOREWORD_API_KEY is set)."""
+    body = json.dumps({"model": name, "messages": [{"role": "user", "content": QUESTION}]})
+    key = ' -H "Authorization: Bearer $FOREWORD_API_KEY"' if needs_key else ""
+    return f"curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d {shlex.quote(body)}"

@@ -1,0 +1,44 @@
+"""`foreword bench latency|throughput|serve`: what speculation is worth here, as ratios within one run.
+
+Each prints a table and then one JSON line. A single figure of tokens per second says more about the
+machine's mood than about the program, so every figure stands beside its plain twin of the same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+
+from foreword.cli.options import ENGINE_GROUPS, GROUPS, add_config_options
+
+__all__ = ["add_arguments"]
+
+MODULES = {
+    "latency": "foreword.cli.bench_latency",
+    "throughput": "foreword.cli.bench_throughput",
+    "serve": "foreword.cli.bench_serve",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    kinds = parser.add_subparsers(dest="bench", metavar="KIND", required=True)
+    latency = kinds.add_parser("latency", help="one request at a time, by kind of prompt; step overhead; start-up")
+    latency.add_argument("--rounds", type=int, default=5, metavar="N", help="how often each is measured (default: 5)")
+    latency.add_argument("--skip-startup", action="store_true", help="do not measure the start of a server")
+    throughput = kinds.add_parser("throughput", help="many requests at once, in this process")
+    serve = kinds.add_parser("serve", help="many clients against a server")
+    serve.add_argument("--base-url", metavar="URL", help="measure this server instead of starting one")
+    for sub in (throughput, serve):
+        sub.add_argument("--num-requests", type=int, default=64, metavar="N", help="requests a round (default: 64)")
+        sub.add_argument("--concurrency", type=int, default=16, metavar="N", help="of these at once (default: 16)")
+        sub.add_argument("--rounds", type=int, default=3, metavar="N", help="rounds of each (default: 3)")
+        sub.add_argument("--temperature", type=float, default=0.8, metavar="X", help="every request has a seed (default: 0.8)")
+    for sub in (latency, throughput, serve):
+        sub.add_argument("--max-tokens", type=int, default=96, metavar="N", help="longest answer (default: 96)")
+        sub.add_argument("--prompts", metavar="FILE", help='JSON lines {"kind": ..., "prompt": ...} (default: those of the demo)')
+        add_config_options(sub, GROUPS if sub is serve else ENGINE_GROUPS, more=("log_level",))
+        sub.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    return int(importlib.import_module(MODULES[args.bench]).run(args))

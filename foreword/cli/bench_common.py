@@ -1,0 +1,95 @@
+"""What the benchmarks share: prompts, modes, medians, and the way results are shown."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import platform
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from foreword.config import Config
+from foreword.core.params import SamplingParams, Speculation
+from foreword.demo import EXAMPLES
+from foreword.errors import ConfigError
+
+__all__ = ["OFF", "Example", "modes", "params", "percentile", "ratio", "read_examples", "rotated", "show", "with_all_drafters"]
+
+OFF = "off"
+DEMO = "demo"
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """A user message, and what kind of work it is."""
+
+    kind: str
+    prompt: str
+
+
+def read_examples(args: argparse.Namespace) -> tuple[Example, ...]:
+    """Those of --prompts, else those that suit the bundled demo. Raises ConfigError."""
+    if not args.prompts:
+        return tuple(Example(kind, prompt) for kind, prompt in EXAMPLES)
+    try:
+        lines = [json.loads(line) for line in Path(args.prompts).read_text(encoding="utf-8").splitlines() if line.strip()]
+        found = tuple(Example(str(line.get("kind", "all")), str(line["prompt"])) for line in lines)
+    except (OSError, ValueError, KeyError, AttributeError) as error:
+        raise ConfigError(f"--prompts {args.prompts}: not JSON lines with a prompt ({type(error).__name__}: {error})") from None
+    if not found:
+        raise ConfigError(f"--prompts {args.prompts}: no prompts")
+    return found
+
+
+def with_all_drafters(config: Config) -> Config:
+    """With `auto`, every drafter that can run here: the demo brings a draft model of its own."""
+    if config.speculate != "auto":
+        return config
+    if config.draft_model is None and config.model in (None, DEMO):
+        config = replace(config, draft_model=DEMO)
+    return replace(config, speculate="ngram,draft" if config.draft_model else "ngram")
+
+
+def modes(drafters: Sequence[str]) -> tuple[str, ...]:
+    """What is compared: no speculation, each drafter alone, and all of them where there are several."""
+    return (OFF, *drafters, *(("auto",) if len(drafters) > 1 else ()))
+
+
+def params(mode: str, max_tokens: int, temperature: float = 0.0, seed: int = 0) -> SamplingParams:
+    return SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=seed, speculation=Speculation(mode))
+
+
+def rotated(items: Sequence[str], by: int) -> tuple[str, ...]:
+    """The same in another order each round, so that none always goes first."""
+    by %= len(items)
+    return (*items[by:], *items[:by])
+
+
+def percentile(values: Sequence[float], percent: float) -> float | None:
+    """Nearest rank; None of nothing."""
+    if not values:
+        return None
+    return sorted(values)[max(math.ceil(percent / 100 * len(values)) - 1, 0)]
+
+
+def ratio(plain_s: Sequence[float], other_s: Sequence[float]) -> float:
+    """How many times faster than plain: the median over pairs measured next to each other."""
+    return statistics.median(plain / other for plain, other in zip(plain_s, other_s, strict=True))
+
+
+def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], result: Mapping[str, Any]) -> None:
+    """The table, then the JSON line."""
+    table = Table(title=title, title_justify="left")
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="left" if index == 0 else "right")
+    for row in rows:
+        table.add_row(*row)
+    Console(soft_wrap=True).print(table)
+    print(json.dumps({"machine": platform.platform(), **result}))

@@ -1,0 +1,134 @@
+"""`foreword bench latency`: one request at a time.
+
+Regime: batch 1, greedy, the prompt's KV in the prefix cache after the first round (which is not
+counted), answers of at most --max-tokens. Modes alternate within each round; a ratio is the median
+over rounds of (time without speculation / time with it) for the same prompt, summed by kind. All
+modes must give the same tokens, or the exit code is 1.
+
+Step overhead: a step's time without the model's forward pass, in microseconds, median over steps in
+which 1 or 64 requests decode. Start-up: from starting `foreword serve` to the first streamed token.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from foreword.cli.bench_common import OFF, Example, modes, params, ratio, read_examples, rotated, show, with_all_drafters
+from foreword.cli.bench_startup import start_up_seconds
+from foreword.cli.bench_step import step_overhead
+from foreword.cli.options import engine_fields, read_config
+from foreword.cli.terminal import loading_bar, tracked
+from foreword.llm import LLM, RequestOutput
+
+__all__ = ["Sample", "by_kind", "run"]
+
+
+@dataclass(slots=True)
+class Sample:
+    """All runs of one mode on one kind of prompt; the lists have one entry a prompt and round."""
+
+    seconds: list[float] = field(default_factory=list)
+    tokens: int = 0
+    drafted: int = 0
+    accepted: float = 0.0
+    verify_steps: int = 0
+    emitted: float = 0.0
+
+    def add(self, output: RequestOutput, seconds: float) -> None:
+        self.seconds.append(seconds)
+        self.tokens += len(output.token_ids)
+        figures = output.metrics.as_dict() if output.metrics else {}
+        drafted, steps = figures.get("draft_tokens", 0), figures.get("verify_steps", 0)
+        self.drafted += drafted
+        self.accepted += drafted * figures.get("draft_tokens_acceptance", 0.0)
+        self.verify_steps += steps
+        self.emitted += steps * figures.get("mean_acceptance_length", 0.0)
+
+
+Samples = dict[str, dict[str, Sample]]  # by kind, then by mode
+
+
+def run(args: argparse.Namespace) -> int:
+    config = with_all_drafters(read_config(args))
+    examples = read_examples(args)
+    with loading_bar("loading") as progress:
+        llm = LLM(on_progress=progress, **engine_fields(config))
+    compared = modes(llm.info.resolved.drafters)
+    samples, equal = _measure(llm, examples, compared, args)
+    overhead = {str(count): step_overhead(config, examples, count) for count in (1, 64)}
+    startup = {} if args.skip_startup else start_up_seconds(config)
+    result = {
+        "bench": "latency",
+        "rounds": args.rounds,
+        "kinds": by_kind(samples, compared),
+        "equal": equal,
+        "step_overhead_us": overhead,
+        "startup_s": startup,
+    }
+    _show(result, compared)
+    return 0 if equal else 1
+
+
+def _measure(llm: LLM, examples: Sequence[Example], compared: Sequence[str], args: argparse.Namespace) -> tuple[Samples, bool]:
+    """Samples, and whether every mode gave the same tokens."""
+    samples: Samples = defaultdict(lambda: {mode: Sample() for mode in compared})
+    equal = True
+    plan = list(_plan(examples, compared, args.rounds + 1))
+    answers: dict[Example, tuple[int, ...]] = {}
+    for round_, example, mode in tracked(plan, "measuring", len(plan)):
+        started = time.perf_counter()
+        output = llm.chat([{"role": "user", "content": example.prompt}], params(mode, args.max_tokens))[0]
+        seconds = time.perf_counter() - started
+        if output.token_ids != answers.setdefault(example, output.token_ids):
+            equal = False
+            print(f"{mode}: other tokens than without speculation for {example.prompt!r}", file=sys.stderr)
+        if round_ > 0:
+            samples[example.kind][mode].add(output, seconds)
+    return dict(samples), equal
+
+
+def _plan(examples: Sequence[Example], compared: Sequence[str], rounds: int) -> Iterator[tuple[int, Example, str]]:
+    for round_ in range(rounds):
+        for example in examples:
+            for mode in rotated(compared, round_):
+                yield round_, example, mode
+
+
+def by_kind(samples: Samples, compared: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Figures by kind and mode; a ratio that does not exist is absent."""
+    return {kind: {mode: _figures(of[mode], of[OFF]) for mode in compared} for kind, of in samples.items()}
+
+
+def _figures(sample: Sample, plain: Sample) -> dict[str, float]:
+    figures = {
+        "tokens_per_second": sample.tokens / sum(sample.seconds),
+        "ratio": ratio(plain.seconds, sample.seconds),
+    }
+    if sample.drafted:
+        figures["acceptance"] = sample.accepted / sample.drafted
+        figures["mean_acceptance_length"] = sample.emitted / sample.verify_steps
+    return figures
+
+
+def _show(result: dict[str, Any], compared: Sequence[str]) -> None:
+    columns = ["kind", "off tokens/s", *(f"{mode}: ratio, accepted, tokens a step" for mode in compared if mode != OFF)]
+    rows = [
+        [kind, f"{of[OFF]['tokens_per_second']:.0f}", *(_cell(of[mode]) for mode in compared if mode != OFF)]
+        for kind, of in result["kinds"].items()
+    ]
+    rows += [[f"step overhead, {count} running", f"{micros:.0f} us"] for count, micros in result["step_overhead_us"].items()]
+    rows += [[f"start-up: {stage}", f"{seconds:.2f} s"] for stage, seconds in result["startup_s"].items()]
+    title = f"latency: one request at a time; answers {'equal' if result['equal'] else 'NOT EQUAL'} in all modes"
+    show(title, columns, rows, result)
+
+
+def _cell(figures: dict[str, float]) -> str:
+    accepted = f"{figures['acceptance']:.0%}" if "acceptance" in figures else "-"
+    length = f"{figures['mean_acceptance_length']:.2f}" if "mean_acceptance_length" in figures else "-"
+    return f"{figures['ratio']:.2f}x  {accepted}  {length}"

@@ -1,0 +1,54 @@
+"""The cost of a step beside the model's forward pass.
+
+Regime: requests that decode, none arriving or ending, n-gram speculation as configured; the first
+steps (prompts, warming) are not counted.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+from foreword.cli.bench_common import Example
+from foreword.config import Config
+from foreword.core.params import SamplingParams
+from foreword.core.request import Request
+from foreword.engine.local import LocalClient
+from foreword.prepare import Prepared, prepare
+from foreword.text.prepare import make_requests
+
+__all__ = ["step_overhead"]
+
+STEPS = 64  # measured
+WARM_STEPS = 4
+
+
+def step_overhead(config: Config, examples: Sequence[Example], num_requests: int) -> float:
+    """Median microseconds of a step, its forward pass taken away, while `num_requests` decode."""
+    prepared = prepare(replace(config, speculate="off", draft_model=None, max_num_seqs=max(num_requests, 1)))
+    client = LocalClient(prepared.config, prepared.unused_ids)
+    for request in _requests(prepared, client.info.resolved.max_model_len, examples, num_requests):
+        client.submit(request)
+    waiting = num_requests
+    while waiting:
+        waiting -= sum(1 for event in client.step().events if getattr(event, "index", None) == 0)
+    return statistics.median([_overhead_us(client) for _ in range(WARM_STEPS + STEPS)][WARM_STEPS:])
+
+
+def _overhead_us(client: LocalClient) -> float:
+    started = time.perf_counter()
+    report = client.step()
+    seconds = time.perf_counter() - started
+    return (seconds - report.stats.stage_seconds.get("forward", 0.0)) * 1e6
+
+
+def _requests(prepared: Prepared, max_model_len: int, examples: Sequence[Example], count: int) -> list[Request]:
+    """Short prompts and answers that go on: every step of the measurement has all of them."""
+    params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=4 * (WARM_STEPS + STEPS) + count)
+    found = []
+    for number in range(count):
+        ids = prepared.tokenizer.encode(examples[number % len(examples)].prompt)[:32]
+        found += make_requests(ids, params, prepared.tokenizer, f"bench-{number}", max_model_len, default_seed=number)
+    return found

@@ -1,0 +1,129 @@
+"""`foreword check MODEL [--draft-model D]`: can it be served here, and does the draft model belong to it?
+
+Nothing is loaded: config.json and the tokenizers are read. Exit code 1 if something is in the way.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from foreword.cli.options import ENGINE_GROUPS, add_config_options, read_config
+from foreword.cli.terminal import bytes_text, count_text
+from foreword.config import DTYPE_BYTES, Config, ModelFacts, Resolved, resolve
+from foreword.errors import ForewordError
+from foreword.hardware import machine, probe
+from foreword.models.loader import read_facts
+from foreword.prepare import directories, vocab_size
+from foreword.text.tokenizer import Tokenizer
+
+__all__ = ["Finding", "add_arguments", "findings", "run"]
+
+FIT_RATIO = (10, 50)  # sizes of a draft model that usually pay
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of the report; `ok` None is a warning, not in the way."""
+
+    ok: bool | None
+    text: str
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", nargs="?", metavar="MODEL", default=argparse.SUPPRESS, help="directory or hub id")
+    add_config_options(parser, ENGINE_GROUPS, more=("log_level",))
+
+
+def run(args: argparse.Namespace) -> int:
+    config = directories(read_config(args))
+    console = Console(highlight=False, soft_wrap=True)
+    marks = {True: "[green]ok  [/green]", False: "[red]no  [/red]", None: "[yellow]note[/yellow]"}
+    passed = True
+    for finding in findings(config):
+        passed = passed and finding.ok is not False
+        console.print(marks[finding.ok], end=" ")
+        console.print(finding.text, markup=False)
+    return 0 if passed else 1
+
+
+def findings(config: Config) -> Iterator[Finding]:
+    """Everything that can be said without loading, in order; stops where the rest depends on what failed."""
+    target = yield from _facts("model", Path(str(config.model)))
+    drafter = None
+    if config.draft_model is not None:
+        drafter = yield from _facts("draft model", Path(config.draft_model))
+    if target is None or (drafter is None and config.draft_model is not None):
+        return
+    yield from _tokenizers(config)
+    if drafter is not None:
+        yield _ratio(target, drafter)
+    yield from _fit(config, target, drafter)
+
+
+def _facts(what: str, path: Path) -> Generator[Finding, None, ModelFacts | None]:
+    try:
+        facts = read_facts(path)
+    except ForewordError as error:
+        yield Finding(False, f"{what}: {error}")
+        return None
+    size = count_text(facts.parameters)
+    yield Finding(True, f"{what}: {facts.architecture}, {size} parameters in {facts.dtype}, context {facts.context} tokens")
+    return facts
+
+
+def _tokenizers(config: Config) -> Iterator[Finding]:
+    path = Path(str(config.model))
+    try:
+        tokenizer = Tokenizer.from_directory(path)
+        drafter = Tokenizer.from_directory(config.draft_model) if config.draft_model else None
+    except ForewordError as error:
+        yield Finding(False, f"tokenizer: {error}")
+        return
+    rows, unused = vocab_size(path), len(tokenizer.unused_ids(vocab_size(path)))
+    yield Finding(
+        tokenizer.vocab_size <= rows, f"tokenizer: {tokenizer.vocab_size} ids, {rows} rows in the model, {unused} without a token"
+    )
+    if tokenizer.chat_template is None:
+        yield Finding(None, "tokenizer: no chat template; /v1/completions works, chat does not")
+    if drafter is not None:
+        difference = tokenizer.first_difference(drafter)
+        yield Finding(difference is None, f"draft tokenizer: {difference or 'the same, token by token'}")
+
+
+def _ratio(target: ModelFacts, drafter: ModelFacts) -> Finding:
+    ratio = target.parameters / drafter.parameters
+    fits = FIT_RATIO[0] <= ratio <= FIT_RATIO[1]
+    return Finding(
+        True if fits else None, f"draft size: 1/{ratio:.1f} of the model; 1/{FIT_RATIO[0]} to 1/{FIT_RATIO[1]} usually pays"
+    )
+
+
+def _fit(config: Config, target: ModelFacts, drafter: ModelFacts | None) -> Iterator[Finding]:
+    hardware = machine(probe(config.device))
+    try:
+        chosen = resolve(config, hardware, target, drafter)
+    except ForewordError as error:
+        yield Finding(False, f"memory: {error}")
+        return
+    yield Finding(
+        True, f"memory: weights {bytes_text(chosen.weight_bytes)} in {chosen.dtype}, {bytes_text(hardware.free_bytes)} free"
+    )
+    yield _cache(chosen, target, drafter)
+    longest = min(target.context, chosen.num_blocks * chosen.block_size)
+    whole = chosen.max_model_len >= target.context
+    yield Finding(
+        True if whole else None,
+        f"context: {chosen.max_model_len} of {target.context} tokens; at most {longest} fit in this cache",
+    )
+
+
+def _cache(chosen: Resolved, target: ModelFacts, drafter: ModelFacts | None) -> Finding:
+    values = target.kv_values_per_token + (drafter.kv_values_per_token if drafter else 0)
+    per_token = bytes_text(values * DTYPE_BYTES[chosen.dtype])
+    tokens = chosen.num_blocks * chosen.block_size
+    return Finding(True, f"KV cache: {per_token} a token, {bytes_text(chosen.kv_bytes)} for {tokens} tokens")

@@ -1,0 +1,64 @@
+"""`foreword env`: versions, hardware and kernel backends, for a bug report."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import re
+import sys
+from importlib.metadata import PackageNotFoundError, requires, version
+
+from foreword.hardware import probe
+from foreword.kernels.registry import describe
+
+__all__ = ["add_arguments", "facts", "run"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="one JSON object")
+
+
+def run(args: argparse.Namespace) -> int:
+    found = facts()
+    if args.json:
+        print(json.dumps(found))
+        return 0
+    for section, lines in found.items():
+        print(f"{section}:")
+        for name, value in lines.items():
+            print(f"  {name:<20} {value}")
+    return 0
+
+
+def facts() -> dict[str, dict[str, str]]:
+    """Sections of (name, value)."""
+    machine = probe("auto")
+    hardware = {name: _text(getattr(machine, name)) for name in type(machine).__dataclass_fields__}
+    backends = {backend.name: ("available" if backend.available else "no") + f": {backend.reason}" for backend in describe()}
+    return {"versions": _versions(), "hardware": hardware, "backends": backends}
+
+
+def _versions() -> dict[str, str]:
+    names = ["foreword", *_dependencies()]
+    return {"python": sys.version.split()[0], "platform": platform.platform(), **{name: _version(name) for name in names}}
+
+
+def _dependencies() -> list[str]:
+    """Names of what foreword needs at run time, from its own metadata."""
+    try:
+        needed = requires("foreword") or []
+    except PackageNotFoundError:
+        return ["torch"]
+    return [re.split(r"[^\w.-]", line)[0] for line in needed if "extra ==" not in line]
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _text(value: object) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)

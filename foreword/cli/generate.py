@@ -1,0 +1,36 @@
+"""`foreword generate PROMPT`: one answer on stdout, as it comes."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from foreword.cli.answers import Message, add_source_options, open_source
+from foreword.cli.sampling import add_sampling_options, read_params
+
+__all__ = ["add_arguments", "run"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("prompt", metavar="PROMPT", help="what to answer; - reads it from stdin")
+    parser.add_argument("--raw", action="store_true", help="continue the text as it stands, without the chat template")
+    parser.add_argument("--json", action="store_true", help="one JSON object: text, finish_reason, token_ids, metrics")
+    add_source_options(parser)
+    add_sampling_options(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    params = read_params(args)
+    text = sys.stdin.read() if args.prompt == "-" else args.prompt
+    prompt: str | Sequence[Message] = text if args.raw else [{"role": "user", "content": text}]
+    source = open_source(args)
+    if args.json:
+        print(json.dumps(asdict(source.answer(prompt, params)), ensure_ascii=False))
+        return 0
+    for piece in source.stream(prompt, params):
+        print(piece.text, end="", flush=True)
+    print()
+    return 0

@@ -1,0 +1,40 @@
+"""A model in this process, as a source of answers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from foreword.cli.answers import Answer, Message, Piece
+from foreword.cli.banner import model_name, speculation_line
+from foreword.cli.options import engine_fields
+from foreword.cli.terminal import loading_bar
+from foreword.config import Config
+from foreword.core.params import SamplingParams
+from foreword.llm import LLM
+
+__all__ = ["Local"]
+
+
+class Local:
+    """Loads the model of `config` and answers with it."""
+
+    def __init__(self, config: Config) -> None:
+        with loading_bar("loading") as progress:
+            self._llm = LLM(on_progress=progress, **engine_fields(config))
+        self.name = model_name(config, Path(str(self._llm.config.model)))
+        self.speculation: str | None = speculation_line(self._llm.info)
+
+    def stream(self, prompt: str | Sequence[Message], params: SamplingParams) -> Iterator[Piece]:
+        asked: Any = prompt if isinstance(prompt, str) else [dict(message) for message in prompt]
+        for piece in self._llm.stream(asked, params):
+            yield Piece(piece.text, piece.guessed)
+
+    def answer(self, prompt: str | Sequence[Message], params: SamplingParams) -> Answer:
+        if isinstance(prompt, str):
+            output = self._llm.generate([prompt], params, progress=False)[0]
+        else:
+            output = self._llm.chat([dict(message) for message in prompt], params)[0]
+        metrics = output.metrics.as_dict() if output.metrics is not None else None
+        return Answer(output.text, output.finish_reason, tuple(output.token_ids), metrics)

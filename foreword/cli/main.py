@@ -1,0 +1,87 @@
+"""The `foreword` command: one module per subcommand, loaded only when it is the one that was asked for.
+
+Exit codes: 0 done, 1 it did not work, 2 the command line or the configuration is wrong, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import logging
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from foreword import __version__
+from foreword.errors import ConfigError, ForewordError
+
+__all__ = ["COMMANDS", "Command", "build_parser", "main"]
+
+WRONG_USE = 2
+FAILED = 1
+INTERRUPTED = 130
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A subcommand; its module offers `add_arguments(parser)` and `run(args) -> int`."""
+
+    name: str
+    module: str
+    help: str
+
+
+COMMANDS = (
+    Command("serve", "foreword.cli.serve", "start the server"),
+    Command("chat", "foreword.cli.chat", "talk to a model; guessed tokens are coloured"),
+    Command("generate", "foreword.cli.generate", "print one answer"),
+    Command("bench", "foreword.cli.bench", "measure: latency, throughput, serve"),
+    Command("check", "foreword.cli.check", "does a model fit, and does a draft model match it"),
+    Command("env", "foreword.cli.env", "versions, hardware and kernel backends"),
+)
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse that complains in one line; the usage is in --help."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(WRONG_USE, f"{self.prog}: {message} (see {self.prog} --help)\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code. Errors meant for the user are one line on stderr."""
+    argv = sys.argv[1:] if argv is None else list(argv)
+    args = build_parser(_chosen(argv)).parse_args(argv)
+    try:
+        return int(args.run(args))
+    except ForewordError as error:
+        return _complain(error, args)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def build_parser(chosen: str | None) -> argparse.ArgumentParser:
+    """The parser; only the chosen command's module is imported and has its arguments."""
+    parser = Parser(prog="foreword", description="LLM inference and serving with exact speculative decoding.")
+    parser.add_argument("--version", action="version", version=f"foreword {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for command in COMMANDS:
+        sub = commands.add_parser(command.name, help=command.help, description=command.help[:1].upper() + command.help[1:] + ".")
+        if command.name == chosen:
+            module: Any = importlib.import_module(command.module)
+            module.add_arguments(sub)
+            if sub.get_default("run") is None:
+                sub.set_defaults(run=module.run)
+    return parser
+
+
+def _chosen(argv: Sequence[str]) -> str | None:
+    return next((word for word in argv if not word.startswith("-")), None)
+
+
+def _complain(error: ForewordError, args: argparse.Namespace) -> int:
+    if str(getattr(args, "log_level", "")).lower() == "debug":
+        logging.getLogger("foreword").exception("failed")
+    print(f"foreword {args.command}: {error}", file=sys.stderr)
+    return WRONG_USE if isinstance(error, ConfigError) else FAILED

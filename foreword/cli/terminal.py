@@ -1,0 +1,68 @@
+"""What every command needs of the terminal: consoles, progress, units, logging."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+__all__ = ["bytes_text", "count_text", "errors", "loading_bar", "set_up_logging", "tracked"]
+
+T = TypeVar("T")
+
+LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+
+
+def errors() -> Console:
+    """stderr: everything that is not the answer itself."""
+    return Console(file=sys.stderr, highlight=False, soft_wrap=True)
+
+
+@contextmanager
+def loading_bar(what: str) -> Iterator[Callable[[int, int], None]]:
+    """A bar on a terminal, silent elsewhere; yields what to call with (done, total) bytes."""
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    console = errors()
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task(what, total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)
+
+
+def tracked(items: Iterable[T], what: str, total: int) -> Iterator[T]:
+    """The items, with a progress bar on a terminal."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    console = errors()
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task(what, total=total)
+        for item in items:
+            yield item
+            progress.advance(task)
+
+
+def set_up_logging(level: str) -> None:
+    """Log lines on stderr; uvicorn's own only from warnings on, because requests have lines of ours."""
+    logging.basicConfig(level=level.upper(), format=LOG_FORMAT, stream=sys.stderr)
+    for name in ("uvicorn", "httpx", "httpcore"):
+        logging.getLogger(name).setLevel(max(logging.WARNING, logging.getLogger().level))
+
+
+def bytes_text(count: float) -> str:
+    """1536 -> "1.5 KiB"."""
+    for unit in ("B", "KiB", "MiB"):
+        if abs(count) < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.2f} GiB"
+
+
+def count_text(count: float) -> str:
+    """4820000 -> "4.8 M"."""
+    for limit, unit in ((1e9, " G"), (1e6, " M"), (1e3, " k")):
+        if count >= limit:
+            return f"{count / limit:.1f}{unit}"
+    return f"{count:.0f}"

@@ -1,0 +1,72 @@
+"""What a server says of itself."""
+
+import json
+import shlex
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from foreword.cli.banner import address, banner, curl_line, loading_line, model_name, parse_loading_line, speculation_line
+from foreword.config import Config, EngineInfo, Resolved
+from foreword.demo import MODEL
+
+RESOLVED = Resolved(
+    device="cpu", dtype="bfloat16", threads=2, max_model_len=1024, max_num_seqs=64, max_num_batched_tokens=512, block_size=16,
+    num_blocks=256, kv_bytes=3 << 20, weight_bytes=9 << 20, prefix_caching=True, drafters=("ngram",), num_speculative_tokens=4,
+    prompt_lookup_min=2, prompt_lookup_max=4, fast_math=False, test_mode=False,
+)  # fmt: skip
+INFO = EngineInfo(
+    architecture="llama", parameters=4_800_000, vocab_size=2000, resolved=RESOLVED, fingerprint="fw_1", backend="reference",
+    load_seconds={"import": 1.5, "weights": 0.25}, warnings=("mind the gap",),
+)  # fmt: skip
+URL = "http://127.0.0.1:8000"
+
+
+def test_the_curl_line_is_one_command_with_valid_json() -> None:
+    words = shlex.split(curl_line(URL, "it's a model", needs_key=False))
+    assert words[:2] == ["curl", f"{URL}/v1/chat/completions"]
+    body = json.loads(words[words.index("-d") + 1])
+    assert body["model"] == "it's a model"
+    assert body["messages"][0]["role"] == "user"
+
+
+def test_the_key_is_never_printed() -> None:
+    lines = banner(Config(api_key="hush"), INFO, "demo", URL, 2.0)
+    assert not any("hush" in line for line in lines)
+    assert any("Authorization: Bearer $FOREWORD_API_KEY" in line for line in lines)
+
+
+def test_drafters_bound_and_the_way_out() -> None:
+    assert speculation_line(INFO) == "speculation: ngram, at most 4 tokens a step; turn off with --speculate off"
+    both = replace(INFO, resolved=replace(RESOLVED, drafters=("ngram", "draft")), draft_model="small", draft_parameters=400_000)
+    assert speculation_line(both).startswith("speculation: ngram then draft (draft model small, 400.0 k parameters), at most 4")
+    off = replace(INFO, resolved=replace(RESOLVED, drafters=()))
+    assert speculation_line(off) == "speculation: off; turn on with --speculate auto"
+
+
+def test_all_of_it() -> None:
+    lines = banner(Config(), INFO, "demo", URL, 2.0)
+    assert lines[0] == "loaded: demo (llama, 4.8 M parameters, reference) in 2.00 s (import 1.50 s, weights 0.25 s)"
+    assert lines[1].startswith("memory: weights 9.0 MiB in bfloat16, KV cache 3.0 MiB for 4096 tokens; context 1024 tokens")
+    assert lines[3].startswith(f"address: {URL} ")
+    assert lines[-1] == "warning: mind the gap"
+
+
+def test_stages_can_be_read_back() -> None:
+    assert parse_loading_line(loading_line("demo", INFO, 2.0)) == {"import": 1.5, "weights": 0.25}
+    assert parse_loading_line("address: somewhere 2.00 s)") is None
+
+
+@pytest.mark.parametrize(
+    ("host", "url"), [("127.0.0.1", URL), ("0.0.0.0", URL), ("::", "http://[::1]:8000"), ("box", "http://box:8000")]
+)
+def test_address(host: str, url: str) -> None:
+    assert address(host, 8000) == url
+
+
+def test_model_name() -> None:
+    assert model_name(Config(served_model_name="x"), MODEL) == "x"
+    assert model_name(Config(), MODEL) == "demo"
+    assert model_name(Config(model="org/name"), Path("/cache/snapshots/abc")) == "name"
+    assert model_name(Config(model="dir/name/"), Path("dir/name")) == "name"

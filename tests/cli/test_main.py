@@ -1,0 +1,97 @@
+"""The command line as a user meets it: help everywhere, errors in one line, light to import."""
+
+import argparse
+import subprocess
+import sys
+import types
+
+import pytest
+
+from foreword.cli import main as cli
+from foreword.errors import CheckpointError, ConfigError
+
+
+def fake_command(monkeypatch: pytest.MonkeyPatch, error: BaseException | None = None) -> None:
+    def add_arguments(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--log-level", default="info")
+
+    def run(args: argparse.Namespace) -> int:
+        if error is not None:
+            raise error
+        return 0
+
+    module = types.ModuleType("fake_command")
+    module.add_arguments, module.run = add_arguments, run  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "fake_command", module)
+    monkeypatch.setattr(cli, "COMMANDS", (cli.Command("fake", "fake_command", "pretend"),))
+
+
+@pytest.mark.parametrize("words", [[], ["--help"], ["--version"], ["nonsense"]])
+def test_without_a_command(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(words)
+    assert caught.value.code == (0 if words and words[0].startswith("--") else 2)
+    if caught.value.code:
+        assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_success(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_command(monkeypatch)
+    assert cli.main(["fake"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [(ConfigError("port is odd"), 2), (CheckpointError("no weights"), 1), (KeyboardInterrupt(), 130)]
+)
+def test_errors_are_one_line(
+    error: BaseException, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake_command(monkeypatch, error)
+    assert cli.main(["fake"]) == code
+    printed = capsys.readouterr().err
+    assert printed == (f"foreword fake: {error}\n" if str(error) else "")
+
+
+def test_a_wrong_flag_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    fake_command(monkeypatch)
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["fake", "--wrong"])
+    assert caught.value.code == 2
+    printed = capsys.readouterr().err
+    assert printed.count("\n") == 1
+    assert "--wrong" in printed
+
+
+def test_debug_shows_where_it_happened(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    fake_command(monkeypatch, ConfigError("port is odd"))
+    assert cli.main(["fake", "--log-level", "debug"]) == 2
+    assert "Traceback" in caplog.text
+
+
+@pytest.mark.parametrize("command", [command.name for command in cli.COMMANDS])
+def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main([command, "--help"])
+    assert caught.value.code == 0
+    assert f"foreword {command}" in capsys.readouterr().out
+
+
+def test_the_command_line_itself_is_light() -> None:
+    """`foreword --help` must not wait for torch, nor for the server's libraries."""
+    code = "import sys, foreword.cli.main; print([m for m in ('torch', 'fastapi', 'rich', 'numpy') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("module", ["serve", "bench", "chat", "generate", "bench_serve"])
+def test_commands_that_need_no_torch_do_not_load_it(module: str) -> None:
+    code = f"import sys, foreword.cli.{module}; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
+def test_the_package_runs() -> None:
+    done = subprocess.run([sys.executable, "-m", "foreword", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("foreword ")
