@@ -28,16 +28,17 @@ SIGNATURES = {
 
 def load_library(folder: Path | None = None) -> tuple[ctypes.CDLL | None, str]:
     """The compiled library beside this module (or in `folder`), or None and a reason that can be read."""
-    paths = sorted((folder or Path(__file__).parent).glob("_native*.so"))
+    paths = list((folder or Path(__file__).parent).glob("_native*.so"))
     if not paths:
         return None, "no compiler was found when Foreword was installed; sampling runs in torch, slower"
+    path = max(paths, key=lambda path: path.stat().st_mtime)
     try:
-        library = ctypes.CDLL(str(paths[0]))
+        library = ctypes.CDLL(str(path))
         version = int(library.foreword_native_version())
     except (OSError, AttributeError) as error:
-        return None, f"{paths[0].name} cannot be loaded ({error}); sampling runs in torch, slower"
+        return None, f"{path.name} cannot be loaded ({error}); sampling runs in torch, slower"
     if version != VERSION:
-        return None, f"{paths[0].name} is of another version of Foreword; sampling runs in torch, slower, until it is built again"
+        return None, f"{path.name} is of another version of Foreword; sampling runs in torch, slower, until it is built again"
     for name, arguments in SIGNATURES.items():
         function = getattr(library, name)
         function.argtypes = arguments

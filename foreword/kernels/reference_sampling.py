@@ -54,7 +54,7 @@ class ReferenceSampling:
         _keep(logits, (before < bound[:, None]) | (p >= 1)[:, None], order)
 
     def keep_min_p(self, logits: Tensor, p: Tensor) -> None:
-        floor = torch.where(p > 0, log(p), -torch.inf)
+        floor = torch.where(p > 0, log(p.clamp(min=torch.finfo(p.dtype).tiny)), -torch.inf)
         top = logits.amax(dim=1, keepdim=True).double()
         likely = logits.double() - top >= floor[:, None]
         logits.masked_fill_(~likely & _sound(logits)[:, None], -torch.inf)

@@ -8,8 +8,8 @@
 
 namespace foreword {
 
-constexpr int LANES = 4;         // words of one Philox block
-constexpr int BLOCKS = 16;       // blocks computed together
+constexpr int LANES = 4;  // words of one Philox block
+constexpr int BLOCKS = 64;  // computed together; fewer are unrolled by the compiler before it thinks of vectors
 constexpr int CHUNK = LANES * BLOCKS;
 constexpr int ROUNDS = 10;
 constexpr uint32_t TOKEN_NOISE = 0;  // third counter word: what the noise is for
@@ -56,7 +56,7 @@ inline float noise(uint32_t x) {
     return static_cast<float>(-portable_log(-portable_log(u)));
 }
 
-// Not below noise(x), within 0.07 of it for large x, and free of logarithms: noise <= -log(1 - u), and the
+// Not below noise(x), within 0.1 of it for large x, and free of logarithms: noise <= -log(1 - u), and the
 // exponent and mantissa of a float, read as one number, are never above its log2 (which is concave).
 inline float noise_bound(uint32_t x) {
     const float rest = static_cast<float>(static_cast<double>(~x) + 0.5);

@@ -3,8 +3,11 @@
 // Rows are float32 [num_rows, width], contiguous. A row is sound if it holds a finite value and neither NaN
 // nor +inf; filters leave other rows as they are. Callers have checked shapes and types.
 
+#include <algorithm>
+#include <cfloat>
 #include <cmath>
 #include <cstdint>
+#include <cstring>
 #include <limits>
 #include <vector>
 
@@ -23,7 +26,14 @@ namespace foreword {
 namespace {
 
 constexpr float NEGATIVE = -std::numeric_limits<float>::infinity();
-constexpr int WIDE = 16;
+
+// A float as a whole number of the same order: unlike a float's, its maximum may be taken in any order, so in vectors.
+inline int32_t ordered(float value) {
+    const int32_t raw = bits<int32_t>(value);
+    return raw ^ ((raw >> 31) & 0x7fffffff);
+}
+
+inline float from_ordered(int32_t value) { return bits<float>(value ^ ((value >> 31) & 0x7fffffff)); }
 
 struct Row {
     float* values;
@@ -36,26 +46,13 @@ struct Peak {
 };
 
 WIDEST Peak find_peak(const float* values, int64_t width) {
-    float top[WIDE];
-    int32_t nans[WIDE] = {};
-    for (float& value : top) value = NEGATIVE;
-    int64_t i = 0;
-    for (; i + WIDE <= width; i += WIDE) {
-        for (int j = 0; j < WIDE; j++) {
-            const float value = values[i + j];
-            top[j] = value > top[j] ? value : top[j];
-            nans[j] |= value != value;
-        }
+    int32_t top = ordered(NEGATIVE), nans = 0;
+    for (int64_t i = 0; i < width; i++) {
+        top = std::max(top, ordered(values[i]));
+        nans |= values[i] != values[i];
     }
-    for (; i < width; i++) {
-        top[0] = values[i] > top[0] ? values[i] : top[0];
-        nans[0] |= values[i] != values[i];
-    }
-    for (int j = 1; j < WIDE; j++) {
-        top[0] = top[j] > top[0] ? top[j] : top[0];
-        nans[0] |= nans[j];
-    }
-    return {top[0], nans[0] == 0 && std::isfinite(top[0])};
+    const float value = from_ordered(top);
+    return {value, nans == 0 && std::isfinite(value)};
 }
 
 // The first CHUNK values from `first`, -inf beyond the row.
@@ -68,13 +65,9 @@ inline void load_chunk(Row row, int64_t first, float (&values)[CHUNK]) {
 }
 
 inline float chunk_max(const float (&values)[CHUNK]) {
-    float top[WIDE];
-    for (int j = 0; j < WIDE; j++) top[j] = values[j];
-    for (int i = WIDE; i < CHUNK; i += WIDE)
-        for (int j = 0; j < WIDE; j++) top[j] = values[i + j] > top[j] ? values[i + j] : top[j];
-    for (int half = WIDE / 2; half > 0; half /= 2)
-        for (int j = 0; j < half; j++) top[j] = top[j + half] > top[j] ? top[j + half] : top[j];
-    return top[0];
+    int32_t top = ordered(NEGATIVE);
+    for (float value : values) top = std::max(top, ordered(value));
+    return from_ordered(top);
 }
 
 struct Best {
@@ -115,19 +108,17 @@ int64_t sample_row(Row row, Key key, bool greedy) {
 
 // exp(value - top) of each value, in units of 2^-42; returns the sum.
 WIDEST int64_t masses(Row row, float top, int64_t* weights) {
-    int64_t sums[WIDE] = {};
+    int64_t sum = 0;
     for (int64_t first = 0; first < row.width; first += CHUNK) {
         float values[CHUNK];
-        load_chunk(row, first, values);
         int64_t found[CHUNK] = {};
+        load_chunk(row, first, values);
         if (chunk_max(values) != NEGATIVE)
             for (int i = 0; i < CHUNK; i++) found[i] = mass(static_cast<double>(values[i]) - static_cast<double>(top));
-        for (int i = 0; i < CHUNK; i++) sums[i % WIDE] += found[i];
-        const int64_t inside = std::min<int64_t>(CHUNK, row.width - first);
-        if (weights) std::memcpy(weights + first, found, inside * sizeof *found);
+        for (int64_t weight : found) sum += weight;
+        if (weights) std::memcpy(weights + first, found, std::min<int64_t>(CHUNK, row.width - first) * sizeof *found);
     }
-    for (int j = 1; j < WIDE; j++) sums[0] += sums[j];
-    return sums[0];
+    return sum;
 }
 
 WIDEST int64_t weight_above(Row row, float floor, const int64_t* weights) {
@@ -243,7 +234,7 @@ void foreword_keep_min_p(float* logits, int64_t num_rows, int64_t width, const d
     for (int64_t r = 0; r < num_rows; r++) {
         const Row row = row_at(logits, width, r);
         const Peak peak = find_peak(row.values, width);
-        if (peak.sound && p[r] > 0) keep_min_p_row(row, peak.value, portable_log(p[r]));
+        if (peak.sound && p[r] > 0) keep_min_p_row(row, peak.value, portable_log(std::max(p[r], DBL_MIN)));
     }
 }
 

@@ -1,0 +1,146 @@
+"""C++ sampling equals the reference by bits, on rows of every kind and around the sizes of its chunks."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+import tomllib
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from foreword.kernels.native import NativeSampling, load_library
+from foreword.kernels.reference_sampling import ReferenceSampling, noise
+from foreword.kernels.registry import describe, select
+from tests.kernels.rows import KINDS, UNSOUND, make_row, rows, same_bits
+
+ROOT = Path(__file__).parents[2]
+REFERENCE = ReferenceSampling()
+WIDTHS = (1, 3, 4, 63, 64, 65, 255, 256, 257, 511, 512, 513, 5000)
+
+
+def compile_flags() -> list[str]:
+    (extension,) = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["ext-modules"]
+    flags: list[str] = extension["extra-compile-args"]
+    return flags
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    """Built from the sources as they are, so that a stale build is not what is tested."""
+    if not shutil.which("g++"):
+        pytest.skip("g++ is not installed: there is no native sampler to test")
+    folder = tmp_path_factory.mktemp("native")
+    source = ROOT / "foreword/kernels/csrc/sampler.cpp"
+    subprocess.run(
+        ["g++", "-shared", "-fPIC", *compile_flags(), "-Wall", "-Wextra", "-Werror", "-o", folder / "_native.so", source],
+        check=True,
+    )
+    built, reason = load_library(folder)
+    assert built is not None, reason
+    return built
+
+
+@pytest.fixture(scope="module")
+def native(library: ctypes.CDLL) -> NativeSampling:
+    return NativeSampling(library)
+
+
+def assert_equal(native: NativeSampling, logits: Tensor, k: int, p: float, seed: int, position: int) -> None:
+    """Every operation, on these rows."""
+    count, width = logits.shape
+    for operation, bound in (
+        ("keep_top_k", torch.full((count,), k)),
+        ("keep_top_p", torch.full((count,), p, dtype=torch.float64)),
+        ("keep_min_p", torch.full((count,), 1 - p, dtype=torch.float64)),
+    ):
+        ours, theirs = logits.clone(), logits.clone()
+        getattr(native, operation)(ours, bound)
+        getattr(REFERENCE, operation)(theirs, bound)
+        assert same_bits(ours, theirs), operation
+    assert same_bits(native.log_sum_exp(logits), REFERENCE.log_sum_exp(logits))
+    assert torch.equal(native.top_ids(logits, min(k, width)), REFERENCE.top_ids(logits, min(k, width)))
+    seeds, positions = torch.arange(count) + seed, torch.full((count,), position)
+    for greedy in (torch.zeros(count).bool(), torch.arange(count) % 2 == 0):
+        assert torch.equal(native.sample(logits, seeds, positions, greedy), REFERENCE.sample(logits, seeds, positions, greedy))
+
+
+@given(
+    logits=rows(),
+    k=st.integers(1, 700),
+    p=st.floats(1e-9, 1.0),
+    seed=st.integers(-(2**63), 2**63 - 7),
+    position=st.integers(0, 2**32 - 1),
+)
+@settings(max_examples=150, deadline=None)
+def test_equals_the_reference(native: NativeSampling, logits: Tensor, k: int, p: float, seed: int, position: int) -> None:
+    assert_equal(native, logits, k, p, seed, position)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_equals_the_reference_around_its_chunks(native: NativeSampling, width: int) -> None:
+    logits = torch.stack([make_row(kind, width, width) for kind in KINDS + UNSOUND])
+    for k, p in ((1, 0.1), (40, 0.9), (width, 1.0)):
+        assert_equal(native, logits, k, p, -1, width)
+
+
+def test_equals_the_reference_on_a_large_vocabulary(native: NativeSampling) -> None:
+    assert_equal(native, torch.stack([make_row(kind, 150_001, 5) for kind in ("plain", "ties")]), 50, 0.9, 11, 99)
+
+
+def test_noise_has_the_same_bits_and_a_bound_above_it(library: ctypes.CDLL) -> None:
+    ends = np.arange(50_000, dtype=np.uint64)
+    powers = np.uint64(1) << np.arange(32, dtype=np.uint64)
+    drawn = np.random.default_rng(0).integers(0, 2**32, 300_000, dtype=np.uint64)
+    words = np.concatenate([ends, 2**32 - 1 - ends, powers - 1, powers, 2**32 - powers, drawn]).astype(np.uint32)
+    exact, bound = np.empty(len(words), np.float32), np.empty(len(words), np.float32)
+    library.foreword_noise(words.ctypes.data, len(words), exact.ctypes.data, bound.ctypes.data)
+    assert same_bits(torch.from_numpy(exact), noise(torch.from_numpy(words.astype(np.int64))))
+    assert (bound > exact).all()
+    assert (bound - exact)[exact > 3].max() < 0.1
+    assert exact.max() < 22.88, "NOISE_MAX in noise.h"
+
+
+def test_what_it_does_not_fit_goes_to_torch(native: NativeSampling) -> None:
+    logits = torch.stack([make_row("plain", 300, seed) for seed in range(4)])
+    strided = torch.empty(4, 600)[:, ::2].copy_(logits)
+    for other in (strided, logits.double()):
+        assert torch.equal(native.top_ids(other, 5), native.top_ids(logits, 5))
+        cut = other.clone() if other.dtype == torch.float64 else other
+        native.keep_top_k(cut, torch.full((4,), 5))
+        assert cut.isfinite().sum() == 20
+
+
+def test_bounds_of_another_type_are_our_own_bug(native: NativeSampling) -> None:
+    with pytest.raises(AssertionError, match=r"torch.int64 \[2\]"):
+        native.keep_top_k(torch.zeros(2, 9), torch.tensor([1, 2, 3]))
+
+
+def test_a_missing_or_broken_library_is_explained(tmp_path: Path) -> None:
+    assert load_library(tmp_path) == (
+        None,
+        "no compiler was found when Foreword was installed; sampling runs in torch, slower",
+    )
+    (tmp_path / "_native.so").write_bytes(b"not a library")
+    library, reason = load_library(tmp_path)
+    assert library is None
+    assert reason.startswith("_native.so cannot be loaded")
+
+
+def test_the_makefile_builds_it_as_the_package_does() -> None:
+    assert " ".join(compile_flags()) in (ROOT / "Makefile").read_text()
+
+
+def test_the_registry_selects_what_it_describes() -> None:
+    available = [backend.name for backend in describe() if backend.available]
+    exact = [name for name in available if not name.startswith("fast-math")]
+    assert select("cpu").name == exact[0]
+    assert select("cpu", fast_math=True).name == next(name for name in available if name.startswith("fast-math"))
+    assert select("cuda").name == "reference"
+    assert all(backend.reason for backend in describe())

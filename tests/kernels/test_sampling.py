@@ -1,0 +1,202 @@
+"""The reference: a token as the design defines it, against published vectors, plain Python and statistics."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from foreword.kernels.portable_math import log, mass
+from foreword.kernels.reference_sampling import ReferenceSampling, gumbel, noise, philox
+from tests.kernels.rows import KINDS, UNSOUND, make_row, rows, same_bits
+
+OPS = ReferenceSampling()
+SEEDS = (0, 1, 2**63, 2**64 - 1)
+# Random123 1.14, kat_vectors, philox4x32 with 10 rounds: counter, key, result
+KNOWN_ANSWERS = (
+    ("00000000 00000000 00000000 00000000", "00000000 00000000", "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
+    ("ffffffff ffffffff ffffffff ffffffff", "ffffffff ffffffff", "408f276d 41c83b0e a20bc7c6 6d5451fd"),
+    ("243f6a88 85a308d3 13198a2e 03707344", "a4093822 299f31d0", "d16cfe09 94fdcceb 5001e420 24126ea1"),
+)
+
+
+def words(text: str) -> tuple[Tensor, ...]:
+    return tuple(torch.tensor([int(word, 16)]) for word in text.split())
+
+
+def ints(*values: int) -> Tensor:
+    return torch.tensor([value - 2**64 if value >= 2**63 else value for value in values])
+
+
+def doubles(*values: float) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def ranked(row: Tensor) -> list[int]:
+    """Finite ids by (value descending, id ascending)."""
+    values = row.tolist()
+    return sorted((i for i, value in enumerate(values) if value > -math.inf), key=lambda i: (-values[i], i))
+
+
+def kept(row: Tensor) -> list[int]:
+    return row.isfinite().nonzero()[:, 0].tolist()
+
+
+@pytest.mark.parametrize(("counter", "key", "result"), KNOWN_ANSWERS)
+def test_philox_gives_the_published_answers(counter: str, key: str, result: str) -> None:
+    assert philox(words(counter), words(key)) == words(result)  # type: ignore[arg-type]
+
+
+def test_logarithm_and_exponential_are_those_of_mathematics() -> None:
+    x = torch.rand(20_000, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    x = torch.cat([x, 1 - x * 2.0**-30, x * 2.0**-40, x * 2.0**40, doubles(1.0, 0.5, math.sqrt(0.5), 2.0**-33)])
+    assert torch.allclose(log(x), torch.from_numpy(np.log(x.numpy())), rtol=1e-15, atol=0)
+    distance = torch.cat([-50 * x[:20_000], doubles(0.0, -64.0, -1e30, -math.inf)])
+    exact = np.exp(distance.numpy().astype(np.longdouble)) * 2.0**42
+    assert float(np.abs(mass(distance).numpy() - exact).max()) < 0.51
+
+
+def test_noise_is_finite_and_exact_at_both_ends() -> None:
+    ends = noise(torch.tensor([0, 1, 2**31, 2**32 - 2, 2**32 - 1])).tolist()
+    exact = [-math.log(33 * math.log(2)), *[-math.log(-math.log((x + 0.5) * 2.0**-32)) for x in (1, 2**31)]]
+    exact += [-math.log(-math.log1p(-1.5 * 2.0**-32)), -math.log(-math.log1p(-0.5 * 2.0**-32))]
+    assert ends == pytest.approx(exact, rel=1e-7)
+    assert ends == sorted(ends)
+
+
+def test_noise_depends_on_seed_position_and_id_alone() -> None:
+    whole = gumbel(ints(*SEEDS), torch.tensor([0, 5, 5, 2**32 - 1]), 1001)
+    assert len({tuple(line.tolist()) for line in whole}) == 4
+    assert same_bits(gumbel(ints(2**63), torch.tensor([5]), 7), whole[2:3, :7])
+    assert whole.mean().item() == pytest.approx(0.5772, abs=0.1)
+    first = philox(words("00000001 00000005 0 0"), words("00000000 80000000"))
+    assert whole[2, 4:8].tolist() == noise(torch.cat(first)).tolist()
+
+
+@given(rows(KINDS))
+@settings(max_examples=60, deadline=None)
+def test_log_sum_exp_is_that_of_mathematics(logits: Tensor) -> None:
+    exact = torch.logsumexp(logits.double(), dim=1)
+    assert torch.allclose(OPS.log_sum_exp(logits).double(), exact, rtol=1e-6, atol=1e-6)
+
+
+@given(rows(KINDS), st.integers(1, 20))
+@settings(max_examples=60, deadline=None)
+def test_top_ids_and_top_k_rank_by_value_then_id(logits: Tensor, k: int) -> None:
+    k = min(k, logits.shape[1])
+    top = OPS.top_ids(logits, k).tolist()
+    cut = logits.clone()
+    OPS.keep_top_k(cut, torch.full((len(cut),), k))
+    for line, row in enumerate(logits):
+        first = ranked(row)[:k]
+        assert top[line][: len(first)] == first
+        assert kept(cut[line]) == sorted(first)
+        assert same_bits(cut[line, first], row[first])
+
+
+@given(rows(KINDS), st.floats(0.001, 0.999))
+@settings(max_examples=60, deadline=None)
+def test_top_p_keeps_the_id_that_crosses_the_bound(logits: Tensor, p: float) -> None:
+    cut = logits.clone()
+    OPS.keep_top_p(cut, torch.full((len(cut),), p, dtype=torch.float64))
+    for line, row in zip(cut, logits, strict=True):
+        order = ranked(row)
+        probabilities = torch.softmax(row.double(), 0)[order]
+        size = len(kept(line))
+        assert kept(line) == sorted(order[:size])
+        assert probabilities[:size].sum() >= p - 1e-6
+        assert size == 1 or probabilities[: size - 1].sum() < p + 1e-6
+
+
+@given(rows(KINDS), st.floats(0.0, 1.0))
+@settings(max_examples=60, deadline=None)
+def test_min_p_compares_with_the_likeliest(logits: Tensor, p: float) -> None:
+    cut = logits.clone()
+    OPS.keep_min_p(cut, torch.full((len(cut),), p, dtype=torch.float64))
+    for line, row in zip(cut, logits, strict=True):
+        ratio = torch.exp(row.double() - row.amax())
+        clear = (ratio - p).abs() > 1e-12
+        wanted = (ratio > p) & row.isfinite()
+        assert torch.equal(line.isfinite()[clear], wanted[clear])
+
+
+def test_bounds_at_their_ends_keep_everything_or_one() -> None:
+    row = make_row("steep", 300, 1)[None]
+    for operation, neutral in ((OPS.keep_top_p, doubles(1.0)), (OPS.keep_min_p, doubles(0.0)), (OPS.keep_top_k, ints(300))):
+        same = row.clone()
+        operation(same, neutral)
+        assert same_bits(same, row)
+    for operation, single in ((OPS.keep_top_p, doubles(1e-300)), (OPS.keep_min_p, doubles(1.0)), (OPS.keep_top_k, ints(1))):
+        one = row.clone()
+        operation(one, single)
+        assert kept(one[0]) == [int(row.argmax())]
+
+
+def test_ties_go_to_the_lowest_id() -> None:
+    equal = torch.zeros(1, 100)
+    equal[0, 50] = -0.0
+    assert OPS.top_ids(equal, 3).tolist() == [[0, 1, 2]]
+    assert OPS.sample(equal[:, 40:], ints(0), ints(0), torch.tensor([True])).tolist() == [0]
+    for cut, operation, bound in ((3, OPS.keep_top_k, ints(3)), (50, OPS.keep_top_p, doubles(0.5))):
+        row = equal.clone()
+        operation(row, bound)
+        assert kept(row[0]) == list(range(cut))
+
+
+@pytest.mark.parametrize("kind", UNSOUND)
+def test_rows_that_are_not_sound_stay_as_they_are_and_yield_no_token(kind: str) -> None:
+    row = make_row(kind, 70, 3)[None]
+    before = row.clone()
+    OPS.keep_top_k(row, ints(2))
+    OPS.keep_top_p(row, doubles(0.5))
+    OPS.keep_min_p(row, doubles(0.5))
+    assert same_bits(row, before)
+    assert OPS.log_sum_exp(row).isnan().all()
+    for greedy in (True, False):
+        assert OPS.sample(row, ints(0), ints(0), torch.tensor([greedy])).tolist() == [-1]
+
+
+def test_a_token_is_the_largest_sum_of_logit_and_noise() -> None:
+    logits = torch.stack([make_row("plain", 500, seed) for seed in range(4)])
+    positions = torch.tensor([0, 1, 2, 2**32 - 1])
+    greedy = torch.tensor([False, True, False, False])
+    scores = logits + torch.where(greedy[:, None], 0.0, gumbel(ints(*SEEDS), positions, 500))
+    assert OPS.sample(logits, ints(*SEEDS), positions, greedy).tolist() == [
+        max(range(500), key=line.tolist().__getitem__) for line in scores
+    ]
+
+
+def test_the_only_token_left_is_taken_however_unlikely() -> None:
+    row = torch.full((1, 1000), -torch.inf)
+    row[0, 777] = -3e38
+    assert OPS.sample(row, ints(2**64 - 1), ints(9), torch.tensor([False])).tolist() == [777]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_frequencies_are_those_of_softmax(seed: int) -> None:
+    """Chi-square with 7 degrees of freedom, over positions; 29.9 is exceeded once in 10,000 tries."""
+    row = torch.tensor([2.0, 1.0, 0.5, 0.0, 0.0, -1.0, -1.5, 1.8])
+    count = 5000
+    drawn = OPS.sample(
+        row.expand(count, -1).contiguous(), ints(seed).expand(count), torch.arange(count), torch.zeros(count).bool()
+    )
+    expected = torch.softmax(row, 0) * count
+    assert float(((drawn.bincount(minlength=8) - expected) ** 2 / expected).sum()) < 29.9
+
+
+def test_neighbouring_positions_and_seeds_are_independent() -> None:
+    """Chi-square with 15 degrees of freedom over pairs of tokens; 44.3 is exceeded once in 10,000 tries."""
+    row = torch.tensor([0.3, 0.0, -0.4, 0.1])
+    count = 6000
+    greedy, flat = torch.zeros(count).bool(), row.expand(count, -1).contiguous()
+    by_position = OPS.sample(flat, ints(7).expand(count), torch.arange(count), greedy)
+    by_seed = OPS.sample(flat, torch.arange(count), ints(3).expand(count), greedy)
+    expected = torch.outer(torch.softmax(row, 0), torch.softmax(row, 0)).flatten() * (count // 2)
+    for drawn in (by_position, by_seed):
+        pairs = drawn[0::2] * 4 + drawn[1::2]
+        assert float(((pairs.bincount(minlength=16) - expected) ** 2 / expected).sum()) < 44.3
