@@ -40,6 +40,7 @@ COMMON: dict[str, Any] = {
     "tie_word_embeddings": False,
     "bos_token_id": 256,
     "eos_token_id": EOS,
+    "pad_token_id": EOS,
     "torch_dtype": "float32",
 }
 GEMMA: dict[str, Any] = {
@@ -121,20 +122,20 @@ def tokenizer() -> Tokenizer:
 def random_weights(config: dict[str, Any], seed: int) -> dict[str, Tensor]:
     """Tensors of a checkpoint with this config, by name, float32."""
     generator = torch.Generator().manual_seed(seed)
+    return {name: _scaled(name, torch.randn(shape, generator=generator), config) for name, shape in shapes(config).items()}
+
+
+def _scaled(name: str, value: Tensor, config: dict[str, Any]) -> Tensor:
+    """Layers must outweigh the embedding where it is the head too, or every token would repeat itself."""
     gemma = config["model_type"].startswith("gemma")
-    tensors = {}
-    for name, shape in shapes(config).items():
-        value = torch.randn(shape, generator=generator)
-        if name.endswith("norm.weight"):
-            value = 0.2 * value + (0.0 if gemma else 1.0)
-        elif name.endswith("bias"):
-            value = 0.3 * value
-        elif "embed_tokens" not in name and "lm_head" not in name:
-            value *= 1.6 / math.sqrt(shape[-1])
-        elif gemma:
-            value *= 0.4
-        tensors[name] = value
-    return tensors
+    if name.endswith("norm.weight"):
+        loud = gemma and "post_" in name
+        return 0.2 * value + (8.0 if loud else 0.0 if gemma else 1.0)
+    if name.endswith("bias"):
+        return 0.3 * value
+    if "embed_tokens" in name or "lm_head" in name:
+        return value * (0.3 if config["tie_word_embeddings"] else 1.0)
+    return value * (1.6 / math.sqrt(value.shape[-1]))
 
 
 def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:

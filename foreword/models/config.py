@@ -103,8 +103,9 @@ class ConfigReader:
             raise self._bad(key, value, f"a whole number of at least {low}")
         return value
 
-    def optional_whole(self, key: str) -> int | None:
-        return self.whole(key) if key in self else self.raw(key, None)
+    def optional_whole(self, key: str, absent: int | None = None) -> int | None:
+        """A whole number, None where null stands, `absent` where nothing does."""
+        return self.whole(key, absent) if key in self or self._lacks(key, absent) else self.raw(key, None)
 
     def number(self, key: str, default: Any = MISSING) -> float:
         """A positive number."""
@@ -113,8 +114,9 @@ class ConfigReader:
             raise self._bad(key, value, "a positive number")
         return float(value)
 
-    def optional_number(self, key: str) -> float | None:
-        return self.number(key) if key in self else self.raw(key, None)
+    def optional_number(self, key: str, absent: float | None = None) -> float | None:
+        """A positive number, None where null stands, `absent` where nothing does."""
+        return self.number(key, absent) if key in self or self._lacks(key, absent) else self.raw(key, None)
 
     def flag(self, key: str, default: bool) -> bool:
         value = self.raw(key, default)
@@ -128,6 +130,15 @@ class ConfigReader:
         if not isinstance(value, str) or value not in allowed:
             raise self._bad(key, value, f"one of {', '.join(allowed)}")
         return allowed[value]
+
+    def texts(self, key: str, length: int) -> tuple[str, ...] | None:
+        """A list of so many texts, or None."""
+        value = self.raw(key, None)
+        if value is None:
+            return None
+        if not isinstance(value, list) or len(value) != length or not all(isinstance(item, str) for item in value):
+            raise self._bad(key, value, f"a list of {length} names")
+        return tuple(value)
 
     def numbers(self, key: str, length: int) -> tuple[float, ...]:
         value = self.raw(key)
@@ -168,6 +179,10 @@ class ConfigReader:
     def refuse(self, key: str, why: str) -> CheckpointError:
         """An error about one option."""
         return CheckpointError(f"{self.source}: `{key}` {why}")
+
+    def _lacks(self, key: str, default: object) -> bool:
+        """Nothing stands there, not even null, and there is a default."""
+        return key not in self._values and default is not None
 
     def _bad(self, key: str, value: Any, wanted: str) -> CheckpointError:
         return self.refuse(key, f"must be {wanted} here, got {_short(value)}")

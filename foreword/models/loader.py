@@ -13,12 +13,28 @@ from foreword.kernels.reference import Reference
 from foreword.models.base import Model
 from foreword.models.config import ConfigReader, read_json
 from foreword.models.decoder import Decoder, DecoderConfig
+from foreword.models.gemma2 import Gemma2
+from foreword.models.gemma3_text import Gemma3Text
 from foreword.models.llama import Llama
+from foreword.models.mistral import Mistral
+from foreword.models.phi3 import Phi3
+from foreword.models.qwen2 import Qwen2
+from foreword.models.qwen3 import Qwen3
 from foreword.models.weights import CountedWeights, FileWeights
 
 __all__ = ["ARCHITECTURES", "load_model", "read_facts"]
 
-ARCHITECTURES: Mapping[str, type[Decoder]] = MappingProxyType({"llama": Llama})
+ARCHITECTURES: Mapping[str, type[Decoder]] = MappingProxyType(
+    {
+        "gemma2": Gemma2,
+        "gemma3_text": Gemma3Text,
+        "llama": Llama,
+        "mistral": Mistral,
+        "phi3": Phi3,
+        "qwen2": Qwen2,
+        "qwen3": Qwen3,
+    }
+)
 NEEDED_FOR_FACTS = 1  # positions: tables by position are not what read_facts is after
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from foreword.layers.rope import ROPE_TYPES, RopeConfig
 from foreword.models.config import ConfigReader
 
-__all__ = ["read_rope", "scaled_context"]
+__all__ = ["read_rope", "rope_from_table", "scaled_context"]
 
 NAMES = {name: name for name in ROPE_TYPES} | {"su": "longrope"}
 
@@ -23,13 +23,13 @@ def read_rope(config: ConfigReader, head_dim: int, context: int, default_theta: 
     original = config.optional_whole("original_max_position_embeddings")
     options = config.table("rope_parameters")
     older = config.table("rope_scaling")
-    rope = read_rope_table(options or older or ConfigReader({}, config.source), head_dim, context, theta, share, original)
+    rope = rope_from_table(options or older or ConfigReader({}, config.source), head_dim, context, theta, share, original)
     if rope.rotary_dim % 2 or rope.rotary_dim > head_dim:
         raise config.refuse("partial_rotary_factor", f"makes {rope.rotary_dim} of {head_dim} values rotate")
     return rope
 
 
-def read_rope_table(
+def rope_from_table(
     options: ConfigReader, head_dim: int, context: int, theta: float, share: float = 1.0, original: int | None = None
 ) -> RopeConfig:
     """One table of RoPE options; `theta`, `share` and `original` hold where it does not say otherwise."""
@@ -77,8 +77,8 @@ def _with_longrope(rope: RopeConfig, options: ConfigReader, context: int, origin
 
 
 def scaled_context(rope: RopeConfig, context: int) -> int:
-    """Positions that the model was made for, where scaling reaches beyond max_position_embeddings."""
-    if rope.rope_type in ("linear", "dynamic"):
+    """Positions that the model was made for: dynamic and yarn reach beyond max_position_embeddings."""
+    if rope.rope_type == "dynamic":
         return math.floor(context * rope.factor)
     if rope.rope_type == "yarn":
         return max(context, math.floor(rope.original * rope.factor))
