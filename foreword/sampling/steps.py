@@ -41,7 +41,7 @@ class AllowedIds:
     def apply(self, ops: Ops, logits: Tensor, rows: Rows) -> None:
         places = _places(logits, [row.state.params.allowed_token_ids or () for row in rows])
         kept = logits[places]
-        logits.fill_(-torch.inf)
+        logits.copy_(_masked(logits))
         logits[places] = kept
 
 
@@ -184,7 +184,13 @@ def _places(logits: Tensor, ids: Sequence[Iterable[int]]) -> tuple[Tensor, Tenso
 
 
 def _mask(logits: Tensor, ids: Sequence[Iterable[int]]) -> None:
-    logits[_places(logits, ids)] = -torch.inf
+    places = _places(logits, ids)
+    logits[places] = _masked(logits[places])
+
+
+def _masked(values: Tensor) -> Tensor:
+    """-inf, but NaN and +inf stay: a mask must not hide that a row is broken."""
+    return torch.where(values < torch.inf, -torch.inf, values)
 
 
 def _change(logits: Tensor, amounts: Sequence[Mapping[int, float]], change: Callable[[Tensor, Tensor], Tensor]) -> None:

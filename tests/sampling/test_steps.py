@@ -1,0 +1,158 @@
+"""Each step does what transformers' processor of the same purpose does."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from foreword.core.rows import SampleRow
+from foreword.kernels.reference_sampling import ReferenceSampling
+from foreword.sampling.steps import PIPELINE, steps_of
+from tests.sampling.rows import EOS, VOCAB_SIZE, make_row, make_state
+
+OPS = ReferenceSampling()
+PROMPT = (5, 6, 7, 6)
+OUTPUT = (9, 6, 9, 120)
+DRAFT = (9, 40)
+HISTORY = torch.tensor([[*PROMPT, *OUTPUT, *DRAFT]])
+
+Ours = dict[str, object]
+
+
+def logits(rows: int = 1, seed: int = 0) -> Tensor:
+    return 4 * torch.randn(rows, VOCAB_SIZE, generator=torch.Generator().manual_seed(seed))
+
+
+def process(values: Tensor, *rows: SampleRow) -> Tensor:
+    """The whole pipeline on rows that all ask for the same steps."""
+    changed = values.clone()
+    for step in steps_of(rows[0].state.request):
+        step.apply(OPS, changed, rows)  # type: ignore[arg-type]
+    return changed
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        ({"temperature": 0.6}, transformers.TemperatureLogitsWarper(0.6)),
+        ({"top_k": 7}, transformers.TopKLogitsWarper(7)),
+        ({"top_p": 0.8}, transformers.TopPLogitsWarper(0.8)),
+        ({"min_p": 0.05}, transformers.MinPLogitsWarper(0.05)),
+        ({"repetition_penalty": 1.4}, transformers.RepetitionPenaltyLogitsProcessor(1.4)),
+        ({"repetition_penalty": 0.7}, transformers.RepetitionPenaltyLogitsProcessor(0.7)),
+        ({"bad_words_ids": ((3,), (40, 8), (9, 40, 4), (6, 40, 1), (120, 7))},
+         transformers.NoBadWordsLogitsProcessor([[3], [40, 8], [9, 40, 4], [6, 40, 1], [120, 7]], eos_token_id=[EOS])),
+        ({"logit_bias": {1: 2.5, 7: -100.0}}, transformers.SequenceBiasLogitsProcessor([[[1], 2.5], [[7], -100.0]])),
+        ({"allowed_token_ids": (1, 7, 250)},
+         transformers.SuppressTokensLogitsProcessor([i for i in range(VOCAB_SIZE) if i not in (1, 7, 250)])),
+        ({"min_tokens": 7, "stop_token_ids": (33,)},
+         transformers.MinNewTokensLengthLogitsProcessor(len(PROMPT), 7, [EOS, 33])),
+        ({"min_tokens": 6, "stop_token_ids": (33,)},
+         transformers.MinNewTokensLengthLogitsProcessor(len(PROMPT), 6, [EOS, 33])),
+    ],
+    ids=lambda value: ",".join(value) if isinstance(value, dict) else "",
+)  # fmt: skip
+def test_like_transformers(ours: Ours, theirs: transformers.LogitsProcessor) -> None:
+    values = logits()
+    row = make_row(draft=DRAFT, output=OUTPUT, prompt=PROMPT, **ours)
+    assert torch.equal(process(values, row), theirs(HISTORY, values.clone()))
+
+
+def test_the_bound_of_min_tokens_is_exact() -> None:
+    """The row of output token 7 may not end an answer of at least 7 tokens; the next one may."""
+    state = make_state(output=OUTPUT, min_tokens=7)
+    changed = process(logits(3), SampleRow(state, (1, 1)), SampleRow(state, (1, 1, 1)), SampleRow(state))
+    assert (changed[:, EOS] == -torch.inf).tolist() == [True, False, True]
+
+
+def test_counts_are_of_the_output_and_the_draft() -> None:
+    values = logits()
+    row = make_row(draft=DRAFT, output=OUTPUT, prompt=PROMPT, presence_penalty=0.5, frequency_penalty=0.25)
+    expected = values.clone()
+    for token_id, count in {9: 3, 6: 1, 120: 1, 40: 1}.items():
+        expected[0, token_id] -= 0.5 + 0.25 * count
+    assert torch.equal(process(values, row), expected)
+
+
+def test_greedy_rows_skip_temperature_and_filters() -> None:
+    row = make_row(temperature=9e-6, top_k=3, top_p=0.5, min_p=0.5)
+    assert steps_of(row.state.request) == ()
+
+
+def test_the_order_of_steps() -> None:
+    """Temperature comes after penalties and before the filters; all that was asked for happens."""
+    row = make_row(
+        draft=DRAFT,
+        output=OUTPUT,
+        bad_words_ids=((40, 8),),
+        allowed_token_ids=tuple(range(200)),
+        logit_bias={9: 18.0},
+        min_tokens=50,
+        repetition_penalty=1.3,
+        frequency_penalty=0.5,
+        temperature=0.5,
+        top_k=5,
+        top_p=0.999999,
+        min_p=1e-9,
+    )
+    assert steps_of(row.state.request) == PIPELINE
+    values = logits()
+    changed = process(values, row)
+    assert changed[0, 9].item() == pytest.approx(((values[0, 9].item() + 18.0) / 1.3 - 1.5) / 0.5, rel=1e-5)
+    assert 1 < changed.isfinite().sum() <= 5
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"repetition_penalty": 1.4},
+        {"presence_penalty": 1.0, "frequency_penalty": 0.3},
+        {"bad_words_ids": ((9, 40, 4), (3,))},
+        {"min_tokens": 7},
+    ],
+    ids=lambda asked: next(iter(asked)),
+)
+@given(draft=st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=6), output=st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=6))
+@settings(max_examples=25, deadline=None)
+def test_a_drafted_history_equals_a_committed_one(asked: Ours, draft: list[int], output: list[int]) -> None:
+    values = logits()
+    drafted = make_row(draft=draft, output=output, **asked)
+    committed = make_row(output=[*output, *draft], **asked)
+    assert torch.equal(process(values, drafted), process(values, committed))
+    assert drafted.position == committed.position
+
+
+def test_rows_have_histories_of_their_own() -> None:
+    rows = [make_row(output=output, repetition_penalty=1.5, frequency_penalty=1.0) for output in ((), (9,), (8, 8, 8))]
+    together = process(logits(3), *rows)
+    alone = [process(logits(3)[i : i + 1], row) for i, row in enumerate(rows)]
+    assert torch.equal(together, torch.cat(alone))
+
+
+def test_delivered_tokens_count_as_output() -> None:
+    row = make_row(output=OUTPUT, frequency_penalty=1.0, min_tokens=5)
+    request = row.state.request
+    resumed = type(request)(**{**{f: getattr(request, f) for f in request.__slots__}, "delivered_ids": OUTPUT})
+    again = SampleRow(type(row.state)(resumed, 0, 1000))
+    assert torch.equal(process(logits(), row), process(logits(), again))
+
+
+def test_ids_beyond_the_vocabulary_are_nowhere() -> None:
+    row = make_row(
+        logit_bias={VOCAB_SIZE: 5.0}, stop_token_ids=(10**9,), min_tokens=3, bad_words_ids=((VOCAB_SIZE,),), prompt=(10**6, 1)
+    )
+    changed = process(logits(), row)
+    expected = logits()
+    expected[0, EOS] = -torch.inf
+    assert torch.equal(changed, expected)
+
+
+def test_recent_tokens_cross_from_output_to_draft() -> None:
+    row = make_row(draft=(1, 2), output=(3,), prompt=(4, 5))
+    assert [row.recent(count) for count in range(7)] == [
+        (), (2,), (1, 2), (3, 1, 2), (5, 3, 1, 2), (4, 5, 3, 1, 2), (4, 5, 3, 1, 2)
+    ]  # fmt: skip
