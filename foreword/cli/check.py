@@ -114,12 +114,8 @@ def _fit(config: Config, target: ModelFacts, drafter: ModelFacts | None) -> Iter
         True, f"memory: weights {bytes_text(chosen.weight_bytes)} in {chosen.dtype}, {bytes_text(hardware.free_bytes)} free"
     )
     yield _cache(chosen, target, drafter)
-    longest = min(target.context, chosen.num_blocks * chosen.block_size)
     whole = chosen.max_model_len >= target.context
-    yield Finding(
-        True if whole else None,
-        f"context: {chosen.max_model_len} of {target.context} tokens; at most {longest} fit in this cache",
-    )
+    yield Finding(True if whole else None, f"context: {chosen.max_model_len} of {target.context} tokens")
 
 
 def _cache(chosen: Resolved, target: ModelFacts, drafter: ModelFacts | None) -> Finding:

@@ -1,0 +1,89 @@
+"""A server as a source of answers: what is asked, what is understood, what its errors become."""
+
+import json
+from collections.abc import Callable
+
+import httpx
+import pytest
+
+from foreword.cli.answers import Answer, Piece, Remote, request_body
+from foreword.core.params import SamplingParams, Speculation
+from foreword.errors import ForewordError
+
+MESSAGES = [{"role": "user", "content": "hello"}]
+Handler = Callable[[httpx.Request], httpx.Response]
+
+
+def remote(handler: Handler, **more: str | None) -> Remote:
+    return Remote("http://box/v1/", more.get("api_key"), more.get("model", "m"), httpx.MockTransport(handler))
+
+
+def stream_of(*chunks: dict[str, object]) -> httpx.Response:
+    lines = [f"data: {json.dumps(chunk)}\n\n" for chunk in chunks]
+    return httpx.Response(200, text=": a comment\n\n" + "".join(lines) + "data: [DONE]\n\n")
+
+
+def test_chat_stream() -> None:
+    def handler(request: httpx.Request) -> httpx.Response:
+        body = json.loads(request.content)
+        assert request.url.path == "/v1/chat/completions"
+        assert (body["stream"], body["messages"], body["model"]) == (True, MESSAGES, "m")
+        empty: dict[str, object] = {"choices": [{"delta": {"role": "assistant"}}]}
+        return stream_of(empty, {"choices": [{"delta": {"content": "a"}}]}, {"choices": [{"delta": {"content": "b"}}]})
+
+    assert list(remote(handler).stream(MESSAGES, SamplingParams())) == [Piece("a"), Piece("b")]
+
+
+def test_completion_stream() -> None:
+    def handler(request: httpx.Request) -> httpx.Response:
+        assert request.url.path == "/v1/completions"
+        return stream_of({"choices": [{"text": "x"}]})
+
+    assert list(remote(handler).stream("once", SamplingParams())) == [Piece("x")]
+
+
+def test_whole_answer() -> None:
+    def handler(request: httpx.Request) -> httpx.Response:
+        choice = {"message": {"content": "hi"}, "finish_reason": "stop"}
+        return httpx.Response(200, json={"choices": [choice], "metrics": {"seed": 1}})
+
+    assert remote(handler).answer(MESSAGES, SamplingParams()) == Answer("hi", "stop", None, {"seed": 1})
+
+
+def test_model_and_key() -> None:
+    def handler(request: httpx.Request) -> httpx.Response:
+        assert request.headers["authorization"] == "Bearer one"
+        return httpx.Response(200, json={"data": [{"id": "served"}]})
+
+    assert remote(handler, api_key="one,two", model=None).name == "served"
+
+
+def test_the_servers_own_words() -> None:
+    def handler(request: httpx.Request) -> httpx.Response:
+        return httpx.Response(401, json={"error": {"message": "no key"}})
+
+    with pytest.raises(ForewordError, match="401: no key"):
+        list(remote(handler).stream(MESSAGES, SamplingParams()))
+    with pytest.raises(ForewordError, match="401: no key"):
+        remote(handler).answer(MESSAGES, SamplingParams())
+
+
+def test_an_error_within_the_stream() -> None:
+    with pytest.raises(ForewordError, match="engine died"):
+        list(remote(lambda _: stream_of({"error": {"message": "the engine died"}})).stream("x", SamplingParams()))
+
+
+def test_nobody_there() -> None:
+    def handler(request: httpx.Request) -> httpx.Response:
+        raise httpx.ConnectError("refused")
+
+    with pytest.raises(ForewordError, match="refused"):
+        remote(handler).answer("x", SamplingParams())
+
+
+def test_parameters_travel_as_given() -> None:
+    params = SamplingParams(temperature=0.0, top_k=5, stop="end", seed=3, speculation=Speculation("off"))
+    _, body = request_body("m", "x", params)
+    assert json.loads(json.dumps(body)) == {
+        "model": "m", "prompt": "x", "temperature": 0.0, "top_k": 5, "stop": ["end"], "seed": 3, "speculation": {"method": "off"},
+    }  # fmt: skip

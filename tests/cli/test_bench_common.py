@@ -1,0 +1,62 @@
+"""What the benchmarks share."""
+
+import argparse
+import json
+from pathlib import Path
+
+import pytest
+
+from foreword.cli.bench_common import Example, modes, percentile, ratio, read_examples, rotated, show, with_all_drafters
+from foreword.config import Config
+from foreword.demo import EXAMPLES
+from foreword.errors import ConfigError
+
+
+@pytest.mark.parametrize(("percent", "value"), [(1, 1.0), (50, 2.0), (51, 3.0), (100, 4.0)])
+def test_percentile_is_the_nearest_rank(percent: float, value: float) -> None:
+    assert percentile([4.0, 1.0, 3.0, 2.0], percent) == value
+
+
+def test_there_is_no_percentile_of_nothing() -> None:
+    assert percentile([], 50) is None
+
+
+def test_ratio_is_the_median_of_pairs() -> None:
+    assert ratio([2.0, 2.0, 9.0], [1.0, 2.0, 1.0]) == 2.0
+
+
+def test_every_mode_goes_first_once() -> None:
+    assert [rotated("abc", by) for by in range(4)] == [tuple("abc"), tuple("bca"), tuple("cab"), tuple("abc")]
+
+
+def test_modes() -> None:
+    assert modes(("ngram",)) == ("off", "ngram")
+    assert modes(("ngram", "draft")) == ("off", "ngram", "draft", "auto")
+
+
+def test_the_demo_brings_its_drafter() -> None:
+    assert with_all_drafters(Config()).drafter_names() == ("ngram", "draft")
+    assert with_all_drafters(Config(model="other")).drafter_names() == ("ngram",)
+    assert with_all_drafters(Config(speculate="off")).drafter_names() == ()
+
+
+def test_prompts(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"kind": "k", "prompt": "p"}\n\n{"prompt": "q"}\n')
+    assert read_examples(argparse.Namespace(prompts=str(file))) == (Example("k", "p"), Example("all", "q"))
+    assert len(read_examples(argparse.Namespace(prompts=None))) == len(EXAMPLES)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"text": "x"}'])
+def test_prompts_that_are_none(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match="prompts"):
+        read_examples(argparse.Namespace(prompts=str(file)))
+
+
+def test_a_table_and_then_one_json_line(capsys: pytest.CaptureFixture[str]) -> None:
+    show("title", ("a", "b"), [["1", "2"]], {"bench": "x"})
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("title")
+    assert json.loads(lines[-1])["bench"] == "x"

@@ -1,0 +1,84 @@
+"""A conversation without a terminal: what is sent, what is kept, what is shown."""
+
+import io
+from collections.abc import Iterator, Sequence
+
+import pytest
+from rich.console import Console
+
+from foreword.cli import chat
+from foreword.cli.answers import Answer, Message, Piece
+from foreword.cli.main import main
+from foreword.core.params import SamplingParams
+from foreword.errors import ContextLengthExceeded
+
+PARAMS = SamplingParams()
+
+
+class Echo:
+    """Answers with the number of messages and the last one's text; the second word counts as guessed."""
+
+    name = "echo"
+    speculation: str | None = "speculation: echo"
+
+    def __init__(self) -> None:
+        self.asked: list[list[Message]] = []
+
+    def stream(self, prompt: str | Sequence[Message], params: SamplingParams) -> Iterator[Piece]:
+        assert not isinstance(prompt, str)
+        self.asked.append(list(prompt))
+        if prompt[-1]["content"] == "long":
+            raise ContextLengthExceeded("too long")
+        yield Piece(f"{len(prompt)} ")
+        yield Piece(prompt[-1]["content"], guessed=True)
+
+    def answer(self, prompt: str | Sequence[Message], params: SamplingParams) -> Answer:
+        return Answer("".join(piece.text for piece in self.stream(prompt, params)), "stop", None, None)
+
+
+def talk(*lines: str, color: bool = False, system: Sequence[Message] = ()) -> tuple[str, Echo]:
+    out, source = io.StringIO(), Echo()
+    console = Console(file=out, force_terminal=color, color_system="standard" if color else None, highlight=False, width=200)
+    chat.converse(source, PARAMS, console, lines, system)
+    return out.getvalue(), source
+
+
+def test_every_turn_carries_the_conversation() -> None:
+    shown, source = talk("one\n", "two\n")
+    assert shown == "1 one\n3 two\n"
+    assert source.asked[1] == [
+        {"role": "user", "content": "one"},
+        {"role": "assistant", "content": "1 one"},
+        {"role": "user", "content": "two"},
+    ]
+
+
+def test_exit_empty_lines_and_clear() -> None:
+    shown, source = talk("one", "", "/clear", "two", "/exit", "three", system=[{"role": "system", "content": "s"}])
+    assert shown == "2 one\n2 two\n"
+    assert len(source.asked) == 2
+
+
+def test_a_line_that_cannot_be_answered_is_forgotten() -> None:
+    shown, source = talk("long", "one")
+    assert shown == "too long (/clear starts anew)\n1 one\n"
+    assert source.asked[1] == [{"role": "user", "content": "one"}]
+
+
+def test_markup_in_answers_is_text() -> None:
+    assert "[red]x[/red]" in talk("[red]x[/red]")[0]
+
+
+def test_guessed_tokens_are_coloured_and_there_is_a_legend() -> None:
+    shown, _ = talk("one", color=True)
+    assert "\x1b[32mone\x1b[0m" in shown
+    assert "\x1b[32mguessed right\x1b[0m" in shown
+    assert "speculation: echo" in shown
+    assert "\x1b" not in talk("one")[0]
+
+
+def test_piped_input(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(chat, "open_source", lambda args: Echo())
+    monkeypatch.setattr("sys.stdin", io.StringIO("one\n/exit\n"))
+    assert main(["chat", "--system", "be kind"]) == 0
+    assert capsys.readouterr().out == "2 one\n"

@@ -1,0 +1,67 @@
+"""`foreword check` on the bundled demo, and on what is wrong with other directories."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from foreword.cli.main import main
+from foreword.demo import DRAFTER, MODEL
+
+
+def check(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
+    code = main(["check", *words])
+    return code, capsys.readouterr().out
+
+
+def edited(tmp_path: Path, source: Path, file: str, **changes: object) -> str:
+    """A copy of a checkpoint without weights, one of its JSON files changed."""
+    for path in source.iterdir():
+        if path.suffix != ".safetensors":
+            shutil.copy(path, tmp_path)
+    content = json.loads((tmp_path / file).read_text())
+    (tmp_path / file).write_text(json.dumps(content | changes))
+    return str(tmp_path)
+
+
+def test_the_demo_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    code, text = check(capsys, "demo", "--draft-model", "demo")
+    assert code == 0
+    assert "draft tokenizer: the same, token by token" in text
+    assert "KV cache: 3.5 KiB a token" in text
+    assert not any(line.startswith("no ") for line in text.splitlines())
+
+
+def test_an_architecture_that_is_not_supported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, text = check(capsys, edited(tmp_path, MODEL, "config.json", model_type="mamba"))
+    assert code == 1
+    assert "no   model:" in text
+    assert "mamba" in text
+
+
+def test_another_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tokenizer = json.loads((DRAFTER / "tokenizer.json").read_text())
+    vocab = tokenizer["model"]["vocab"]
+    a, b = sorted(vocab, key=vocab.get)[400:402]
+    vocab[a], vocab[b] = vocab[b], vocab[a]
+    code, text = check(capsys, "demo", "--draft-model", edited(tmp_path, DRAFTER, "tokenizer.json", model=tokenizer["model"]))
+    assert code == 1
+    assert "no   draft tokenizer: id 400 is" in text
+
+
+def test_it_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    code, text = check(capsys, "demo", "--kv-cache-memory", "64tokens", "--max-model-len", "512")
+    assert code == 1
+    assert "no   memory: max_model_len 512 does not fit into a KV cache of 64 tokens" in text
+
+
+def test_a_context_cut_short_is_a_note(capsys: pytest.CaptureFixture[str]) -> None:
+    code, text = check(capsys, "demo", "--kv-cache-memory", "128tokens")
+    assert code == 0
+    assert "note context: 128 of 1024 tokens" in text
+
+
+def test_no_such_directory(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "./nowhere"]) == 1
+    assert "./nowhere" in capsys.readouterr().err

@@ -1,0 +1,28 @@
+"""Flags for sampling parameters."""
+
+import argparse
+
+from foreword.cli.sampling import FLAGS, add_sampling_options, read_params
+from foreword.core.params import SamplingParams, Speculation
+
+
+def parse(*words: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_sampling_options(parser)
+    return parser.parse_args(words)
+
+
+def test_greedy_unless_asked_otherwise() -> None:
+    assert read_params(parse()) == SamplingParams(temperature=0.0)
+
+
+def test_every_flag_arrives() -> None:
+    words = [word for item in FLAGS for word in ("--" + item.name.replace("_", "-"), "1")]
+    params = read_params(parse(*words, "--stop", "a", "--stop", "b", "--speculation", "off"))
+    assert all(getattr(params, item.name) == 1 for item in FLAGS)
+    assert (params.stop, params.speculation) == (("a", "b"), Speculation("off"))
+
+
+def test_defaults_are_those_of_the_sampler() -> None:
+    plain = SamplingParams(temperature=0.0)
+    assert all(item.default == getattr(plain, item.name) for item in FLAGS)
