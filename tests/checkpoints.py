@@ -129,13 +129,20 @@ def _scaled(name: str, value: Tensor, config: dict[str, Any]) -> Tensor:
     """Layers must outweigh the embedding where it is the head too, or every token would repeat itself."""
     gemma = config["model_type"].startswith("gemma")
     if name.endswith("norm.weight"):
-        loud = gemma and "post_" in name
-        return 0.2 * value + (8.0 if loud else 0.0 if gemma else 1.0)
+        return 0.2 * value + _norm_center(name, gemma)
     if name.endswith("bias"):
         return 0.3 * value
     if "embed_tokens" in name or "lm_head" in name:
         return value * (0.3 if config["tie_word_embeddings"] else 1.0)
     return value * (1.6 / math.sqrt(value.shape[-1]))
+
+
+def _norm_center(name: str, gemma: bool) -> float:
+    if not gemma:
+        return 1.0
+    if "post_" in name:
+        return 40.0 if "attention" in name else 20.0
+    return 1.0 if "q_norm" in name or "k_norm" in name else 0.0
 
 
 def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:

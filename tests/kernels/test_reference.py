@@ -1,0 +1,292 @@
+"""The bits of a row depend on nothing but the row."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from foreword.core.batch import Batch, Chunk, build_batch
+from foreword.kernels.fast_math import FastMath
+from foreword.kernels.reference import Reference, reference_threads
+from foreword.kernels.reference_attention import ROWS, WIDTH, plan_attention
+
+OPS = Reference()
+TILE = OPS.row_tile
+COUNTS = [*range(1, 41), 47, 48, 49, 64, 100]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+INTS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
+BLOCK = 16
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Threads that wait for each other's cores make these tiny operations a hundred times slower."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(INTS[tensor.dtype])
+
+
+def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
+    return torch.equal(bits(left), bits(right))
+
+
+def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def operations(dtype: torch.dtype, width: int):
+    """(name, operation on rows [T, width]) of everything that computes row by row."""
+    packed = OPS.pack_linear(randn(40, width, seed=1, dtype=dtype), randn(40, seed=2, dtype=dtype))
+    weight = randn(width, seed=3, dtype=dtype)
+    angles = randn(1000, 8, seed=4)
+
+    def rope(x: torch.Tensor) -> torch.Tensor:
+        # every row gets the same angle: the place in the batch must not matter
+        count = x.shape[0]
+        return OPS.rope(x.view(count, 2, -1), angles[:1].cos().expand(count, 8), angles[:1].sin().expand(count, 8))
+
+    return {
+        "linear": lambda x: OPS.linear(x, packed),
+        "rms_norm": lambda x: OPS.rms_norm(x, weight, 1e-6),
+        "head_norm": lambda x: OPS.rms_norm(x.view(x.shape[0], 2, -1), weight[: width // 2], 1e-6),
+        "silu": lambda x: OPS.gated(x, "silu"),
+        "gelu": lambda x: OPS.gated(x, "gelu"),
+        "gelu_tanh": lambda x: OPS.gated(x, "gelu_tanh"),
+        "softcap": lambda x: OPS.softcap(x, 3.0),
+        "rope": rope,
+    }
+
+
+@pytest.mark.parametrize("width", [64, 74, 192, 1024])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_do_not_depend_on_their_number_place_or_neighbours(dtype: torch.dtype, width: int):
+    for name, operation in operations(dtype, width).items():
+        rows = randn(max(COUNTS), width, seed=5, dtype=dtype)
+        alone = torch.cat([operation(rows[index : index + 1]) for index in range(rows.shape[0])])
+        for count in COUNTS:
+            assert same_bits(operation(rows[:count]), alone[:count]), (name, count)
+        moved = torch.cat((rows[37:], torch.full((3, width), math.nan, dtype=dtype), rows[:37]))
+        assert same_bits(operation(moved)[-37:], alone[:37]), name
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_threads_do_not_matter_to_a_row(dtype: torch.dtype):
+    torch.set_num_threads(reference_threads(2))
+    for name, operation in operations(dtype, 2048).items():
+        rows = randn(40, 2048, seed=5, dtype=dtype)
+        moved = torch.cat((rows[33:], rows[:33]))
+        assert same_bits(operation(moved)[-33:], operation(rows)[:33]), name
+
+
+@pytest.mark.parametrize("width", [3072, 40000])
+def test_wide_activations_are_cut_where_no_thread_and_no_remainder_begins(width: int):
+    rows = randn(20, 2 * width)
+    alone = torch.cat([OPS.gated(rows[index : index + 1], "silu") for index in range(20)])
+    assert same_bits(OPS.gated(rows, "silu"), alone)
+
+
+def test_ordinary_torch_is_noticed():
+    """The negative control: without row tiles the same comparison fails."""
+    fast = FastMath()
+    packed = fast.pack_linear(randn(96, 512, seed=1))
+    rows = randn(64, 512)
+    alone = torch.cat([fast.linear(rows[index : index + 1], packed) for index in range(64)])
+    assert not same_bits(fast.linear(rows, packed), alone)
+
+
+def test_operations_compute_what_they_say():
+    x, weight = randn(5, 64), randn(64, seed=1)
+    expected = x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight
+    torch.testing.assert_close(OPS.rms_norm(x, weight, 1e-6), expected)
+    matrix, bias = randn(24, 64, seed=2), randn(24, seed=3)
+    torch.testing.assert_close(OPS.linear(x, OPS.pack_linear(matrix, bias)), x @ matrix.T + bias)
+    torch.testing.assert_close(OPS.gated(x, "silu"), torch.nn.functional.silu(x[:, :32]) * x[:, 32:])
+    torch.testing.assert_close(OPS.softcap(x, 2.0), 2.0 * torch.tanh(x / 2.0))
+    assert torch.equal(OPS.embedding(torch.tensor([3, 0]), x), x[[3, 0]])
+
+
+def test_rope_turns_halves_and_leaves_the_rest():
+    x, angles = randn(3, 2, 12), randn(3, 4, seed=1)
+    cos, sin = angles.cos().repeat(1, 2), angles.sin().repeat(1, 2)
+    turned = OPS.rope(x, cos, sin)
+    left, right = torch.complex(x[..., :4], x[..., 4:8]), torch.polar(torch.ones(3, 1, 4), angles[:, None])
+    torch.testing.assert_close(torch.complex(turned[..., :4], turned[..., 4:8]), left * right)
+    assert torch.equal(turned[..., 8:], x[..., 8:])
+
+
+def test_threads_are_a_power_of_two_within_a_tile():
+    assert [reference_threads(cores) for cores in (1, 2, 3, 7, 8, 12, 64)] == [1, 2, 2, 4, 8, 8, 16]
+
+
+# Attention
+
+
+class Cache:
+    """KV of requests in scattered blocks; every slot that holds nothing holds NaN."""
+
+    def __init__(self, lengths: list[int], kv_heads: int, dim: int, dtype: torch.dtype = torch.float32, seed: int = 0):
+        needed = [-(-length // BLOCK) for length in lengths]
+        order = torch.randperm(sum(needed), generator=torch.Generator().manual_seed(seed)) + 1
+        self.blocks = [chosen.tolist() for chosen in order.split(needed)]
+        shape = ((sum(needed) + 1) * BLOCK, kv_heads, dim)
+        self.k = torch.full(shape, math.nan, dtype=dtype)
+        self.v = torch.full(shape, math.nan, dtype=dtype)
+        for request, length in enumerate(lengths):
+            slots = self.slots(request, length)
+            self.k[slots] = randn(length, kv_heads, dim, seed=100 + request, dtype=dtype)
+            self.v[slots] = randn(length, kv_heads, dim, seed=200 + request, dtype=dtype)
+
+    def slots(self, request: int, length: int) -> list[int]:
+        return [self.blocks[request][position // BLOCK] * BLOCK + position % BLOCK for position in range(length)]
+
+    def batch(self, spans: list[tuple[int, int, int]]) -> Batch:
+        """Rows [start, end) of each (request, start, end), in this order."""
+        chunks = [Chunk([0] * (end - start), start, self.blocks[request][: -(-end // BLOCK)], 1) for request, start, end in spans]
+        return build_batch(chunks, BLOCK, TILE, "cpu")
+
+
+def queries(request: int, length: int, heads: int, dim: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return randn(length, heads, dim, seed=300 + request, dtype=dtype)
+
+
+def run(cache: Cache, spans: list[tuple[int, int, int]], heads: int, **options) -> dict[tuple[int, int], torch.Tensor]:
+    """The output of every (request, position) of the spans; rows of padding must be zero."""
+    batch = cache.batch(spans)
+    dim = cache.k.shape[2]
+    q = torch.full((len(batch.positions), heads, dim), math.nan, dtype=cache.k.dtype)
+    for (request, start, end), row in zip(spans, batch.row_starts, strict=False):
+        q[row : row + end - start] = queries(request, end, heads, dim, cache.k.dtype)[start:]
+    out = OPS.attention(q, cache.k, cache.v, batch, dim**-0.5, **options)
+    assert not out[batch.row_starts[-1] :].any()
+    return {
+        (request, start + index): out[row + index]
+        for (request, start, end), row in zip(spans, batch.row_starts, strict=False)
+        for index in range(end - start)
+    }
+
+
+def textbook(cache: Cache, request: int, length: int, heads: int, window: int | None = None, softcap: float | None = None):
+    slots = cache.slots(request, length)
+    group = heads // cache.k.shape[1]
+    k, v = (part[slots].double().repeat_interleave(group, 1).transpose(0, 1) for part in (cache.k, cache.v))
+    dim = cache.k.shape[2]
+    scores = queries(request, length, heads, dim, cache.k.dtype).double().transpose(0, 1) @ k.transpose(1, 2) * dim**-0.5
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    position = torch.arange(length)
+    seen = position[None, :] <= position[:, None]
+    if window is not None:
+        seen &= position[None, :] > position[:, None] - window
+    return (scores.masked_fill(~seen, -math.inf).softmax(-1) @ v).transpose(0, 1)
+
+
+@pytest.mark.parametrize("heads, kv_heads, dim", [(4, 2, 16), (3, 1, 24), (2, 2, 20)])
+@pytest.mark.parametrize("window", [None, 1, 40, 300])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_attention_is_softmax_over_what_a_row_sees(heads, kv_heads, dim, window, softcap):
+    length = 2 * WIDTH + 37
+    cache = Cache([length], kv_heads, dim)
+    out = run(cache, [(0, 0, length)], heads, window=window, softcap=softcap)
+    expected = textbook(cache, 0, length, heads, window, softcap)
+    actual = torch.stack([out[0, position] for position in range(length)])
+    torch.testing.assert_close(actual.double(), expected, atol=2e-6, rtol=1e-5)
+
+
+def agree(left: dict, right: dict) -> None:
+    assert left.keys() == right.keys()
+    for key, value in left.items():
+        assert same_bits(value, right[key]), key
+
+
+def chunked(cache: Cache, request: int, length: int, cuts: list[int], heads: int, **options) -> dict:
+    edges = sorted({0, length, *cuts})
+    result = {}
+    for start, end in itertools.pairwise(edges):
+        result |= run(cache, [(request, start, end)], heads, **options)
+    return result
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    cuts=st.lists(st.integers(1, 599), max_size=6),
+    window=st.sampled_from([None, 5, 100, 256, 257]),
+    dtype=st.sampled_from(DTYPES),
+)
+def test_attention_does_not_depend_on_chunks(cuts: list[int], window: int | None, dtype: torch.dtype):
+    cache = Cache([600], 2, 16, dtype)
+    whole = run(cache, [(0, 0, 600)], 6, window=window, softcap=None)
+    agree(chunked(cache, 0, 600, cuts, 6, window=window, softcap=None), whole)
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_attention_of_decode_rows_does_not_depend_on_their_number(count: int):
+    lengths = [1 + 13 * index for index in range(count)]
+    cache = Cache(lengths, 1, 16)
+    together = run(cache, [(request, length - 1, length) for request, length in enumerate(lengths)], 3)
+    for request, length in enumerate(lengths):
+        agree(run(cache, [(request, length - 1, length)], 3), {(request, length - 1): together[request, length - 1]})
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    spans=st.lists(st.tuples(st.integers(0, 400), st.integers(1, 40)), min_size=1, max_size=6),
+    window=st.sampled_from([None, 7, 90]),
+)
+def test_attention_does_not_depend_on_neighbours(spans: list[tuple[int, int]], window: int | None):
+    """Prompt chunks, decode rows and verified drafts in any mixture, NaN wherever nothing was written."""
+    lengths = [start + count for start, count in spans]
+    cache = Cache(lengths, 2, 16)
+    mixed = [(request, start, start + count) for request, (start, count) in enumerate(spans)]
+    together = run(cache, mixed, 4, window=window)
+    apart = {}
+    for span in mixed:
+        apart |= run(cache, [span], 4, window=window)
+    agree(together, apart)
+    assert all(value.isfinite().all() for value in together.values())
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("window", [None, 20])
+def test_a_row_does_not_feel_values_that_it_must_not_see(poison: float, window: int | None):
+    """A drafted token whose K and V overflow must not reach the rows before it, nor any beyond the window."""
+    length, bad = 60, 50
+    cache = Cache([length], 1, 16)
+    clean = run(cache, [(0, 30, length)], 2, window=window)
+    cache.v[cache.slots(0, length)[bad]] = poison
+    cache.k[cache.slots(0, length)[bad]] = poison
+    spoilt = run(cache, [(0, 30, length)], 2, window=window)
+    for position in range(30, length):
+        if position < bad:
+            assert same_bits(clean[0, position], spoilt[0, position]), position
+        elif window is None or position < bad + window:
+            assert not spoilt[0, position].isfinite().any()
+
+
+def test_the_plan_of_all_layers_is_that_of_one():
+    cache = Cache([300, 20], 2, 16)
+    batch = cache.batch([(0, 290, 300), (1, 0, 20)])
+    q = randn(len(batch.positions), 4, 16)
+    planned = OPS.attention(q, cache.k, cache.v, batch, 0.25, plan=plan_attention(batch))
+    assert same_bits(planned, OPS.attention(q, cache.k, cache.v, batch, 0.25))
+    assert plan_attention(batch).rows.shape == (3 * ROWS,)
+
+
+def test_an_empty_batch_is_all_padding():
+    cache = Cache([5], 1, 16)
+    assert OPS.attention(randn(0, 2, 16), cache.k, cache.v, cache.batch([]), 1.0).shape == (0, 2, 16)
+
+
+def test_keys_and_values_go_where_the_slots_say():
+    k_cache, v_cache = torch.zeros(48, 2, 4), torch.zeros(48, 2, 4)
+    qkv = randn(3, 8, 4)
+    OPS.write_kv(qkv[:, 4:6], qkv[:, 6:], k_cache, v_cache, torch.tensor([40, 17, 18]))
+    assert torch.equal(k_cache[[40, 17, 18]], qkv[:, 4:6]) and torch.equal(v_cache[[40, 17, 18]], qkv[:, 6:])
+    assert k_cache.count_nonzero() == 24
