@@ -88,7 +88,6 @@ class FakeClient:
         self.aborted: list[str] = []
         self.live: set[str] = set()
         self._info = info or engine_info()
-        self._killed: asyncio.Event | None = None
 
     async def start(self) -> EngineInfo:
         self.info, self.alive = self._info, True
@@ -123,17 +122,17 @@ class FakeClient:
             for event in _play(script, request, self._info.resolved.max_model_len):
                 await asyncio.sleep(script.delay_s)
                 if request.id not in self.live:
-                    return
+                    return  # ended or aborted
                 if not self.alive:
                     event = Failed(request.id, EngineDead("the engine died while it was working on this request"))
                 self._step()
-                yield event
                 if isinstance(event, Failed) or event.finish_reason is not None:
                     self.live.discard(request.id)
-                    return
+                yield event
             while request.id in self.live and self.alive:
                 await asyncio.sleep(0.01)
             if request.id in self.live:
+                self.live.discard(request.id)
                 yield Failed(request.id, EngineDead("the engine died while it was working on this request"))
         finally:
             self.abort(request.id)

@@ -1,0 +1,49 @@
+"""Bodies of /v1/completions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from foreword.serve.generation import Generation
+from foreword.serve.logprobs import completion_logprobs, prompt_tokens
+from foreword.serve.state import Server
+from foreword.serve.writer import Head, Wanted, Writer
+from foreword.text.answer import Answer, Delta, ShownToken
+
+__all__ = ["CompletionWriter"]
+
+
+class CompletionWriter(Writer):
+    """echo: the text of each prompt, to stand before its answers; None where it was not asked for."""
+
+    kind: ClassVar[str] = "text_completion"
+    chunk_kind: ClassVar[str] = "text_completion"
+
+    def __init__(
+        self, server: Server, generation: Generation, per_prompt: int, head: Head, wanted: Wanted, echo: Sequence[str] | None
+    ) -> None:
+        super().__init__(server, generation, per_prompt, head, wanted)
+        self._echo = None if echo is None else [text for text in echo for _ in range(per_prompt)]
+
+    def whole_choice(self, index: int, answer: Answer) -> dict[str, Any]:
+        return {"text": self._prefix(index) + answer.text, "logprobs": self._logprobs(index, answer.logprobs, prompt=True)}
+
+    def chunk_choice(self, index: int, delta: Delta, first: bool) -> dict[str, Any]:
+        prefix = self._prefix(index) if first else ""
+        return {"text": prefix + delta.text, "logprobs": self._logprobs(index, delta.logprobs, prompt=first)}
+
+    def _prefix(self, index: int) -> str:
+        return "" if self._echo is None else self._echo[index]
+
+    def _logprobs(self, index: int, shown: Sequence[ShownToken], prompt: bool) -> dict[str, Any] | None:
+        """Of the answer's tokens; with `prompt` and echo, those of the prompt before them."""
+        if not self.wanted.logprobs:
+            return None
+        tokenizer, shift = self.server.tokenizer, len(self._prefix(index))
+        body = completion_logprobs([(token.text, token.offset, token.logprob) for token in shown], tokenizer, shift)
+        if self._echo is None or not prompt:
+            return body
+        answer = self.answers[index]
+        tokens = prompt_tokens(answer.request.prompt_ids, answer.prompt_logprobs, tokenizer)
+        return {key: values + body[key] for key, values in completion_logprobs(tokens, tokenizer).items()}

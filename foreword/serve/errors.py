@@ -1,0 +1,110 @@
+"""Errors as OpenAI's clients expect them, whatever went wrong and wherever."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+
+from foreword.errors import ForewordError, InvalidRequest, Overloaded, Unauthorized
+from foreword.serve.wire import Json
+
+__all__ = ["add_error_handlers", "envelope", "error_response", "naming"]
+
+logger = logging.getLogger("foreword.serve")
+HEADERS: Mapping[type[ForewordError], dict[str, str]] = {
+    Overloaded: {"Retry-After": "1"},
+    Unauthorized: {"WWW-Authenticate": "Bearer"},
+}
+SHOWN = 80  # characters of an offending value
+
+
+def envelope(error: ForewordError) -> dict[str, Any]:
+    """`{"error": {...}}` of one error."""
+    return {"error": {"message": str(error), "type": error.kind, "param": error.param, "code": error.code}}
+
+
+def error_response(error: ForewordError) -> Response:
+    return Json(envelope(error), status_code=error.status, headers=HEADERS.get(type(error)))
+
+
+@contextmanager
+def naming(names: Mapping[str, str]) -> Iterator[None]:
+    """Let errors name the field as this route knows it: `names` maps the inner name to the outer."""
+    try:
+        yield
+    except InvalidRequest as error:
+        if error.param is None or error.param not in names:
+            raise
+        outer = names[error.param]
+        raise type(error)(error.message.replace(error.param, outer, 1), outer) from None
+
+
+def add_error_handlers(app: FastAPI) -> None:
+    app.add_exception_handler(ForewordError, _on_ours)
+    app.add_exception_handler(RequestValidationError, _on_validation)
+    app.add_exception_handler(HTTPException, _on_http)
+
+
+async def _on_ours(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ForewordError)
+    if error.status >= 500:
+        logger.warning("%s %s: %s", request.method, request.url.path, error)
+    return error_response(error)
+
+
+async def _on_validation(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    return error_response(_invalid(error.errors()))
+
+
+async def _on_http(request: Request, error: Exception) -> Response:
+    """What the framework raises: 404, 405, and bodies that cannot be read."""
+    assert isinstance(error, HTTPException)
+    message, code = {
+        404: (f"there is no route {request.method} {request.url.path}", "not_found"),
+        405: (f"{request.url.path} does not take {request.method}", "method_not_allowed"),
+    }.get(error.status_code, (str(error.detail), None))
+    body = {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": code}}
+    return Json(body, status_code=error.status_code, headers=dict(error.headers or {}))
+
+
+def _invalid(errors: Sequence[Mapping[str, Any]]) -> InvalidRequest:
+    """The first field that is wrong, with all that is said about it."""
+    first = errors[0]
+    if first["type"] == "json_invalid":
+        return InvalidRequest(f"the body is not valid JSON: {first['ctx']['error']} at character {first['loc'][-1]}")
+    path = _path(first["loc"])
+    if path is None:
+        return InvalidRequest("the body must be a JSON object, sent with Content-Type: application/json")
+    if first["type"] == "extra_forbidden":
+        return InvalidRequest(f"unknown field {path!r}", path)
+    if first["type"] == "missing":
+        return InvalidRequest(f"{path} is required", path)
+    reasons = dict.fromkeys(_reason(error["msg"]) for error in errors if _path(error["loc"]) == path)
+    return InvalidRequest(f"{path} {' or '.join(reasons)}, got {_short(first['input'])}", path)
+
+
+def _path(place: Sequence[str | int]) -> str | None:
+    """("body", "messages", 0, "role") becomes "messages[0].role"; names of types, which unions add, are left out."""
+    path = ""
+    for part in place[1:]:
+        if isinstance(part, int):
+            path += f"[{part}]"
+        elif part.isidentifier() and part not in ("str", "int", "float", "bool"):
+            path += f".{part}" if path else part
+    return path or None
+
+
+def _reason(message: str) -> str:
+    return message.replace("Input should be", "must be").replace("Value error, ", "")
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= SHOWN else text[:SHOWN] + "..."

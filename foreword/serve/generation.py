@@ -1,0 +1,110 @@
+"""The choices of one HTTP request while the engine works on them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Sequence
+
+from foreword.core.events import Event, Failed, Tokens, cut
+from foreword.core.request import Request
+from foreword.errors import ForewordError, RequestFailed
+from foreword.serve.state import Server
+from foreword.text.answer import Answer, Delta
+
+__all__ = ["Generation"]
+
+logger = logging.getLogger("foreword.serve")
+
+
+class Generation:
+    """Submits requests, merges their events, and frees everything when it is closed.
+
+    requests     one per choice; choice i is `answers[i]`
+    prompt_only  the answers are wanted with no token: only the prompt is scored
+    """
+
+    __slots__ = ("_failed", "_open", "_prompt_only", "_queue", "_server", "_tasks", "answers")
+
+    def __init__(self, server: Server, requests: Sequence[Request], prompt_only: bool = False) -> None:
+        self.answers = [Answer(server.tokenizer, request) for request in requests]
+        self._server = server
+        self._prompt_only = prompt_only
+        self._queue: asyncio.Queue[tuple[int, Delta | ForewordError]] = asyncio.Queue()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._failed: set[str] = set()
+        self._open = False
+
+    def start(self) -> None:
+        """Submit everything. Raises Overloaded, or EngineDead; then nothing is left behind."""
+        self._server.info()
+        self._server.admission.take(len(self.answers))
+        self._open = True
+        try:
+            for index, answer in enumerate(self.answers):
+                events = self._server.client.submit(answer.request)
+                self._server.recorder.arrived(answer.request)
+                self._tasks.append(asyncio.create_task(self._follow(index, answer, events)))
+        except ForewordError:
+            self.close()
+            raise
+
+    async def deltas(self) -> AsyncIterator[tuple[int, Delta | ForewordError]]:
+        """(choice, what is new) as it comes, until each choice has ended with a finish reason or an error."""
+        running = len(self.answers)
+        while running:
+            index, item = await self._queue.get()
+            running -= isinstance(item, ForewordError) or item.finish_reason is not None
+            yield index, item
+
+    async def collect(self) -> None:
+        """Wait for all answers. Raises the first error: fewer choices than asked for are none."""
+        async for _, item in self.deltas():
+            if isinstance(item, ForewordError):
+                raise item
+
+    def close(self) -> None:
+        """Free at once whatever still runs; closing twice is allowed."""
+        if not self._open:
+            return
+        self._open = False
+        self._server.admission.release(len(self.answers))
+        for task in self._tasks:
+            task.cancel()
+        for answer in self.answers:
+            if not answer.finished and answer.request.id not in self._failed:
+                self._server.client.abort(answer.request.id)
+                self._server.recorder.aborted(answer.request)
+
+    async def _follow(self, index: int, answer: Answer, events: AsyncIterator[Event]) -> None:
+        """Hand on the events of one choice; whatever happens, its last item ends it."""
+        request = answer.request
+        try:
+            async for event in events:
+                if isinstance(event, Failed):
+                    raise event.error
+                self._queue.put_nowait((index, self._take(answer, event)))
+                if answer.finished:
+                    return
+            raise RequestFailed("the engine ended the request without an answer")
+        except ForewordError as error:
+            self._fail(index, request, error)
+        except Exception:
+            logger.exception("request %s failed", request.id)
+            self._server.client.abort(request.id)
+            self._fail(index, request, RequestFailed("the server failed on this request"))
+
+    def _take(self, answer: Answer, event: Tokens) -> Delta:
+        if self._prompt_only:
+            event = cut(event, 0, "length")
+        delta = answer.feed(event)
+        if delta.stopped or self._prompt_only:
+            self._server.client.finish(answer.request.id, answer.num_tokens)
+        self._server.recorder.delivered(answer.request, delta.event, time.monotonic())
+        return delta
+
+    def _fail(self, index: int, request: Request, error: ForewordError) -> None:
+        self._failed.add(request.id)
+        self._server.recorder.failed(request, error)
+        self._queue.put_nowait((index, error))

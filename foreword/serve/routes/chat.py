@@ -1,0 +1,35 @@
+"""POST /v1/chat/completions"""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request, Response
+
+from foreword.core.request import Request as EngineRequest
+from foreword.serve.chat_writer import ChatWriter
+from foreword.serve.errors import naming
+from foreword.serve.generation import Generation
+from foreword.serve.respond import caller_of, head_of, respond, wanted_of
+from foreword.serve.schema.chat import ChatBody, plain_messages
+from foreword.serve.state import ServerDep, away_from_loop
+
+__all__ = ["router"]
+
+router = APIRouter()
+
+
+@router.post("/v1/chat/completions")
+async def chat_completions(body: ChatBody, request: Request, server: ServerDep) -> Response:
+    """Answer a conversation."""
+    server.check_model(body.model)
+    params = server.settle(body.params())
+    wanted, head, caller = wanted_of(body, params), head_of(server, "chatcmpl", params), caller_of(request, body)
+    server.admission.check(params.n)
+
+    def prepare() -> list[EngineRequest]:
+        ids = server.chat_ids(plain_messages(body.messages), body.rendering(), bool(body.add_special_tokens))
+        return server.requests(ids, params, head.id, caller)
+
+    with naming({"prompt": "messages"}):
+        requests = await away_from_loop(request, prepare)
+    generation = Generation(server, requests)
+    return await respond(request, generation, ChatWriter(server, generation, params.n, head, wanted), bool(body.stream))

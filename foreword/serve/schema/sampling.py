@@ -1,0 +1,151 @@
+"""The fields that choose how tokens are sampled, as OpenAI and vLLM name them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from foreword.core.params import SamplingParams, Speculation
+from foreword.errors import InvalidRequest
+from foreword.serve.errors import naming
+from foreword.serve.schema.base import Body
+
+__all__ = ["SamplingBody", "SpeculationBody", "StreamOptions"]
+
+MAX_STOPS, MAX_STOP_LENGTH = 64, 1024
+PASSED_ON = (
+    "n",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "bad_words",
+    "allowed_token_ids",
+    "min_tokens",
+    "max_tokens",
+    "stop_token_ids",
+    "include_stop_str_in_output",
+    "ignore_eos",
+    "skip_special_tokens",
+    "prompt_logprobs",
+    "seed",
+)
+
+
+class StreamOptions(Body):
+    """include_usage: a last chunk with usage and no choices."""
+
+    accepted: ClassVar[frozenset[str]] = frozenset({"include_obfuscation"})
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {"continuous_usage_stats": (False,)}
+    include_usage: bool | None = None
+
+
+class SpeculationBody(Body):
+    """How this request wants to be speculated for; None: as the server does."""
+
+    method: str | None = None
+    max_tokens: int | None = None
+
+
+class SamplingBody(Body):
+    """Fields of chat and completions alike. A field that is null is as good as left out."""
+
+    accepted: ClassVar[frozenset[str]] = frozenset(
+        {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"}
+    )
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "guided_json": (),
+        "guided_regex": (),
+        "guided_choice": (),
+        "guided_grammar": (),
+        "guided_decoding_backend": (),
+        "structured_outputs": (),
+        "grammar": ("",),
+        "logits_processors": ([],),
+        "logit_processors": ([],),
+        "use_beam_search": (False,),
+        "length_penalty": (1, 1.0),
+        "truncate_prompt_tokens": (),
+        "spaces_between_special_tokens": (True,),
+        "cache_salt": ("",),
+        "kv_transfer_params": (),
+        "vllm_xargs": ({},),
+        "lora_request": (),
+        "mm_processor_kwargs": ({},),
+        "response_format": ({"type": "text"},),
+        "prediction": (),
+        "mirostat": (0,),
+        "typical_p": (1, 1.0),
+    }
+
+    model: str | None = None
+    n: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    bad_words: list[str] | None = None
+    allowed_token_ids: list[int] | None = None
+    min_tokens: int | None = None
+    max_tokens: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    prompt_logprobs: int | None = None
+    seed: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    priority: int | None = None
+    speculation: SpeculationBody | None = None
+    metrics: bool | None = None
+    return_token_ids: bool | None = None
+
+    @property
+    def wants_usage(self) -> bool:
+        """Raises InvalidRequest for stream options without a stream."""
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequest("stream_options needs stream: true", "stream_options")
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    def params_with(self, names: Mapping[str, str], **changes: Any) -> SamplingParams:
+        """The parameters, `changes` in place of the fields of that name.
+
+        names  of changed fields as this body calls them, for errors
+        """
+        self._check_stop()
+        if self.prompt_logprobs is not None and self.stream:
+            raise InvalidRequest("prompt_logprobs is not available in a stream", "prompt_logprobs")
+        given: dict[str, Any] = {name: getattr(self, name) for name in PASSED_ON}
+        given |= {"stop": self.stop, "logit_bias": self._bias(), "speculation": self._speculation(), **changes}
+        with naming(names):
+            return SamplingParams(**{name: value for name, value in given.items() if value is not None})
+
+    def _speculation(self) -> Speculation:
+        wanted = self.speculation
+        if wanted is None:
+            return Speculation()
+        return Speculation("auto" if wanted.method is None else wanted.method, wanted.max_tokens)
+
+    def _bias(self) -> dict[int, float] | None:
+        if self.logit_bias is None:
+            return None
+        for key in self.logit_bias:
+            if not (key.isascii() and key.isdigit()):
+                raise InvalidRequest(f"logit_bias: {key!r:.40} is not a token id", "logit_bias")
+        return {int(key): value for key, value in self.logit_bias.items()}
+
+    def _check_stop(self) -> None:
+        stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        if len(stops) > MAX_STOPS:
+            raise InvalidRequest(f"stop may hold at most {MAX_STOPS} texts, got {len(stops)}", "stop")
+        if max(map(len, stops), default=0) > MAX_STOP_LENGTH:
+            raise InvalidRequest(f"a text of stop may have at most {MAX_STOP_LENGTH} characters", "stop")

@@ -1,0 +1,162 @@
+"""How answers are written: what chat and completions have in common."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from foreword.serve.generation import Generation
+from foreword.serve.logprobs import prompt_logprobs
+from foreword.serve.state import Server
+from foreword.text.answer import Answer, Delta
+
+__all__ = ["Head", "Wanted", "Writer"]
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What every chunk of an answer repeats.
+
+    seed  of the first choice; with it the same request gives the same answer again
+    """
+
+    id: str
+    created: int
+    model: str
+    system_fingerprint: str
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What the caller asked to be told beside the text.
+
+    usage  a chunk of usage at the end of a stream
+    """
+
+    logprobs: bool = False
+    metrics: bool = False
+    token_ids: bool = False
+    usage: bool = False
+
+
+class Writer(ABC):
+    """Builds response bodies. Choices stand in order of prompt, `per_prompt` for each.
+
+    kind, chunk_kind  `object` of a whole answer and of a chunk
+    """
+
+    kind: ClassVar[str]
+    chunk_kind: ClassVar[str]
+
+    def __init__(self, server: Server, generation: Generation, per_prompt: int, head: Head, wanted: Wanted) -> None:
+        self.server = server
+        self.answers: Sequence[Answer] = generation.answers
+        self.wanted = wanted
+        self._per_prompt = per_prompt
+        self._head = head
+        self._begun: set[int] = set()
+
+    @abstractmethod
+    def whole_choice(self, index: int, answer: Answer) -> dict[str, Any]:
+        """What is the endpoint's own in a choice of a whole answer."""
+
+    @abstractmethod
+    def chunk_choice(self, index: int, delta: Delta, first: bool) -> dict[str, Any]:
+        """What is the endpoint's own in a choice of a chunk; `first` of this choice."""
+
+    def opening(self) -> Iterable[dict[str, Any]]:
+        """Chunks before anything was generated."""
+        return ()
+
+    def whole(self) -> dict[str, Any]:
+        """The body of an answer that is not streamed."""
+        choices = [self._whole_choice(index, answer) for index, answer in enumerate(self.answers)]
+        return {**self.head(self.kind), "choices": choices, "usage": self.usage(), **self._single(choices)}
+
+    def chunk(self, index: int, delta: Delta) -> dict[str, Any] | None:
+        """The chunk of one delta, or None if it holds nothing for the caller."""
+        first = index not in self._begun
+        carries = delta.text or delta.finish_reason or (delta.event.token_ids and (self.wanted.logprobs or self.wanted.token_ids))
+        if not carries:
+            return None
+        self._begun.add(index)
+        choice = {
+            "index": index,
+            **self.chunk_choice(index, delta, first),
+            "finish_reason": delta.finish_reason,
+            "stop_reason": delta.stop_reason,
+            **self._chunk_extras(index, delta, first),
+        }
+        return {**self.chunk_of(choice), **self._single([choice])}
+
+    def usage_chunk(self) -> dict[str, Any] | None:
+        """The last chunk, if it was asked for: usage and no choices."""
+        return {**self.head(self.chunk_kind), "choices": [], "usage": self.usage()} if self.wanted.usage else None
+
+    def usage(self) -> dict[str, Any]:
+        """What was delivered. A prompt counts once, however many choices it has."""
+        firsts = self.answers[:: self._per_prompt]
+        prompt = sum(len(answer.request.prompt_ids) for answer in firsts)
+        completion = sum(answer.num_tokens for answer in self.answers)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": sum(answer.num_cached for answer in firsts)},
+        }
+
+    def returned(self, num_choices: int) -> None:
+        """The answer was sent with that many choices."""
+        self.server.recorder.returned(num_choices)
+
+    def head(self, kind: str) -> dict[str, Any]:
+        head = self._head
+        return {
+            "id": head.id,
+            "object": kind,
+            "created": head.created,
+            "model": head.model,
+            "system_fingerprint": head.system_fingerprint,
+            "seed": head.seed,
+        }
+
+    def chunk_of(self, choice: dict[str, Any]) -> dict[str, Any]:
+        usage = {"usage": None} if self.wanted.usage else {}
+        return {**self.head(self.chunk_kind), "choices": [choice], **usage}
+
+    def _whole_choice(self, index: int, answer: Answer) -> dict[str, Any]:
+        choice = {
+            "index": index,
+            **self.whole_choice(index, answer),
+            "finish_reason": answer.finish_reason,
+            "stop_reason": answer.stop_reason,
+            **self._metrics(answer),
+        }
+        if self.wanted.token_ids:
+            choice |= {"prompt_token_ids": list(answer.request.prompt_ids), "token_ids": answer.token_ids}
+        if answer.request.params.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = prompt_logprobs(answer.prompt_logprobs, self.server.tokenizer)
+        return choice
+
+    def _chunk_extras(self, index: int, delta: Delta, first: bool) -> dict[str, Any]:
+        extras: dict[str, Any] = {}
+        if self.wanted.token_ids:
+            prompt = {"prompt_token_ids": list(self.answers[index].request.prompt_ids)} if first else {}
+            extras |= {**prompt, "token_ids": list(delta.event.token_ids)}
+        if self.wanted.metrics:
+            extras["accepted_draft_tokens"] = delta.event.draft.accepted if delta.event.draft else 0
+            extras["tokens"] = [list(piece) for piece in delta.pieces]
+            extras |= self._metrics(self.answers[index]) if delta.finish_reason else {}
+        return extras
+
+    def _metrics(self, answer: Answer) -> dict[str, Any]:
+        found = self.server.recorder.answer_metrics(answer.request.id) if self.wanted.metrics else None
+        return {} if found is None else {"metrics": found.as_dict()}
+
+    def _single(self, choices: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """The figures of an only choice stand beside `usage` too."""
+        alone = len(self.answers) == 1 and "metrics" in choices[0]
+        return {"metrics": choices[0]["metrics"]} if alone else {}

@@ -1,0 +1,111 @@
+"""A real uvicorn on a free port of the loopback, with a fake engine behind it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import uvicorn
+
+from foreword.config import Config
+from foreword.metrics.recorder import Recorder
+from foreword.serve.app import create_app
+from tests.fakes import FakeClient, Script, byte_tokenizer, engine_info
+
+MODEL = "fake-model"
+
+
+@dataclass
+class Running:
+    """A server that runs in a thread."""
+
+    url: str
+    client: FakeClient
+    http: httpx.Client
+    openai: openai.OpenAI
+    app: Any
+
+    def say(self, script: Script | Callable[[Any], Script]) -> None:
+        self.client.script = script
+
+    def chat(self, **fields: Any) -> Any:
+        fields.setdefault("messages", [{"role": "user", "content": "Hi"}])
+        extra = {name: fields.pop(name) for name in list(fields) if name not in OPENAI_FIELDS}
+        return self.openai.chat.completions.create(model=MODEL, extra_body=extra, **fields)
+
+    def complete(self, prompt: Any = "Hi", **fields: Any) -> Any:
+        extra = {name: fields.pop(name) for name in list(fields) if name not in OPENAI_FIELDS}
+        return self.openai.completions.create(model=MODEL, prompt=prompt, extra_body=extra, **fields)
+
+    def idle(self) -> bool:
+        return not self.client.live and self.app.state.server.admission.open == 0
+
+    def wait_until_idle(self) -> None:
+        deadline = time.monotonic() + 5
+        while not self.idle():
+            assert time.monotonic() < deadline, "something was not freed"
+            time.sleep(0.005)
+
+
+OPENAI_FIELDS = frozenset(
+    "messages n stream stream_options temperature top_p seed stop max_tokens max_completion_tokens logprobs top_logprobs "
+    "logit_bias user metadata presence_penalty frequency_penalty echo suffix best_of tools tool_choice response_format "
+    "parallel_tool_calls store service_tier timeout".split()
+)
+
+
+@contextlib.contextmanager
+def running(config: Config | None = None, client: FakeClient | None = None, key: str = "none") -> Iterator[Running]:
+    config, client = config or Config(), client or FakeClient()
+    info = engine_info(config=config)
+    app = create_app(config, client, byte_tokenizer(), Recorder(info.resolved.drafters), MODEL)
+    listener = socket.create_server(("127.0.0.1", 0))
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=1))
+
+    async def main() -> None:
+        await client.start()
+        await server.serve(sockets=[listener])
+
+    thread = threading.Thread(target=lambda: asyncio.run(main()))
+    thread.start()
+    try:
+        while not server.started:
+            time.sleep(0.005)
+            assert thread.is_alive()
+        with (
+            httpx.Client(base_url=url, timeout=20) as http,
+            openai.OpenAI(base_url=url + "/v1", api_key=key, max_retries=0, timeout=20) as talker,
+        ):
+            yield Running(url, client, http, talker, app)
+    finally:
+        server.should_exit = True
+        thread.join(10)
+        listener.close()
+    assert not thread.is_alive()
+
+
+@pytest.fixture(scope="session")
+def shared() -> Iterator[Running]:
+    with running() as server:
+        yield server
+
+
+@pytest.fixture
+def served(shared: Running) -> Iterator[Running]:
+    """The shared server, asked nothing so far; afterwards everything must be free again."""
+    client = shared.client
+    client.script = Script()
+    for log in (client.submitted, client.finished, client.aborted):
+        log.clear()
+    yield shared
+    shared.wait_until_idle()
