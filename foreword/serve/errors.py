@@ -41,8 +41,9 @@ def naming(names: Mapping[str, str]) -> Iterator[None]:
     except InvalidRequest as error:
         if error.param is None or error.param not in names:
             raise
+        rest = error.message.removeprefix(error.param)
         outer = names[error.param]
-        raise type(error)(error.message.replace(error.param, outer, 1), outer) from None
+        raise type(error)(error.message if rest == error.message else outer + rest, outer) from None
 
 
 def add_error_handlers(app: FastAPI) -> None:

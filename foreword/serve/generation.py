@@ -46,7 +46,7 @@ class Generation:
                 events = self._server.client.submit(answer.request)
                 self._server.recorder.arrived(answer.request)
                 self._tasks.append(asyncio.create_task(self._follow(index, answer, events)))
-        except ForewordError:
+        except BaseException:
             self.close()
             raise
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import socket
 import threading
 import time
@@ -56,10 +57,8 @@ class Running:
             time.sleep(0.005)
 
 
-OPENAI_FIELDS = frozenset(
-    "messages n stream stream_options temperature top_p seed stop max_tokens max_completion_tokens logprobs top_logprobs "
-    "logit_bias user metadata presence_penalty frequency_penalty echo suffix best_of tools tool_choice response_format "
-    "parallel_tool_calls store service_tier timeout".split()
+OPENAI_FIELDS = frozenset(inspect.signature(openai.resources.chat.Completions.create).parameters) | frozenset(
+    inspect.signature(openai.resources.Completions.create).parameters
 )
 
 

@@ -11,7 +11,7 @@ BURSTS = [(1,), (3,), (2, 5, 1), (64,)]
 
 
 def pieces(stream: Any) -> list[Any]:
-    return [chunk for chunk in stream]
+    return list(stream)
 
 
 def text_of(chunks: list[Any], index: int = 0) -> str:
@@ -71,11 +71,27 @@ def test_template_options_reach_the_template(served: Running) -> None:
 
 def test_parameters_reach_the_engine(served: Running) -> None:
     served.chat(
-        temperature=0.5, top_p=0.9, top_k=7, min_p=0.1, seed=42, presence_penalty=1, frequency_penalty=-1, repetition_penalty=1.1,
-        logit_bias={"65": 5}, bad_words=["no"], allowed_token_ids=[65, 66], min_tokens=2, max_completion_tokens=5, stop=["x", "y"],
-        stop_token_ids=[67], include_stop_str_in_output=True, ignore_eos=True, skip_special_tokens=False, priority=3,
+        temperature=0.5,
+        top_p=0.9,
+        top_k=7,
+        min_p=0.1,
+        seed=42,
+        presence_penalty=1,
+        frequency_penalty=-1,
+        repetition_penalty=1.1,
+        logit_bias={"65": 5},
+        bad_words=["no"],
+        allowed_token_ids=[65, 66],
+        min_tokens=2,
+        max_completion_tokens=5,
+        stop=["x", "y"],
+        stop_token_ids=[67],
+        include_stop_str_in_output=True,
+        ignore_eos=True,
+        skip_special_tokens=False,
+        priority=3,
         speculation={"method": "off", "max_tokens": 2},
-    )  # fmt: skip
+    )
     request = served.client.submitted[0]
     params = request.params
     assert (params.temperature, params.top_p, params.top_k, params.min_p) == (0.5, 0.9, 7, 0.1)
@@ -104,8 +120,13 @@ def test_nulls_are_as_good_as_nothing(served: Running) -> None:
 
 def test_harmless_fields_are_taken(served: Running) -> None:
     answer = served.chat(
-        user="me", metadata={"a": "b"}, store=False, service_tier="auto", parallel_tool_calls=False, response_format={"type": "text"}
-    )  # fmt: skip
+        user="me",
+        metadata={"a": "b"},
+        store=False,
+        service_tier="auto",
+        parallel_tool_calls=False,
+        response_format={"type": "text"},
+    )
     assert answer.choices[0].message.content == "Hello world"
 
 
@@ -116,7 +137,9 @@ def by_choice(request: Request) -> Script:
 def test_choices(served: Running) -> None:
     served.say(by_choice)
     answer = served.chat(n=3, seed=7)
-    assert [(c.index, c.message.content, c.finish_reason) for c in answer.choices] == [(i, f"answer {i}", "stop") for i in range(3)]
+    assert [(c.index, c.message.content, c.finish_reason) for c in answer.choices] == [
+        (i, f"answer {i}", "stop") for i in range(3)
+    ]
     assert [request.seed for request in served.client.submitted] == [7, 8, 9]
     assert answer.seed == 7
     assert answer.usage.completion_tokens == 3 * 9
@@ -140,7 +163,9 @@ def test_a_seed_is_drawn_and_told(served: Running) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_stop_string_across_bursts(served: Running, bursts: tuple[int, ...], stream: bool) -> None:
     served.say(Script("one STOP two", bursts))
-    answer = served.chat(stop="STOP", stream=stream, logprobs=True, **({"stream_options": {"include_usage": True}} if stream else {}))
+    answer = served.chat(
+        stop="STOP", stream=stream, logprobs=True, **({"stream_options": {"include_usage": True}} if stream else {})
+    )
     if stream:
         chunks = pieces(answer)
         text, reasons, usage = text_of(chunks), reasons_of(chunks), chunks[-1].usage

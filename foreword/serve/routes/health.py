@@ -35,6 +35,7 @@ async def live() -> Response:
 
 @router.get("/version")
 async def version_of_foreword() -> Response:
+    """The version of this server."""
     try:
         return Json({"version": version("foreword")})
     except PackageNotFoundError:  # run from a source tree that was never installed
