@@ -175,6 +175,10 @@ class LLM:
         for _, delta in self._run(job.requests):
             yield from (StreamPiece(piece, guessed) for piece, guessed in delta.pieces)
 
+    def render_metrics(self) -> bytes:
+        """What `/metrics` would show of this engine, in Prometheus text."""
+        return self._recorder.render()
+
     def check(self) -> None:
         """Assert the integrity of the engine's bookkeeping."""
         self._client.check()
