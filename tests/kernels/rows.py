@@ -6,8 +6,8 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-KINDS = ("plain", "flat", "steep", "ties", "equal", "few", "huge", "zeros")
-UNSOUND = ("masked", "nan", "inf")
+KINDS = ("plain", "flat", "steep", "ties", "equal", "few", "huge", "tied scores", "zeros")
+UNSOUND = ("masked", "nan", "-nan", "inf")
 
 
 def make_row(kind: str, width: int, seed: int) -> Tensor:
@@ -19,6 +19,8 @@ def make_row(kind: str, width: int, seed: int) -> Tensor:
         row.round_()
     elif kind == "equal":
         row.fill_(1.5)
+    elif kind == "tied scores":
+        row = row.round() * 1e10  # too coarse for noise to tell apart
     elif kind == "few":
         row[torch.rand(width, generator=generator) < 0.9] = -torch.inf
         row[place] = 1.0
