@@ -49,7 +49,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     folder = tmp_path_factory.mktemp("native")
     source = ROOT / "foreword/kernels/csrc/sampler.cpp"
     subprocess.run(
-        ["g++", "-shared", "-fPIC", *compile_flags(), "-Wall", "-Wextra", "-Werror", "-o", folder / "_native.so", source],
+        ["g++", "-shared", "-fPIC", *compile_flags(), "-Wall", "-Wextra", "-o", folder / "_native.so", source],
         check=True,
     )
     built, reason = load_library(folder)

@@ -25,7 +25,7 @@
 namespace foreword {
 namespace {
 
-constexpr float NEGATIVE = -std::numeric_limits<float>::infinity();
+constexpr float MASKED = -std::numeric_limits<float>::infinity();
 
 // A float as a whole number of the same order: unlike a float's, its maximum may be taken in any order, so in vectors.
 inline int32_t ordered(float value) {
@@ -46,7 +46,7 @@ struct Peak {
 };
 
 WIDEST Peak find_peak(const float* values, int64_t width) {
-    int32_t top = ordered(NEGATIVE), nans = 0;
+    int32_t top = ordered(MASKED), nans = 0;
     for (int64_t i = 0; i < width; i++) {
         top = std::max(top, ordered(values[i]));
         nans |= values[i] != values[i];
@@ -61,11 +61,11 @@ inline void load_chunk(Row row, int64_t first, float (&values)[CHUNK]) {
         std::memcpy(values, row.values + first, sizeof values);
         return;
     }
-    for (int i = 0; i < CHUNK; i++) values[i] = first + i < row.width ? row.values[first + i] : NEGATIVE;
+    for (int i = 0; i < CHUNK; i++) values[i] = first + i < row.width ? row.values[first + i] : MASKED;
 }
 
 inline float chunk_max(const float (&values)[CHUNK]) {
-    int32_t top = ordered(NEGATIVE);
+    int32_t top = ordered(MASKED);
     for (float value : values) top = std::max(top, ordered(value));
     return from_ordered(top);
 }
@@ -85,7 +85,7 @@ WIDEST void sample_chunk(Row row, Key key, int64_t first, Best& best) {
     for (int i = 0; i < CHUNK; i++) bounds[i] = values[i] + noise_bound(words[i]);
     if (chunk_max(bounds) < best.score) return;
     for (int i = 0; i < CHUNK; i++) {
-        if (bounds[i] < best.score || values[i] == NEGATIVE) continue;
+        if (bounds[i] < best.score || values[i] == MASKED) continue;
         const Best found = {values[i] + noise(words[i]), first + i};
         if (found.score > best.score || (found.score == best.score && found.id < best.id)) best = found;
     }
@@ -100,7 +100,7 @@ int64_t sample_row(Row row, Key key, bool greedy) {
     if (!peak.sound) return -1;
     const int64_t likeliest = find(row, peak.value);
     if (greedy) return likeliest;
-    Best best = {NEGATIVE, row.width};
+    Best best = {MASKED, row.width};
     sample_chunk(row, key, likeliest / CHUNK * CHUNK, best);  // a high score early lets the others be skipped
     for (int64_t first = 0; first < row.width; first += CHUNK) sample_chunk(row, key, first, best);
     return best.id;
@@ -113,7 +113,7 @@ WIDEST int64_t masses(Row row, float top, int64_t* weights) {
         float values[CHUNK];
         int64_t found[CHUNK] = {};
         load_chunk(row, first, values);
-        if (chunk_max(values) != NEGATIVE)
+        if (chunk_max(values) != MASKED)
             for (int i = 0; i < CHUNK; i++) found[i] = mass(static_cast<double>(values[i]) - static_cast<double>(top));
         for (int64_t weight : found) sum += weight;
         if (weights) std::memcpy(weights + first, found, std::min<int64_t>(CHUNK, row.width - first) * sizeof *found);
@@ -156,7 +156,7 @@ std::vector<Entry> first_ids(Row row, float top, int64_t k) {
 }
 
 void keep(Row row, const std::vector<Entry>& kept) {
-    std::fill(row.values, row.values + row.width, NEGATIVE);
+    std::fill(row.values, row.values + row.width, MASKED);
     for (const Entry& entry : kept) row.values[entry.id] = entry.value;
 }
 
@@ -178,7 +178,7 @@ void keep_top_p_row(Row row, double p, std::vector<int64_t>& weights) {
 WIDEST void keep_min_p_row(Row row, float top, double floor) {
     for (int64_t i = 0; i < row.width; i++) {
         const double distance = static_cast<double>(row.values[i]) - static_cast<double>(top);
-        row.values[i] = distance >= floor ? row.values[i] : NEGATIVE;
+        row.values[i] = distance >= floor ? row.values[i] : MASKED;
     }
 }
 
@@ -191,7 +191,7 @@ void top_ids_row(Row row, int64_t k, int64_t* ids) {
         for (const Entry& entry : found) ids[filled++] = entry.id;
     }
     for (int64_t id = 0; filled < k; id++)
-        if (!peak.sound || row.values[id] == NEGATIVE) ids[filled++] = id;
+        if (!peak.sound || row.values[id] == MASKED) ids[filled++] = id;
 }
 
 Row row_at(const float* logits, int64_t width, int64_t r) { return {const_cast<float*>(logits) + r * width, width}; }
