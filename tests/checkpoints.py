@@ -45,7 +45,7 @@ COMMON: dict[str, Any] = {
 }
 GEMMA: dict[str, Any] = {
     "head_dim": 16,
-    "hidden_act": None,
+    "hidden_act": ...,
     "hidden_activation": "gelu_pytorch_tanh",
     "query_pre_attn_scalar": 16,
     "sliding_window": 24,
@@ -72,10 +72,10 @@ ARCHITECTURES = {
 
 
 def write_checkpoint(path: Path, family: str = "llama", seed: int = 0, dtype: str = "float32", **overrides: Any) -> Path:
-    """A checkpoint directory of a family with options of config.json overridden (None removes one)."""
+    """A checkpoint directory of a family with options of config.json overridden (... removes one, None writes null)."""
     path.mkdir(parents=True, exist_ok=True)
     config = {**COMMON, **FAMILIES[family], "torch_dtype": dtype, **overrides}
-    config = {key: value for key, value in config.items() if value is not None}
+    config = {key: value for key, value in config.items() if value is not ...}
     config |= {"model_type": family, "architectures": [ARCHITECTURES[family]]}
     _write_json(path / "config.json", config)
     kind = getattr(torch, dtype)
@@ -168,7 +168,7 @@ def _norm_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 def _attention_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     family, hidden, heads = config["model_type"], config["hidden_size"], config["num_attention_heads"]
     head_dim = config.get("head_dim", hidden // heads)
-    q, kv = heads * head_dim, config.get("num_key_value_heads", heads) * head_dim
+    q, kv = heads * head_dim, (config["num_key_value_heads"] or heads) * head_dim
     outputs = {"qkv_proj": q + 2 * kv} if family == "phi3" else {"q_proj": q, "k_proj": kv, "v_proj": kv}
     result: dict[str, tuple[int, ...]] = {f"self_attn.{name}.weight": (size, hidden) for name, size in outputs.items()}
     result["self_attn.o_proj.weight"] = (hidden, q)

@@ -77,6 +77,16 @@ def test_rows_do_not_depend_on_their_number_place_or_neighbours(dtype: torch.dty
         assert same_bits(operation(moved)[-37:], alone[:37]), name
 
 
+@pytest.mark.parametrize("inputs, outputs", [(512, 2048), (2048, 512)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_products_large_enough_for_other_kernels(dtype: torch.dtype, inputs: int, outputs: int):
+    packed = OPS.pack_linear(randn(outputs, inputs, seed=1, dtype=dtype))
+    rows = randn(80, inputs, seed=2, dtype=dtype)
+    whole = OPS.linear(rows, packed)
+    for count in (1, 15, 16, 17, 33, 64):
+        assert same_bits(OPS.linear(rows[-count:], packed), whole[-count:]), count
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_threads_do_not_matter_to_a_row(dtype: torch.dtype):
     torch.set_num_threads(reference_threads(2))
@@ -224,6 +234,16 @@ def test_attention_does_not_depend_on_chunks(cuts: list[int], window: int | None
     cache = Cache([600], 2, 16, dtype)
     whole = run(cache, [(0, 0, 600)], 6, window=window, softcap=None)
     agree(chunked(cache, 0, 600, cuts, 6, window=window, softcap=None), whole)
+
+
+@pytest.mark.parametrize("window", [None, 16, 250, 290])
+def test_attention_around_the_edge_of_a_kv_tile(window: int | None):
+    length = WIDTH + 60
+    cache = Cache([length], 1, 16)
+    whole = run(cache, [(0, 0, length)], 1, window=window)
+    for start in range(WIDTH - 20, WIDTH + 40):
+        rows = run(cache, [(0, start, start + 16)], 1, window=window)
+        agree(rows, {key: whole[key] for key in rows})
 
 
 @pytest.mark.parametrize("count", COUNTS)

@@ -1,0 +1,40 @@
+"""Drives a model without an engine."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from foreword.cache.storage import KVStorage
+from foreword.core.batch import Chunk, build_batch
+from foreword.kernels.ops import Ops
+from foreword.kernels.reference import Reference
+from foreword.models.loader import load_model
+
+__all__ = ["Driver"]
+
+
+class Driver:
+    """One request at a time, in blocks that are not in order."""
+
+    def __init__(self, path: Path, max_len: int = 512, dtype: str = "float32", ops: Ops | None = None, block_size: int = 16):
+        self.model = load_model(path, ops or Reference(), dtype, "cpu", max_len)
+        self.block_size = block_size
+        num_blocks = -(-max_len // block_size)
+        self.kv = KVStorage(num_blocks, block_size, self.model.kv_layers, dtype)
+        self.blocks = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(0)).add(1).tolist()
+
+    def logits(self, token_ids: Sequence[int], start: int = 0) -> Tensor:
+        """float32 [len(token_ids), V]; the positions before `start` are in the cache."""
+        chunk = Chunk(token_ids, start, self.blocks, len(token_ids))
+        batch = build_batch([chunk], self.block_size, self.model.ops.row_tile, "cpu")
+        with torch.inference_mode():
+            return self.model.logits(self.model.forward(batch, self.kv)[batch.sample_rows])
+
+    def greedy(self, prompt: Sequence[int], count: int) -> list[int]:
+        """The next `count` tokens."""
+        output = [int(self.logits(prompt)[-1].argmax())]
+        while len(output) < count:
+            output.append(int(self.logits(output[-1:], len(prompt) + len(output) - 1)[0].argmax()))
+        return output

@@ -1,0 +1,170 @@
+"""Every architecture against transformers, in float32: logits, and what is generated."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from foreword.kernels.reference import Reference
+from foreword.models.loader import ARCHITECTURES, load_model, read_facts
+from tests.checkpoints import FAMILIES, VOCAB_SIZE, write_checkpoint
+from tests.models.driving import Driver
+
+LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+LONG = {"type": "longrope", "short_factor": [1.0, 1.1, 1.3, 1.5, 1.7, 2.0, 2.2, 2.5], "long_factor": [4.0] * 8}
+ODD = {"num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 20, "hidden_size": 72, "intermediate_size": 100}
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    **{family: (family, {}) for family in FAMILIES},
+    "llama-tied": ("llama", {"tie_word_embeddings": True}),
+    "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama-odd-shape": ("llama", {**ODD, "hidden_size": 72}),
+    "llama-no-groups": ("llama", {"num_key_value_heads": None}),
+    "llama-gelu": ("llama", {"hidden_act": "gelu"}),
+    "llama-llama3": ("llama", {"rope_scaling": {**LLAMA3, "original_max_position_embeddings": 32}}),
+    "llama-linear": ("llama", {"rope_scaling": {"type": "linear", "factor": 2.5}}),
+    "llama-dynamic": ("llama", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}),
+    "llama-yarn": ("llama", {"rope_scaling": YARN}),
+    "llama-yarn-fine": ("llama", {"rope_scaling": {**YARN, "beta_fast": 16, "beta_slow": 2, "attention_factor": 1.2}}),
+    "llama-longrope": ("llama", {"rope_scaling": {**LONG, "original_max_position_embeddings": 512}}),
+    "llama-rope-parameters": (
+        "llama",
+        {"rope_theta": ..., "rope_parameters": {**YARN, "rope_theta": 5000.0, "rope_type": "yarn"}},
+    ),
+    "mistral-window": ("mistral", {"sliding_window": 20}),
+    "mistral-odd-shape": ("mistral", {**ODD, "sliding_window": 33}),
+    "qwen2-odd-shape": ("qwen2", {**ODD, "head_dim": ...}),
+    "qwen2-windows": ("qwen2", {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1}),
+    "qwen2-tied": ("qwen2", {"tie_word_embeddings": True}),
+    "qwen3-odd-shape": ("qwen3", ODD),
+    "qwen3-biases": ("qwen3", {"attention_bias": True}),
+    "phi3-partial": ("phi3", {"partial_rotary_factor": 0.5}),
+    "phi3-long": ("phi3", {"rope_scaling": LONG, "max_position_embeddings": 1024, "original_max_position_embeddings": 512}),
+    "phi3-window": ("phi3", {"sliding_window": 30}),
+    "gemma2-odd-shape": ("gemma2", {**ODD, "query_pre_attn_scalar": 30, "num_hidden_layers": 3}),
+    "gemma2-layer-types": ("gemma2", {"layer_types": ["full_attention", "sliding_attention"]}),
+    "gemma3-odd-shape": ("gemma3_text", {**ODD, "num_hidden_layers": 3}),
+    "gemma3-scaled": ("gemma3_text", {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}),
+    "gemma3-rope-parameters": (
+        "gemma3_text",
+        {
+            "rope_theta": ...,
+            "rope_local_base_freq": ...,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 50000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
+            },
+        },
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def peer(path: Path) -> Any:
+    transformers.utils.logging.disable_progress_bar()
+    return transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+
+
+@pytest.fixture
+def prompt() -> list[int]:
+    return torch.randint(0, 256, (70,), generator=torch.Generator().manual_seed(7)).tolist()
+
+
+def test_every_architecture_is_compared():
+    assert {family for family, _ in CASES.values()} == set(ARCHITECTURES) == set(FAMILIES)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_equal_to_transformers(case: str, tmp_path: Path, prompt: list[int]):
+    family, overrides = CASES[case]
+    path = write_checkpoint(tmp_path / family, family, **overrides)
+    theirs, ours = peer(path), Driver(path)
+    assert sum(item.numel() for item in theirs.parameters()) == ours.model.facts.parameters == read_facts(path).parameters
+    with torch.inference_mode():
+        expected = theirs(torch.tensor([prompt])).logits[0]
+        generated = theirs.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+            max_new_tokens=64,
+            do_sample=False,
+            eos_token_id=None,
+        )
+    torch.testing.assert_close(ours.logits(prompt), expected, atol=1e-4, rtol=0)
+    output = ours.greedy(prompt, 64)
+    assert output == generated[0, len(prompt) :].tolist()
+    assert len(set(output)) > 20, "an output that collapses into a loop compares too little"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_chunks_and_single_tokens_give_the_same_bits(family: str, dtype: str, tmp_path: Path, prompt: list[int]):
+    path = write_checkpoint(tmp_path / family, family, dtype=dtype)
+    ours = Driver(path, dtype=dtype, block_size=4)
+    whole = ours.logits(prompt)
+    pieces = torch.cat([ours.logits(prompt[start:end], start) for start, end in [(0, 1), (1, 18), (18, 66)]])
+    singles = torch.cat([ours.logits(prompt[index : index + 1], index) for index in range(66, 70)])
+    assert torch.equal(torch.cat((pieces, singles)).view(torch.int32), whole.view(torch.int32))
+    assert whole.isfinite().all()
+
+
+def test_windows_matter(tmp_path: Path, prompt: list[int]):
+    """The comparison with a window would notice one that is ignored."""
+    narrow = Driver(write_checkpoint(tmp_path / "narrow", "mistral", sliding_window=20))
+    wide = Driver(write_checkpoint(tmp_path / "wide", "mistral", sliding_window=None))
+    assert narrow.model.window == 20 and wide.model.window is None
+    left, right = narrow.logits(prompt), wide.logits(prompt)
+    assert torch.equal(left[:20], right[:20])
+    assert (left[30:] - right[30:]).abs().amax() > 0.1
+
+
+def test_facts_of_a_checkpoint(tmp_path: Path):
+    facts = read_facts(write_checkpoint(tmp_path, "qwen3", dtype="bfloat16", head_dim=24, num_hidden_layers=3))
+    assert (facts.architecture, facts.context, facts.dtype, facts.vocab_size) == ("qwen3", 512, "bfloat16", VOCAB_SIZE)
+    assert facts.kv_values_per_token == 3 * 2 * 2 * 24
+
+
+@pytest.mark.parametrize(
+    "scaling, context",
+    [
+        ({"type": "dynamic", "factor": 2.0}, 1024),
+        ({"type": "linear", "factor": 2.0}, 512),
+        ({**YARN, "original_max_position_embeddings": 256}, 1024),
+        ({**LLAMA3, "original_max_position_embeddings": 64}, 512),
+    ],
+)
+def test_context_of_scaled_ropes(tmp_path: Path, scaling: dict[str, Any], context: int):
+    assert read_facts(write_checkpoint(tmp_path, rope_scaling=scaling)).context == context
+
+
+def test_dynamic_frequencies_follow_the_longest_context_not_the_current_one(tmp_path: Path, prompt: list[int]):
+    """A deliberate difference from transformers, beyond the original length."""
+    path = write_checkpoint(tmp_path, rope_scaling={"type": "dynamic", "factor": 2.0}, max_position_embeddings=64)
+    short, long = Driver(path, max_len=64), Driver(path, max_len=128)
+    assert not torch.equal(short.logits(prompt[:8]), long.logits(prompt[:8]))
+    with torch.inference_mode():
+        expected = peer(path)(torch.tensor([[*prompt, *prompt][:128]])).logits[0]
+    torch.testing.assert_close(long.logits([*prompt, *prompt][:128]), expected, atol=1e-4, rtol=0)
+
+
+def test_bfloat16_weights_are_read_as_they_are(tmp_path: Path, prompt: list[int]):
+    path = write_checkpoint(tmp_path, dtype="bfloat16")
+    with torch.inference_mode():
+        expected = peer(path)(torch.tensor([prompt])).logits[0]
+    torch.testing.assert_close(Driver(path).logits(prompt), expected, atol=1e-4, rtol=0)
+
+
+def test_progress_ends_at_the_total(tmp_path: Path):
+    seen: list[tuple[int, int]] = []
+    load_model(write_checkpoint(tmp_path), Reference(), "float32", "cpu", 64, lambda done, total: seen.append((done, total)))
+    assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+    assert seen[-1][0] == seen[-1][1] and len({total for _, total in seen}) == 1
