@@ -33,9 +33,8 @@ def rope_from_table(
     options: ConfigReader, head_dim: int, context: int, theta: float, share: float = 1.0, original: int | None = None
 ) -> RopeConfig:
     """One table of RoPE options; `theta`, `share` and `original` hold where it does not say otherwise."""
-    key = "rope_type" if "rope_type" in options else "type"
-    rope_type = options.choice(key, NAMES, "default")
-    options.expect("type", options.raw("type", None))
+    rope_type = options.choice("rope_type" if "rope_type" in options else "type", NAMES, "default")
+    options.expect("type", options.raw("rope_type", options.raw("type", None)))
     rotary_dim = int(head_dim * options.number("partial_rotary_factor", share))
     rope = RopeConfig(rope_type, options.number("rope_theta", theta), rotary_dim)
     original = original or options.whole("original_max_position_embeddings", context)

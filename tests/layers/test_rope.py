@@ -1,0 +1,65 @@
+"""Frequencies against transformers' own functions."""
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from foreword.layers.rope import ROPE_TYPES, Rope, RopeConfig, frequencies
+
+DIM, CONTEXT = 32, 4096
+OURS: dict[str, dict[str, Any]] = {
+    "linear": {"factor": 3.0},
+    "dynamic": {"factor": 2.0},
+    "llama3": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original": 1024},
+    "yarn": {"factor": 4.0, "original": 1024, "beta_fast": 24.0, "beta_slow": 1.5, "mscale": 0.8, "mscale_all_dim": 0.5},
+    "longrope": {
+        "factor": 4.0,
+        "original": 1024,
+        "short_factor": tuple(1 + index / 20 for index in range(DIM // 2)),
+        "long_factor": tuple(2 + index / 5 for index in range(DIM // 2)),
+    },
+}
+
+
+def expected(rope_type: str, options: dict[str, Any], length: int | None) -> tuple[torch.Tensor, float]:
+    names = {"original": "original_max_position_embeddings"}
+    given = {names.get(key, key): list(value) if isinstance(value, tuple) else value for key, value in options.items()}
+    rope = {"rope_type": rope_type, "rope_theta": 5000.0, **given}
+    config = LlamaConfig(
+        hidden_size=DIM * 2, num_attention_heads=2, max_position_embeddings=CONTEXT, rope_parameters=rope, num_hidden_layers=1
+    )
+    return ROPE_INIT_FUNCTIONS[rope_type](config, torch.device("cpu"), seq_len=length)
+
+
+@pytest.mark.parametrize("rope_type", OURS)
+@pytest.mark.parametrize("max_len", [512, 1024, 1025, 4096, 9000])
+def test_frequencies_for_the_longest_context_are_transformers_for_that_length(rope_type: str, max_len: int):
+    options = OURS[rope_type]
+    config = RopeConfig(rope_type, 5000.0, DIM, **{"original": CONTEXT, **options})
+    ours, scale = frequencies(config, max_len)
+    theirs, their_scale = expected(rope_type, options, max_len)
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)
+    assert scale == pytest.approx(their_scale)
+
+
+def test_every_type_is_compared():
+    assert set(OURS) | {"default"} == set(ROPE_TYPES)
+
+
+def test_rows_of_the_table():
+    rope = Rope(RopeConfig("default", 100.0, 4), 50, "cpu")
+    cos, sin = rope.rows(torch.tensor([0, 7]))
+    angles = torch.tensor([7.0, 0.7, 7.0, 0.7])
+    torch.testing.assert_close(cos, torch.stack((torch.ones(4), angles.cos())))
+    torch.testing.assert_close(sin, torch.stack((torch.zeros(4), angles.sin())))
+
+
+def test_a_longer_table_begins_with_the_shorter_one():
+    """Only where frequencies do not depend on the longest context."""
+    short, long = (Rope(RopeConfig("default", 10000.0, 16), size, "cpu") for size in (10, 100))
+    positions = torch.arange(10)
+    for left, right in zip(short.rows(positions), long.rows(positions), strict=True):
+        torch.testing.assert_close(left, right, atol=1e-7, rtol=0)

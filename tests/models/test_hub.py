@@ -1,0 +1,45 @@
+"""Names of models become directories, or errors that say what to do."""
+
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+
+from foreword.errors import CheckpointError
+from foreword.models.hub import resolve_path
+
+
+def test_a_directory_is_itself(tmp_path: Path):
+    assert resolve_path(str(tmp_path)) == tmp_path
+
+
+@pytest.mark.parametrize("name", ["/nowhere/at/all", "./missing", "missing", "a/b/c", "missing/"])
+def test_a_missing_directory_is_not_looked_for_on_the_hub(name: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: pytest.fail("asked the hub"))
+    with pytest.raises(CheckpointError, match="there is no directory"):
+        resolve_path(name)
+
+
+def test_a_file_is_not_a_checkpoint(tmp_path: Path):
+    (tmp_path / "model.gguf").touch()
+    with pytest.raises(CheckpointError, match="is a file"):
+        resolve_path(str(tmp_path / "model.gguf"))
+
+
+def test_a_model_id_is_fetched_without_pickles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    asked: list[tuple[str, list[str]]] = []
+
+    def download(name: str, allow_patterns: list[str]) -> str:
+        asked.append((name, allow_patterns))
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    assert resolve_path("someone/some-model") == tmp_path
+    assert asked[0][0] == "someone/some-model" and not any("bin" in pattern for pattern in asked[0][1])
+
+
+def test_offline_the_error_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(CheckpointError, match="hf download someone/some-model --local-dir DIR"):
+        resolve_path("someone/some-model")

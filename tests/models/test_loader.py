@@ -1,0 +1,179 @@
+"""What cannot be served is refused, and the message names it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from foreword.errors import CheckpointError
+from foreword.kernels.reference import Reference
+from foreword.models.loader import load_model, read_facts
+from tests.checkpoints import write_checkpoint
+from tests.models.driving import Driver
+
+
+def load(path: Path) -> Any:
+    return load_model(path, Reference(), "float32", "cpu", 64)
+
+
+def change_tensors(path: Path, change: Any) -> None:
+    tensors = load_file(path / "model.safetensors")
+    change(tensors)
+    save_file({name: tensor.clone() for name, tensor in tensors.items()}, path / "model.safetensors")
+
+
+def shard(path: Path) -> list[Path]:
+    """Split the checkpoint into two files with an index."""
+    tensors = load_file(path / "model.safetensors")
+    names = sorted(tensors)
+    files = {"model-00001-of-00002.safetensors": names[::2], "model-00002-of-00002.safetensors": names[1::2]}
+    for file, part in files.items():
+        save_file({name: tensors[name].clone() for name in part}, path / file)
+    weight_map = {name: file for file, part in files.items() for name in part}
+    (path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    (path / "model.safetensors").unlink()
+    return [path / file for file in files]
+
+
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("llama", {"hidden_act": "relu6"}, "hidden_act"),
+    ("llama", {"rope_scaling": {"type": "spiral", "factor": 2}}, "type"),
+    ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0, "twist": 3}}, "twist"),
+    ("llama", {"rope_scaling": {"type": "linear"}}, "factor"),
+    ("llama", {"rope_scaling": {"type": "linear", "rope_type": "dynamic", "factor": 2.0}}, "type"),
+    ("llama", {"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}}, "short_factor"),
+    ("llama", {"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
+    ("llama", {"num_key_value_heads": 3}, "num_key_value_heads"),
+    ("llama", {"hidden_size": "64"}, "hidden_size"),
+    ("llama", {"hidden_size": ...}, "hidden_size"),
+    ("llama", {"num_hidden_layers": 0}, "num_hidden_layers"),
+    ("llama", {"torch_dtype": "float8_e4m3fn"}, "torch_dtype"),
+    ("llama", {"tie_word_embeddings": "yes"}, "tie_word_embeddings"),
+    ("llama", {"partial_rotary_factor": 1.5}, "partial_rotary_factor"),
+    ("llama", {"sliding_window": 32}, "sliding_window"),
+    ("llama", {"num_experts": 8}, "num_experts"),
+    ("mistral", {"attention_bias": True}, "attention_bias"),
+    ("mistral", {"sliding_window": 32, "layer_types": ["full_attention", "chunked_attention"]}, "layer_types"),
+    ("mistral", {"sliding_window": None, "layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
+    ("mistral", {"layer_types": ["full_attention"]}, "layer_types"),
+    ("qwen2", {"use_mrope": True}, "use_mrope"),
+    ("phi3", {"attention_bias": True}, "attention_bias"),
+    ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+    ("gemma3_text", {"rope_parameters": {"linear_attention": {"rope_type": "default"}}}, "linear_attention"),
+]
+
+
+@pytest.mark.parametrize("family, overrides, name", REFUSED)
+def test_options_that_are_not_honoured_are_refused_by_name(family: str, overrides: dict[str, Any], name: str, tmp_path: Path):
+    path = write_checkpoint(tmp_path, family)
+    config = {**json.loads((path / "config.json").read_text()), **overrides}
+    (path / "config.json").write_text(json.dumps({key: value for key, value in config.items() if value is not ...}))
+    with pytest.raises(CheckpointError, match=f"`{name}`"):
+        read_facts(path)
+
+
+def test_irrelevant_and_unset_options_are_ignored(tmp_path: Path):
+    extra = {
+        "transformers_version": "4.40.0",
+        "use_cache": True,
+        "_name_or_path": "x",
+        "novelty": None,
+        "initializer_range": 0.02,
+    }
+    assert read_facts(write_checkpoint(tmp_path, **extra)).parameters > 0
+
+
+def test_an_unknown_architecture_names_the_known_ones(tmp_path: Path):
+    path = write_checkpoint(tmp_path)
+    (path / "config.json").write_text(json.dumps({"model_type": "mamba"}))
+    with pytest.raises(CheckpointError, match=r"'mamba' is not supported; known: gemma2, .*llama"):
+        read_facts(path)
+
+
+@pytest.mark.parametrize(
+    "text, message", [("{", "is not JSON"), ("[]", "JSON object"), ("{}", "`model_type`"), (None, "no config.json")]
+)
+def test_a_broken_config(text: str | None, message: str, tmp_path: Path):
+    if text is not None:
+        (tmp_path / "config.json").write_text(text)
+    with pytest.raises(CheckpointError, match=message):
+        read_facts(tmp_path)
+
+
+def test_shards_hold_the_same_model(tmp_path: Path):
+    path = write_checkpoint(tmp_path)
+    whole = Driver(path).logits([1, 2, 3])
+    shard(path)
+    assert torch.equal(Driver(path).logits([1, 2, 3]), whole)
+
+
+def test_a_missing_shard_is_named(tmp_path: Path):
+    first, _ = shard(write_checkpoint(tmp_path))
+    first.unlink()
+    with pytest.raises(CheckpointError, match=first.name):
+        load(tmp_path)
+
+
+def test_a_truncated_file_is_named(tmp_path: Path):
+    file = write_checkpoint(tmp_path) / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is damaged"):
+        load(tmp_path)
+
+
+def test_a_missing_tensor_is_named(tmp_path: Path):
+    change_tensors(write_checkpoint(tmp_path), lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"))
+    with pytest.raises(CheckpointError, match=r"`model\.layers\.1\.mlp\.up_proj\.weight` \[96, 64\] is missing"):
+        load(tmp_path)
+
+
+def test_an_unexpected_tensor_is_named(tmp_path: Path):
+    change_tensors(write_checkpoint(tmp_path), lambda tensors: tensors.update({"model.layers.0.self_attn.sinks": torch.ones(4)}))
+    with pytest.raises(CheckpointError, match=r"unexpected tensors: model\.layers\.0\.self_attn\.sinks"):
+        load(tmp_path)
+
+
+def test_tensors_that_old_checkpoints_hold_too_are_ignored(tmp_path: Path):
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
+
+    change_tensors(write_checkpoint(tmp_path, tie_word_embeddings=True), change)
+    assert load(tmp_path).facts == read_facts(tmp_path)
+
+
+def test_a_wrong_shape_is_named(tmp_path: Path):
+    change_tensors(write_checkpoint(tmp_path), lambda tensors: tensors.update({"model.norm.weight": torch.ones(65)}))
+    with pytest.raises(CheckpointError, match=r"`model\.norm\.weight` is \[65\], the config says \[64\]"):
+        load(tmp_path)
+
+
+def test_a_wrong_type_is_named(tmp_path: Path):
+    change_tensors(
+        write_checkpoint(tmp_path), lambda tensors: tensors.update({"model.norm.weight": torch.ones(64, dtype=torch.int8)})
+    )
+    with pytest.raises(CheckpointError, match=r"`model\.norm\.weight` is of type torch\.int8"):
+        load(tmp_path)
+
+
+def test_pickled_weights_are_refused(tmp_path: Path):
+    path = write_checkpoint(tmp_path)
+    (path / "model.safetensors").rename(path / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match=r"pytorch_model\.bin"):
+        load(path)
+
+
+def test_no_weights_at_all(tmp_path: Path):
+    (write_checkpoint(tmp_path) / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"holds neither model\.safetensors"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("weight_map", [None, {}, "x"])
+def test_an_index_without_a_map(weight_map: Any, tmp_path: Path):
+    (write_checkpoint(tmp_path) / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(CheckpointError, match="weight_map"):
+        load(tmp_path)
