@@ -168,7 +168,7 @@ class LLM:
     def stream(self, prompt: Prompt | Sequence[Message], params: SamplingParams | None = None) -> Iterator[StreamPiece]:
         """Answer a text, or a list of messages, piece by piece. Leaving the loop ends the request."""
         conversation = isinstance(prompt, Sequence) and not isinstance(prompt, str)
-        text: Prompt = self._render(prompt) if conversation else prompt  # type: ignore[arg-type, assignment]
+        text: Prompt = self._render(prompt) if conversation else prompt  # type: ignore[assignment]
         (job,) = self._jobs([text], params, add_special_tokens=not conversation)
         if len(job.requests) != 1:
             raise InvalidRequest("a stream has one choice: n must be 1", "n")
@@ -198,6 +198,7 @@ class LLM:
         return [self._job(prompt, one, add_special_tokens) for prompt, one in zip(listed, each, strict=True)]
 
     def _job(self, prompt: Prompt, params: SamplingParams, add_special_tokens: bool) -> _Job:
+        text: str | None
         if isinstance(prompt, str):
             text, ids = prompt, tuple(self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens))
         elif "prompt_token_ids" in prompt:

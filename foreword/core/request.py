@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from foreword.core.events import TokenLogprob
 from foreword.core.params import SamplingParams
 
 __all__ = ["Request", "RequestState"]
@@ -91,7 +92,7 @@ class RequestState:
         self._stop_ids = frozenset((*eos, *request.params.stop_token_ids))
         self.output_counts: Counter[int] = Counter(request.delivered_ids)
         self.prompt_counts: Counter[int] | None = None
-        self.prompt_logprobs: list[object] = []
+        self.prompt_logprobs: list[TokenLogprob] = []
         self.scheduled_s: float | None = None
 
     @property

@@ -81,6 +81,7 @@ class ProcessClient:
         self._connection: Connection | None = None
         self._ready: asyncio.Future[EngineInfo] | None = None
         self._outbox: SimpleQueue[Any] = SimpleQueue()
+        self._threads: list[threading.Thread] = []
         self._closing = False
 
     async def start(self) -> EngineInfo:
@@ -94,7 +95,9 @@ class ProcessClient:
         ours.close()
         self._send(self._start)
         for run in (self._read, self._write):
-            threading.Thread(target=run, args=(loop, self._connection), name=f"engine-{run.__name__}", daemon=True).start()
+            thread = threading.Thread(target=run, args=(loop, self._connection), name=f"engine-{run.__name__}", daemon=True)
+            thread.start()
+            self._threads.append(thread)
         self.info = await self._ready
         return self.info
 
@@ -121,13 +124,17 @@ class ProcessClient:
         self.alive = False
         if self._process is None or self._connection is None:
             return
-        with contextlib.suppress(OSError):
-            socket.socket(fileno=os.dup(self._connection.fileno())).shutdown(socket.SHUT_RDWR)
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self._connection.fileno())) as ours:
+            ours.shutdown(socket.SHUT_RDWR)
         try:
             await asyncio.to_thread(self._process.wait, CLOSE_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
             await asyncio.to_thread(self._process.wait)
+        self._send(None)
+        for thread in self._threads:
+            await asyncio.to_thread(thread.join)
+        self._connection.close()
 
     async def _events(self, request_id: str, queue: asyncio.Queue[Event | None]) -> AsyncIterator[Event]:
         try:

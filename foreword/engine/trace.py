@@ -89,7 +89,7 @@ def _request(record: dict[str, Any]) -> Request:
     params = record.pop("params")
     params["speculation"] = Speculation(**params["speculation"])
     params["logit_bias"] = {int(token_id): bias for token_id, bias in params["logit_bias"].items()}
-    fixed = {name: tuple(value) if isinstance(value, list) else value for name, value in record.items()}
+    fixed: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in record.items()}
     return Request(**fixed, params=SamplingParams(**params))
 
 

@@ -1,0 +1,89 @@
+"""The draft model: agrees with itself, forgets what was rejected, lives on little memory and a short context."""
+
+from pathlib import Path
+
+import pytest
+
+from foreword import LLM, SamplingParams
+from foreword.errors import ConfigError
+from tests.checkpoints import write_checkpoint, write_drafter
+
+PROMPTS = [{"prompt_token_ids": [40 + i, 41, 42, 43 + i]} for i in range(6)]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("draft") / "model", "llama", seed=5)
+
+
+def load(model: Path, drafter: Path | None, **options: object) -> LLM:
+    defaults = {"max_model_len": 96, "kv_cache_memory": "2000tokens", "threads": 1}
+    speculate = "draft" if drafter else "off"
+    return LLM(str(model), speculate=speculate, draft_model=str(drafter) if drafter else None, **(defaults | options))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"temperature": 0.0},
+        {"temperature": 1.0, "seed": 3},
+        {"temperature": 0.8, "top_p": 0.9, "repetition_penalty": 1.2, "seed": 9},
+    ],
+)
+def test_a_drafter_equal_to_the_target_is_always_right(checkpoint: Path, params: dict[str, float]) -> None:
+    """Same weights, same noise, same history: every drafted token is what the target samples."""
+    llm = load(checkpoint, checkpoint)
+    for output in llm.generate(PROMPTS, SamplingParams(max_tokens=30, ignore_eos=True, **params)):  # type: ignore[arg-type]
+        assert output.metrics is not None
+        assert output.metrics.draft_tokens_acceptance == 1.0
+        assert output.metrics.verify_steps == 6  # 1 token from the prompt's step, then 5 a step
+
+
+def test_a_rejected_guess_leaves_no_trace(checkpoint: Path, tmp_path: Path) -> None:
+    """A drafter that is wrong now and then keeps its acceptance: its KV never holds a rejected token."""
+    rounded = write_checkpoint(tmp_path / "rounded", "llama", seed=5, dtype="bfloat16")
+    llm = load(checkpoint, rounded)
+    params = SamplingParams(temperature=0, max_tokens=80, ignore_eos=True)
+    outputs = llm.generate(PROMPTS, params)
+    rates = [output.metrics.draft_tokens_acceptance for output in outputs if output.metrics]
+    assert any(rate and rate < 1.0 for rate in rates), "the test needs rejections"
+    assert sum(rate or 0 for rate in rates) / len(rates) > 0.5, "a drafter this close stays close to the end"
+    assert [o.token_ids for o in outputs] == [o.token_ids for o in load(checkpoint, None).generate(PROMPTS, params)]
+
+
+def test_a_shorter_context_drafts_as_far_as_it_reaches(checkpoint: Path, tmp_path: Path) -> None:
+    short = write_checkpoint(tmp_path / "short", "llama", seed=5, max_position_embeddings=32)
+    llm = load(checkpoint, short)
+    params = SamplingParams(temperature=0, max_tokens=80, ignore_eos=True)
+    outputs = llm.generate(PROMPTS, params)
+    assert [o.token_ids for o in outputs] == [o.token_ids for o in load(checkpoint, None).generate(PROMPTS, params)]
+    for output in outputs:
+        assert output.metrics is not None and output.metrics.draft_tokens is not None
+        assert 20 <= output.metrics.draft_tokens <= 32
+
+
+def test_too_little_memory_for_all_costs_drafts_not_requests(checkpoint: Path) -> None:
+    llm = load(checkpoint, checkpoint, kv_cache_memory="128tokens", max_model_len=96)
+    outputs = llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=80, ignore_eos=True))
+    assert {len(output.token_ids) for output in outputs} == {80}
+    llm.check()
+
+
+def test_a_long_prompt_is_caught_up_in_chunks(checkpoint: Path) -> None:
+    llm = load(checkpoint, checkpoint, max_num_batched_tokens=8, max_num_seqs=2)
+    prompt = {"prompt_token_ids": [(7 * i) % 200 + 10 for i in range(60)]}
+    (output,) = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=30, ignore_eos=True))
+    assert output.metrics is not None and output.metrics.draft_tokens_acceptance == 1.0
+    assert output.metrics.draft_tokens
+
+
+def test_another_tokenizer_is_refused_by_its_first_difference(checkpoint: Path, tmp_path: Path) -> None:
+    other = write_drafter(tmp_path / "other")
+    text = (other / "tokenizer.json").read_text().replace("<|im_start|>", "<|im_begin|>")
+    (other / "tokenizer.json").write_text(text)
+    with pytest.raises(ConfigError, match="im_"):
+        load(checkpoint, other)
+
+
+def test_an_unfit_size_is_said(checkpoint: Path) -> None:
+    assert any("1/1.0" in warning for warning in load(checkpoint, checkpoint).info.warnings)

@@ -1,0 +1,144 @@
+"""The engine in a process of its own: a real process, really killed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from foreword.config import Config
+from foreword.core.events import Failed, Tokens
+from foreword.core.params import SamplingParams, Speculation
+from foreword.core.request import Request
+from foreword.engine.client import ProcessClient
+from foreword.errors import CheckpointError, ConfigError, EngineDead, InvalidRequest
+from tests.checkpoints import EOS, write_checkpoint
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("process") / "model", "llama", seed=5)
+
+
+@pytest.fixture
+async def client(checkpoint: Path) -> AsyncIterator[ProcessClient]:
+    client = ProcessClient(config_of(checkpoint), unused_ids=())
+    await client.start()
+    yield client
+    await client.close()
+    assert client._process is not None and client._process.poll() is not None
+
+
+def config_of(checkpoint: Path, **options: object) -> Config:
+    defaults = {"kv_cache_memory": "4000tokens", "threads": 1, "log_level": "warning"}
+    return Config(model=str(checkpoint), **(defaults | options))  # type: ignore[arg-type]
+
+
+def make_request(name: str, seed: int = 1, max_tokens: int | None = 12, **params: object) -> Request:
+    sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True, **params)  # type: ignore[arg-type]
+    return Request(name, (40, 41, 42, 40, 41), sampling, seed, eos_token_ids=(EOS,))
+
+
+async def collect(client: ProcessClient, request: Request) -> list[int]:
+    token_ids: list[int] = []
+    async for event in client.submit(request):
+        assert isinstance(event, Tokens) and event.index == len(token_ids)
+        token_ids += event.token_ids
+    return token_ids
+
+
+async def settled(client: ProcessClient) -> None:
+    """Wait until the engine says that nothing runs any more."""
+    async with asyncio.timeout(20):
+        while client.stats.requests_running or client.stats.requests_waiting or client.stats.kv_cache_usage_ratio:
+            await asyncio.sleep(0.01)
+
+
+async def test_many_at_once_and_steps_are_told(client: ProcessClient) -> None:
+    steps = []
+    client.on_step = steps.append
+    answers = await asyncio.gather(*(collect(client, make_request(str(i), seed=i % 2)) for i in range(8)))
+    assert {len(answer) for answer in answers} == {12}
+    assert len({tuple(answer) for answer in answers}) == 2
+    assert steps and steps[-1].stage_seconds.keys() >= {"schedule", "assemble", "forward", "sample", "draft", "commit"}
+
+
+async def test_an_abort_frees_everything_at_once(client: ProcessClient) -> None:
+    stream = client.submit(make_request("a", max_tokens=None))
+    await anext(stream)
+    client.abort("a")
+    assert [event async for event in stream if isinstance(event, Failed)] == []
+    await collect(client, make_request("b"))
+    await settled(client)
+
+
+async def test_leaving_a_stream_early_aborts_it(client: ProcessClient) -> None:
+    stream = client.submit(make_request("a", max_tokens=None))
+    await anext(stream)
+    await stream.aclose()  # type: ignore[attr-defined]
+    await collect(client, make_request("b"))
+    await settled(client)
+
+
+async def test_a_bad_request_ends_alone(client: ProcessClient) -> None:
+    bad = make_request("bad", speculation=Speculation("draft"))
+    good, events = await asyncio.gather(collect(client, make_request("good")), _events(client, bad))
+    assert len(good) == 12
+    (failed,) = events
+    assert isinstance(failed, Failed) and isinstance(failed.error, InvalidRequest)
+    assert failed.error.param == "speculation.method" and "ngram" in failed.error.message
+
+
+async def _events(client: ProcessClient, request: Request) -> list[object]:
+    return [event async for event in client.submit(request)]
+
+
+async def test_a_killed_engine_fails_what_is_open_and_says_so(client: ProcessClient) -> None:
+    stream = client.submit(make_request("a", max_tokens=None))
+    first = await anext(stream)
+    assert isinstance(first, Tokens)
+    assert client._process is not None
+    os.kill(client._process.pid, signal.SIGKILL)
+    async with asyncio.timeout(20):
+        events = [event async for event in stream]
+        await client.dead.wait()
+    assert isinstance(events[-1], Failed) and isinstance(events[-1].error, EngineDead)
+    assert not client.alive
+    with pytest.raises(EngineDead):
+        client.submit(make_request("b"))
+
+
+async def test_loading_is_reported(checkpoint: Path) -> None:
+    progress: list[tuple[int, int]] = []
+    client = ProcessClient(config_of(checkpoint), (), lambda done, total: progress.append((done, total)))
+    info = await client.start()
+    assert info.architecture == "llama" and info.resolved.drafters == ("ngram",)
+    assert progress and progress[-1][0] == progress[-1][1] > 0
+    await client.close()
+    assert not client.dead.is_set()
+
+
+async def test_what_does_not_fit_is_refused_with_the_limit(checkpoint: Path) -> None:
+    client = ProcessClient(config_of(checkpoint, max_model_len=100_000), ())
+    with pytest.raises(ConfigError, match="100000 does not fit") as caught:
+        await client.start()
+    assert caught.value.param == "max_model_len"
+    await client.close()
+
+
+async def test_a_missing_checkpoint_is_refused(tmp_path: Path) -> None:
+    client = ProcessClient(config_of(tmp_path / "nowhere"), ())
+    with pytest.raises(CheckpointError, match="nowhere"):
+        await client.start()
+    await client.close()
+
+
+def test_the_client_does_not_import_torch() -> None:
+    code = "import sys, foreword.engine.client; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
