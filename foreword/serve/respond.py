@@ -35,6 +35,7 @@ def head_of(server: Server, prefix: str, params: SamplingParams) -> Head:
 def wanted_of(body: SamplingBody, params: SamplingParams) -> Wanted:
     return Wanted(
         logprobs=params.logprobs is not None,
+        prompt_logprobs=body.prompt_logprobs is not None,
         metrics=bool(body.metrics),
         token_ids=bool(body.return_token_ids),
         usage=body.wants_usage,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -37,6 +38,7 @@ class Wanted:
     """
 
     logprobs: bool = False
+    prompt_logprobs: bool = False
     metrics: bool = False
     token_ids: bool = False
     usage: bool = False
@@ -58,6 +60,7 @@ class Writer(ABC):
         self._per_prompt = per_prompt
         self._head = head
         self._begun: set[int] = set()
+        self._accepted: Counter[int] = Counter()  # by choice, not yet told
 
     @abstractmethod
     def whole_choice(self, index: int, answer: Answer) -> dict[str, Any]:
@@ -79,6 +82,7 @@ class Writer(ABC):
     def chunk(self, index: int, delta: Delta) -> dict[str, Any] | None:
         """The chunk of one delta, or None if it holds nothing for the caller."""
         first = index not in self._begun
+        self._accepted[index] += delta.event.draft.accepted if delta.event.draft else 0
         carries = delta.text or delta.finish_reason or (delta.event.token_ids and (self.wanted.logprobs or self.wanted.token_ids))
         if not carries:
             return None
@@ -137,7 +141,7 @@ class Writer(ABC):
         }
         if self.wanted.token_ids:
             choice |= {"prompt_token_ids": list(answer.request.prompt_ids), "token_ids": answer.token_ids}
-        if answer.request.params.prompt_logprobs is not None:
+        if self.wanted.prompt_logprobs:
             choice["prompt_logprobs"] = prompt_logprobs(answer.prompt_logprobs, self.server.tokenizer)
         return choice
 
@@ -147,7 +151,7 @@ class Writer(ABC):
             prompt = {"prompt_token_ids": list(self.answers[index].request.prompt_ids)} if first else {}
             extras |= {**prompt, "token_ids": list(delta.event.token_ids)}
         if self.wanted.metrics:
-            extras["accepted_draft_tokens"] = delta.event.draft.accepted if delta.event.draft else 0
+            extras["accepted_draft_tokens"] = self._accepted.pop(index)
             extras["tokens"] = [list(piece) for piece in delta.pieces]
             extras |= self._metrics(self.answers[index]) if delta.finish_reason else {}
         return extras

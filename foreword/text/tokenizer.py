@@ -86,9 +86,7 @@ class Tokenizer:
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            raise InvalidRequest(
-                f"prompt is not valid Unicode: a lone surrogate at character {error.start}", "prompt"
-            ) from None
+            raise InvalidRequest(f"prompt is not valid Unicode: a lone surrogate at character {error.start}", "prompt") from None
         # Of the two, encode_batch is the one that releases the interpreter's lock.
         ids: list[int] = self._backend.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
         return ids

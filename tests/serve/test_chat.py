@@ -233,6 +233,13 @@ def test_draft_marks_in_a_stream(served: Running) -> None:
     assert chunks[-1].metrics["verify_steps"] == 3
 
 
+def test_guesses_in_text_that_was_held_back_are_told_later(served: Running) -> None:
+    served.say(Script("STxy", (2,)))
+    chunks = pieces(served.chat(metrics=True, stream=True, stop="STOP"))
+    told = [(c.choices[0].tokens, c.choices[0].accepted_draft_tokens) for c in chunks if hasattr(c.choices[0], "tokens")]
+    assert told == [([["S", True], ["T", False], ["x", True], ["y", False]], 2), ([], 1)]
+
+
 def test_a_failed_choice_is_an_error(served: Running) -> None:
     served.say(lambda request: Script("abcdef", fail_after=3 if request.id.endswith("-1") else None))
     with pytest.raises(openai.InternalServerError, match="the script says so"):

@@ -14,8 +14,10 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from fastapi import Request
 
 from foreword.config import Config
+from foreword.serve.state import away_from_loop
 from tests.fakes import FakeClient, Script
 from tests.serve.conftest import MODEL, Running, running
 
@@ -235,6 +237,19 @@ def test_a_large_body_is_refused_before_it_is_sent(guarded: Running) -> None:
         assert raw.recv(1000).startswith(b"HTTP/1.1 413")
 
 
+@pytest.mark.parametrize("framing", ["Content-Length: 5000000", "Transfer-Encoding: chunked"])
+def test_a_client_that_sends_on_still_gets_the_refusal(guarded: Running, framing: str) -> None:
+    host, port = guarded.url.removeprefix("http://").split(":")
+    part = b"x" * 50_000 if framing.startswith("Content") else b"c350\r\n" + b"x" * 50_000 + b"\r\n"
+    with socket.create_connection((host, int(port)), timeout=10) as raw:
+        raw.sendall(f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer beta\r\n{framing}\r\n\r\n".encode())
+        for _ in range(100):
+            raw.sendall(part)
+            time.sleep(0.001)
+        raw.sendall(b"" if framing.startswith("Content") else b"0\r\n\r\n")
+        assert raw.recv(1000).startswith(b"HTTP/1.1 413")
+
+
 def test_a_body_below_the_limit_is_read(guarded: Running) -> None:
     reply = guarded.http.post(CHAT, json={"messages": [{"role": "user", "content": "x" * 200_000}]}, headers=keyed("beta"))
     assert reply.status_code == 400 and reply.json()["error"]["code"] == "context_length_exceeded"
@@ -276,14 +291,7 @@ def test_many_at_once(served: Running) -> None:
     assert asyncio.run(everyone()) == [f"text {i}" for i in range(100)]
 
 
-def test_a_big_prompt_holds_nobody_up(served: Running) -> None:
-    body = {"messages": [{"role": "user", "content": "word and word " * 40_000}]}
-    poster = threading.Thread(target=lambda: served.http.post(CHAT, json=body))
-    poster.start()
-    longest = 0.0
-    with httpx.Client(base_url=served.url) as other:
-        while poster.is_alive():
-            began = time.monotonic()
-            other.get("/live")
-            longest = max(longest, time.monotonic() - began)
-    assert longest < 1.5
+@pytest.mark.parametrize(("size", "elsewhere"), [(100, False), (100_000, True)])
+async def test_a_big_prompt_is_prepared_in_a_thread(size: int, elsewhere: bool) -> None:
+    request = Request({"type": "http", "state": {"body_bytes": size}})
+    assert (await away_from_loop(request, threading.get_ident) != threading.get_ident()) == elsewhere

@@ -40,6 +40,7 @@ TOOLS = """{%- set ns = namespace(found=false, last=0) -%}
 {%- if tools is not none -%}TOOLS{%- endif -%}
 {%- if enable_thinking is defined and not enable_thinking -%}<think></think>{%- endif -%}
 {{ ns.last }}{{ strftime_now('%Y')[:2] }}{% if add_generation_prompt %}<|im_start|>assistant{% endif %}"""
+TRIMS = "{% for message in messages %}{{ message['role'] + ':' + message['content'] | trim + eos_token }}{% endfor %}"
 PLAIN = [{"role": "system", "content": 'Be <brief> & "exact".'}, {"role": "user", "content": " Hi there \n"}]
 LONG = [*PLAIN, {"role": "assistant", "content": "Hello, ü 👍 "}, {"role": "user", "content": "And?\n\n"}]
 OPEN = [*PLAIN, {"role": "assistant", "content": "The answer is "}]
@@ -60,7 +61,7 @@ def test_renders_as_transformers(tmp_path: Path, template: str, messages: Any, o
         assert ours.render(messages, add_generation_prompt=generation, options=options) == expected
 
 
-@pytest.mark.parametrize("template", [CHATML, STRICT], ids=["keeps spaces", "trims"])
+@pytest.mark.parametrize("template", [CHATML, STRICT, TRIMS], ids=["keeps spaces", "trims and adds one", "trims"])
 def test_continues_the_final_message_as_transformers(tmp_path: Path, template: str) -> None:
     ours, theirs = both(tmp_path, template)
     expected = theirs.apply_chat_template(OPEN, tokenize=False, continue_final_message=True)

@@ -1,0 +1,95 @@
+"""The choices of a request, without HTTP around them."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from foreword.config import Config
+from foreword.core.params import SamplingParams
+from foreword.errors import EngineDead, Overloaded, RequestFailed
+from foreword.metrics.recorder import Recorder
+from foreword.serve.app import create_app
+from foreword.serve.generation import Generation
+from foreword.serve.state import Caller, Server
+from tests.fakes import FakeClient, Script, byte_tokenizer
+
+
+async def server_of(client: FakeClient, **config: Any) -> Server:
+    await client.start()
+    app = create_app(Config(**config), client, byte_tokenizer(), Recorder(("ngram",)), "m")
+    server: Server = app.state.server
+    return server
+
+
+def generation(server: Server, n: int = 2) -> Generation:
+    return Generation(server, server.requests([1, 2], SamplingParams(n=n), "r", Caller("", 0)))
+
+
+async def test_what_never_began_is_freed_too() -> None:
+    client = FakeClient()
+    server = await server_of(client)
+    begun = generation(server)
+    begun.start()
+    begun.close()
+    assert client.aborted == ["r-0", "r-1"] and not client.live
+    assert server.admission.open == 0
+    begun.close()
+    assert server.admission.open == 0
+
+
+async def test_a_refused_choice_takes_the_others_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    client = FakeClient()
+    server = await server_of(client)
+    submit = client.submit
+
+    def dying(request: Any) -> Any:
+        if request.id == "r-1":
+            raise EngineDead("gone")
+        return submit(request)
+
+    monkeypatch.setattr(client, "submit", dying)
+    with pytest.raises(EngineDead):
+        generation(server).start()
+    assert client.aborted == ["r-0"] and server.admission.open == 0
+
+
+async def test_the_queue_is_bounded() -> None:
+    server = await server_of(FakeClient(), max_waiting=3)
+    first, second = generation(server), generation(server)
+    first.start()
+    with pytest.raises(Overloaded):
+        second.start()
+    second.close()
+    assert server.admission.open == 2
+    first.close()
+
+
+async def test_an_engine_that_stops_short_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    client = FakeClient(Script("abc", hang_after=1))
+    begun = generation(await server_of(client), n=1)
+    begun.start()
+    asyncio.get_running_loop().call_later(0.03, client.live.discard, "r-0")
+    with pytest.raises(RequestFailed, match="without an answer"):
+        await begun.collect()
+    begun.close()
+
+
+async def test_a_fault_of_ours_ends_only_that_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    client = FakeClient()
+    begun = generation(await server_of(client))
+
+    def broken(event: Any) -> Any:
+        raise ZeroDivisionError
+
+    class Broken:
+        def __getattr__(self, name: str) -> Any:
+            return broken if name == "feed" else getattr(healthy, name)
+
+    healthy = begun.answers[0]
+    begun.answers[0] = Broken()  # type: ignore[call-overload]
+    begun.start()
+    ends = [(index, item) async for index, item in begun.deltas() if isinstance(item, RequestFailed) or item.finish_reason]
+    assert sorted(index for index, _ in ends) == [0, 1]
+    assert begun.answers[1].text == "Hello world" and client.aborted == ["r-0"]
+    begun.close()
