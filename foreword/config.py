@@ -18,6 +18,7 @@ __all__ = ["Config", "EngineInfo", "Machine", "ModelFacts", "Resolved", "option_
 
 DRAFTERS = ("ngram", "draft", "replay")
 GIB = 1 << 30
+WORTH_THREADS = 256 << 20  # bytes of weights below which threads wait for each other longer than they work
 
 
 def option(default: Any, help_: str, *, group: str, choices: tuple[str, ...] = (), secret: bool = False) -> Any:
@@ -43,7 +44,9 @@ class Config:
         None, "context limit in tokens (default: the checkpoint's, as the cache allows)", group="model"
     )
     seed: int | None = option(None, "seed for requests that bring none (default: a random one for each)", group="model")
-    threads: int | None = option(None, "CPU threads of the engine (default: all cores)", group="model")
+    threads: int | None = option(
+        None, "CPU threads of the engine (default: all cores; one for models below 256 MiB)", group="model"
+    )
     fast_math: bool = option(False, "faster products whose bits depend on the batch: gives up exactness", group="model")
 
     max_num_seqs: int | None = option(None, "requests that run at once (default: 64 on CPU, 256 on GPU)", group="scheduler")
@@ -221,7 +224,7 @@ def resolve(config: Config, machine: Machine, model: ModelFacts, drafter: ModelF
     return Resolved(
         device=machine.device,
         dtype=dtype,
-        threads=config.threads or machine.cores,
+        threads=config.threads or (machine.cores if weights >= WORTH_THREADS else 1),
         max_model_len=_max_model_len(config, model, num_blocks),
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max(config.max_num_batched_tokens or (8192 if gpu else 512), max_num_seqs),
