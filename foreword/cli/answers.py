@@ -65,7 +65,7 @@ def open_source(args: argparse.Namespace) -> Source:
 
 
 class Remote:
-    """A server that speaks OpenAI's API. It does not tell which tokens were guessed."""
+    """A server that speaks OpenAI's API. One of ours also tells which tokens were guessed."""
 
     def __init__(
         self, base_url: str, api_key: str | None, model: str | None = None, transport: httpx.BaseTransport | None = None
@@ -79,7 +79,7 @@ class Remote:
 
     def stream(self, prompt: str | Sequence[Message], params: SamplingParams) -> Iterator[Piece]:
         path, body = request_body(self.name, prompt, params)
-        with self._asking(), self._http.stream("POST", path, json=body | {"stream": True}) as response:
+        with self._asking(), self._http.stream("POST", path, json=body | {"stream": True, "metrics": True}) as response:
             if response.is_error:
                 response.read()
             _check(response)
@@ -122,6 +122,9 @@ def _pieces(chunk: Mapping[str, Any]) -> Iterator[Piece]:
     if "error" in chunk:
         raise ForewordError(str(chunk["error"].get("message", chunk["error"])))
     for choice in chunk.get("choices", ()):
+        if "tokens" in choice:
+            yield from (Piece(text, guessed) for text, guessed in choice["tokens"] if text)
+            continue
         text = choice["delta"].get("content") if "delta" in choice else choice.get("text")
         if text:
             yield Piece(text)

@@ -45,7 +45,9 @@ def banner(config: Config, info: EngineInfo, name: str, url: str, load_s: float)
 
 
 def loading_line(name: str, info: EngineInfo, load_s: float) -> str:
-    stages = ", ".join(f"{stage} {seconds:.2f} s" for stage, seconds in info.load_seconds.items())
+    """Where the time went; what the engine did not measure itself is the start of its process."""
+    spans = {"start": load_s - sum(info.load_seconds.values()), **info.load_seconds}
+    stages = ", ".join(f"{stage} {seconds:.2f} s" for stage, seconds in spans.items())
     size = count_text(info.parameters)
     return f"loaded: {name} ({info.architecture}, {size} parameters, {info.backend}) in {load_s:.2f} s ({stages})"
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -44,44 +43,56 @@ class ServerProcess:
         environ = {name: value for name, value in os.environ.items() if not name.startswith("FOREWORD_")}
         self._process = subprocess.Popen(self._command, stdout=self._log, stderr=self._log, env=environ)
         try:
-            self._wait()
+            self._await_address()
         except BaseException:
-            self._stop()
+            self.__exit__(None, None, None)
             raise
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._stop()
+        self.stop()
+        assert self._log is not None
+        self._log.close()
 
-    def _wait(self) -> None:
-        """Until the line with the address is there: it comes last but for warnings."""
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    def read(self) -> list[str]:
+        """All that it has said so far."""
+        assert self._log is not None
+        return Path(self._log.name).read_text(encoding="utf-8", errors="replace").splitlines()
+
+    def wait(self, timeout_s: float) -> int:
+        """Its exit code. Raises subprocess.TimeoutExpired."""
+        assert self._process is not None
+        return self._process.wait(timeout_s)
+
+    def stop(self) -> int:
+        """SIGTERM, unless it has ended already; returns the exit code."""
+        assert self._process is not None
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGTERM)
+        try:
+            return self._process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            return self._process.wait()
+
+    def _await_address(self) -> None:
+        """Until the line with the address is there, and all lines before the warnings."""
         assert self._process is not None
         deadline = time.monotonic() + START_TIMEOUT_S
         while time.monotonic() < deadline:
-            self.lines = self._read()
-            found = re.search(r"^address: (\S+)", "\n".join(self.lines), re.MULTILINE)
-            if found:
-                self.url = found[1]
+            self.lines = self.read()
+            if any(line.startswith("try: ") for line in self.lines):
+                self.url = next(line.split()[1] for line in self.lines if line.startswith("address: "))
                 return
             if self._process.poll() is not None:
                 break
             time.sleep(0.01)
-        raise ForewordError("the server did not start: " + " / ".join(self._read()[-3:]))
-
-    def _read(self) -> list[str]:
-        assert self._log is not None
-        return Path(self._log.name).read_text(encoding="utf-8", errors="replace").splitlines()
-
-    def _stop(self) -> None:
-        assert self._process is not None and self._log is not None
-        if self._process.poll() is None:
-            self._process.send_signal(signal.SIGTERM)
-        try:
-            self._process.wait(STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._log.close()
+        raise ForewordError("the server did not start: " + " / ".join(self.read()[-3:]))
 
 
 def _flags(fields: dict[str, object]) -> list[str]:

@@ -9,6 +9,7 @@ import logging
 import signal
 import sys
 from multiprocessing.connection import Connection
+from typing import NoReturn
 
 from foreword.core.request import Request
 from foreword.engine.engine import Engine
@@ -23,6 +24,13 @@ def main(fd: int) -> int:
     """Serve the client at the other end of `fd`; returns the exit code."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the client decides when to stop
     connection = Connection(fd)
+    try:
+        return _run(connection)
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        return 0  # the client is gone, and with it the reason to be
+
+
+def _run(connection: Connection) -> int:
     start: Start = connection.recv()
     logging.basicConfig(level=start.config.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
     try:
@@ -31,14 +39,10 @@ def main(fd: int) -> int:
         connection.send(Refused(error))
         return 1
     connection.send(Ready(engine.info))
-    try:
-        _serve(engine, connection)
-    except (EOFError, BrokenPipeError, ConnectionResetError):
-        return 0
-    return 0
+    return _serve(engine, connection)
 
 
-def _serve(engine: Engine, connection: Connection) -> None:
+def _serve(engine: Engine, connection: Connection) -> NoReturn:
     """Step while there is work, listen while there is none, until the client hangs up."""
     while True:
         while connection.poll(None if engine.idle else 0):

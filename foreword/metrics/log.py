@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
+from collections.abc import Sequence
 
 from foreword.core.events import StepStats
 from foreword.metrics.answer import Progress
 from foreword.metrics.tally import DraftTally
 
-__all__ = ["Interval", "logger", "request_line", "speculation_line", "throughput_line"]
+__all__ = ["Choices", "Interval", "logger", "request_line", "speculation_line", "throughput_line"]
 
 logger = logging.getLogger("foreword.metrics")
 
@@ -62,18 +64,50 @@ def speculation_line(tally: DraftTally) -> str:
     )
 
 
-def request_line(progress: Progress, reason: str, now: float) -> str:
+class Choices:
+    """The choices of one prompt: they arrive together, and have one log line when the last has ended."""
+
+    __slots__ = ("asked", "ended")
+
+    def __init__(self) -> None:
+        self.asked = 0
+        self.ended: list[tuple[Progress, str]] = []
+
+    @property
+    def complete(self) -> bool:
+        return len(self.ended) == self.asked
+
+
+def request_line(name: str, choices: Choices, now: float) -> str:
     """How one request went: parameters and figures, never a word of the prompt or the answer."""
-    request = progress.request
+    all_progress = [progress for progress, _ in choices.ended]
+    first = min(all_progress, key=lambda progress: progress.request.id)
+    generated = sum(progress.num_tokens for progress in all_progress)
     parts = [
-        f"request {request.id}: {reason}",
-        f"params {_params(progress)}",
-        f"tokens {len(request.prompt_ids)} prompt ({progress.num_cached} cached), {progress.num_tokens} generated",
+        f"request {name}: {_ends(choices)}",
+        f"params {_params(first)}",
+        f"tokens {len(first.request.prompt_ids)} prompt ({first.num_cached} cached), {generated} generated",
+        *_drafting(all_progress),
+        _times(first, now),
     ]
-    if progress.tally.drafted:
-        names = ", ".join(sorted(progress.drafters))
-        parts.append(f"drafter {names} ({progress.tally.accepted} of {progress.tally.drafted} accepted)")
-    return "; ".join([*parts, _times(progress, now)])
+    return "; ".join(parts)
+
+
+def _ends(choices: Choices) -> str:
+    """How many choices were asked for and returned, and why they ended."""
+    reasons = Counter(reason for _, reason in choices.ended)
+    returned = reasons["stop"] + reasons["length"]
+    listed = ", ".join(f"{reason} {count}" if choices.asked > 1 else reason for reason, count in sorted(reasons.items()))
+    return f"{listed}; n {choices.asked} asked, {returned} returned"
+
+
+def _drafting(all_progress: Sequence[Progress]) -> list[str]:
+    drafted = sum(progress.tally.drafted for progress in all_progress)
+    if not drafted:
+        return []
+    names = ", ".join(sorted({name for progress in all_progress for name in progress.drafters}))
+    accepted = sum(progress.tally.accepted for progress in all_progress)
+    return [f"drafter {names} ({accepted} of {drafted} accepted)"]
 
 
 def _params(progress: Progress) -> str:

@@ -48,6 +48,7 @@ class Recorder:
         self._log_interval_s = log_interval_s
         self._clock = clock
         self._live: dict[str, Progress] = {}
+        self._choices: dict[str, log.Choices] = {}
         self._ended: OrderedDict[str, AnswerMetrics] = OrderedDict()
         self._stats = StepStats()
         self._tallies = {name: DraftTally() for name in drafters}
@@ -67,10 +68,11 @@ class Recorder:
     # What happened to a request.
 
     def arrived(self, request: Request) -> None:
-        """A choice was submitted."""
+        """A choice was submitted. The choices of one prompt are "X-0", "X-1", ... and arrive before any of them ends."""
         now = self._clock()
         self._count_busy(now)
         self._live[request.id] = Progress(request, now)
+        self._choices.setdefault(_prompt_name(request.id), log.Choices()).asked += 1
 
     def delivered(self, request: Request, event: Tokens, now_s: float) -> None:
         """Tokens reached the caller; `event` is what is left after the cut, its finish_reason ends the request."""
@@ -193,13 +195,27 @@ class Recorder:
         self._ended[request.id] = progress.answer(bool(self._drafters))
         while len(self._ended) > KEPT_ANSWERS:
             self._ended.popitem(last=False)
-        log.logger.info("%s", log.request_line(progress, reason, now))
+        self._log_choice(progress, reason, now)
+
+    def _log_choice(self, progress: Progress, reason: str, now: float) -> None:
+        """One line for all choices of a prompt, when the last has ended."""
+        name = _prompt_name(progress.request.id)
+        choices = self._choices[name]
+        choices.ended.append((progress, reason))
+        if choices.complete:
+            del self._choices[name]
+            log.logger.info("%s", log.request_line(name, choices, now))
 
     def _count_busy(self, now: float) -> None:
         """Add the time since the last call if any request was open in it."""
         if self._live:
             self._interval.busy_s += max(now - self._busy_since, 0.0)
         self._busy_since = now
+
+
+def _prompt_name(request_id: str) -> str:
+    """ "X" of the choice "X-0"."""
+    return request_id.rpartition("-")[0] or request_id
 
 
 def _delta(before: int, after: int) -> int:

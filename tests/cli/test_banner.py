@@ -47,14 +47,14 @@ def test_drafters_bound_and_the_way_out() -> None:
 
 def test_all_of_it() -> None:
     lines = banner(Config(), INFO, "demo", URL, 2.0)
-    assert lines[0] == "loaded: demo (llama, 4.8 M parameters, reference) in 2.00 s (import 1.50 s, weights 0.25 s)"
+    assert lines[0] == "loaded: demo (llama, 4.8 M parameters, reference) in 2.00 s (start 0.25 s, import 1.50 s, weights 0.25 s)"
     assert lines[1].startswith("memory: weights 9.0 MiB in bfloat16, KV cache 3.0 MiB for 4096 tokens; context 1024 tokens")
     assert lines[3].startswith(f"address: {URL} ")
     assert lines[-1] == "warning: mind the gap"
 
 
 def test_stages_can_be_read_back() -> None:
-    assert parse_loading_line(loading_line("demo", INFO, 2.0)) == {"import": 1.5, "weights": 0.25}
+    assert parse_loading_line(loading_line("demo", INFO, 2.0)) == {"start": 0.25, "import": 1.5, "weights": 0.25}
     assert parse_loading_line("address: somewhere 2.00 s)") is None
 
 

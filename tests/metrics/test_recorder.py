@@ -332,9 +332,24 @@ def test_the_line_of_a_request(clock: Clock, lines: list[str]) -> None:
     clock.now = 103.0
     recorder.delivered(asked, tokens(3, 1, reason="length"), 103.0)
     (line,) = lines
-    assert line.startswith("request a: length; params temperature=0.5 stop=('secret ")
+    assert line.startswith("request a: length; n 1 asked, 1 returned; params temperature=0.5 stop=('secret ")
     assert line.endswith(
         "seed=7; tokens 10 prompt (0 cached), 4 generated; drafter ngram (2 of 2 accepted); "
         "times queue 1000.0 ms, first token 2000.0 ms, total 3000.0 ms"
     )
     assert len(line) < 400
+
+
+def test_choices_of_a_prompt_share_a_line(clock: Clock, lines: list[str]) -> None:
+    recorder = Recorder((), clock=clock)
+    choices = [request(f"cmpl-1-{index}", seed=7 + index) for index in range(3)]
+    for choice in choices:
+        recorder.arrived(choice)
+    recorder.delivered(choices[1], tokens(0, 2, reason="stop"), 102.0)
+    recorder.delivered(choices[2], tokens(0, 3, reason="stop"), 102.0)
+    assert lines == []
+    recorder.aborted(choices[0])
+    (line,) = lines
+    assert line.startswith(
+        "request cmpl-1: abort 1, stop 2; n 3 asked, 2 returned; params seed=7; tokens 10 prompt (0 cached), 5"
+    )
