@@ -6,7 +6,7 @@ import argparse
 import importlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
@@ -56,12 +56,15 @@ def add_source_options(parser: argparse.ArgumentParser) -> None:
     add_config_options(parser, ENGINE_GROUPS, more=("api_key", "log_level"))
 
 
-def open_source(args: argparse.Namespace) -> Source:
+@contextmanager
+def open_source(args: argparse.Namespace) -> Iterator[Source]:
     """The server at --base-url, else a model in this process: only then is torch imported."""
     config = read_config(args)
     if args.base_url:
-        return Remote(args.base_url, config.api_key, config.served_model_name)
-    return cast(Source, importlib.import_module("foreword.cli.local").Local(config))
+        with closing(Remote(args.base_url, config.api_key, config.served_model_name)) as remote:
+            yield remote
+    else:
+        yield cast(Source, importlib.import_module("foreword.cli.local").Local(config))
 
 
 class Remote:
@@ -76,6 +79,9 @@ class Remote:
         self._http = httpx.Client(base_url=url, headers=headers, timeout=timeout, transport=transport)
         self.name = model or self._first_model()
         self.speculation: str | None = None
+
+    def close(self) -> None:
+        self._http.close()
 
     def stream(self, prompt: str | Sequence[Message], params: SamplingParams) -> Iterator[Piece]:
         path, body = request_body(self.name, prompt, params)

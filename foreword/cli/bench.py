@@ -23,7 +23,7 @@ MODULES = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     kinds = parser.add_subparsers(dest="bench", metavar="KIND", required=True)
     latency = kinds.add_parser("latency", help="one request at a time, by kind of prompt; step overhead; start-up")
-    latency.add_argument("--rounds", type=int, default=5, metavar="N", help="how often each is measured (default: 5)")
+    latency.add_argument("--rounds", type=int, default=3, metavar="N", help="how often each is measured (default: 3)")
     latency.add_argument("--skip-startup", action="store_true", help="do not measure the start of a server")
     throughput = kinds.add_parser("throughput", help="many requests at once, in this process")
     serve = kinds.add_parser("serve", help="many clients against a server")

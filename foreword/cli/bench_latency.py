@@ -61,7 +61,8 @@ def run(args: argparse.Namespace) -> int:
         llm = LLM(on_progress=progress, **engine_fields(config))
     compared = modes(llm.info.resolved.drafters)
     samples, equal = _measure(llm, examples, compared, args)
-    overhead = {str(count): step_overhead(config, examples, count) for count in (1, 64)}
+    counts = (1, 64)
+    overhead = {str(count): step_overhead(config, examples, count) for count in tracked(counts, "step overhead", len(counts))}
     startup = {} if args.skip_startup else start_up_seconds(config)
     result = {
         "bench": "latency",
@@ -122,7 +123,7 @@ def _show(result: dict[str, Any], compared: Sequence[str]) -> None:
         [kind, f"{of[OFF]['tokens_per_second']:.0f}", *(_cell(of[mode]) for mode in compared if mode != OFF)]
         for kind, of in result["kinds"].items()
     ]
-    rows += [[f"step overhead, {count} running", f"{micros:.0f} us"] for count, micros in result["step_overhead_us"].items()]
+    rows += [[f"step overhead, {count} running", f"{of['total']:.0f} us"] for count, of in result["step_overhead_us"].items()]
     rows += [[f"start-up: {stage}", f"{seconds:.2f} s"] for stage, seconds in result["startup_s"].items()]
     title = f"latency: one request at a time; answers {'equal' if result['equal'] else 'NOT EQUAL'} in all modes"
     show(title, columns, rows, result)

@@ -71,7 +71,8 @@ def run(args: argparse.Namespace) -> int:
     config = read_config(args)
     examples = read_examples(args)
     with _server(args.base_url, with_all_drafters(config)) as url:
-        model = Remote(url, config.api_key, config.served_model_name).name
+        with contextlib.closing(Remote(url, config.api_key, config.served_model_name)) as remote:
+            model = remote.name
         rounds = asyncio.run(_rounds(url, config.api_key, model, examples, args))
     result = summary(rounds, args)
     _show(result, args)

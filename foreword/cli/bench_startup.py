@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import closing
 
 from foreword.cli.answers import Remote
 from foreword.cli.banner import QUESTION, parse_loading_line
@@ -22,7 +23,8 @@ def start_up_seconds(config: Config) -> dict[str, float]:
     with ServerProcess(config) as server:
         ready = time.perf_counter()
         stages = next((found for line in server.lines if (found := parse_loading_line(line))), {})
-        next(iter(Remote(server.url, None).stream([{"role": "user", "content": QUESTION}], SamplingParams(max_tokens=8))))
-        first = time.perf_counter()
+        with closing(Remote(server.url, None)) as remote:
+            next(remote.stream([{"role": "user", "content": QUESTION}], SamplingParams(max_tokens=8)), None)
+            first = time.perf_counter()
     engine = {f"engine: {stage}": seconds for stage, seconds in stages.items()}
     return {**engine, "until ready": ready - started, "first token": first - ready, "total": first - started}

@@ -1,7 +1,7 @@
 """The cost of a step beside the model's forward pass.
 
-Regime: requests that decode, none arriving or ending, n-gram speculation as configured; the first
-steps (prompts, warming) are not counted.
+Regime: requests that decode greedily, none arriving or ending, speculation off; the first steps
+(prompts, warming) are not counted.
 """
 
 from __future__ import annotations
@@ -21,27 +21,30 @@ from foreword.text.prepare import make_requests
 
 __all__ = ["step_overhead"]
 
-STEPS = 64  # measured
+STEPS = 48  # measured
 WARM_STEPS = 4
 
 
-def step_overhead(config: Config, examples: Sequence[Example], num_requests: int) -> float:
-    """Median microseconds of a step, its forward pass taken away, while `num_requests` decode."""
-    prepared = prepare(replace(config, speculate="off", draft_model=None, max_num_seqs=max(num_requests, 1)))
+def step_overhead(config: Config, examples: Sequence[Example], num_requests: int) -> dict[str, float]:
+    """Median microseconds of a step while `num_requests` decode: by stage, and `total` without the forward pass."""
+    prepared = prepare(replace(config, speculate="off", draft_model=None, max_num_seqs=num_requests))
     client = LocalClient(prepared.config, prepared.unused_ids)
     for request in _requests(prepared, client.info.resolved.max_model_len, examples, num_requests):
         client.submit(request)
     waiting = num_requests
     while waiting:
         waiting -= sum(1 for event in client.step().events if getattr(event, "index", None) == 0)
-    return statistics.median([_overhead_us(client) for _ in range(WARM_STEPS + STEPS)][WARM_STEPS:])
+    steps = [_step_us(client) for _ in range(WARM_STEPS + STEPS)][WARM_STEPS:]
+    return {stage: statistics.median(step[stage] for step in steps) for stage in steps[0]}
 
 
-def _overhead_us(client: LocalClient) -> float:
+def _step_us(client: LocalClient) -> dict[str, float]:
     started = time.perf_counter()
     report = client.step()
     seconds = time.perf_counter() - started
-    return (seconds - report.stats.stage_seconds.get("forward", 0.0)) * 1e6
+    stages = dict(report.stats.stage_seconds)
+    total = seconds - stages.pop("forward", 0.0)
+    return {name: value * 1e6 for name, value in {"total": total, **stages}.items()}
 
 
 def _requests(prepared: Prepared, max_model_len: int, examples: Sequence[Example], count: int) -> list[Request]:

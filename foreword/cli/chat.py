@@ -30,10 +30,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     params = read_params(args)
-    source = open_source(args)
     console = Console(no_color=args.no_color, highlight=False, soft_wrap=True)
     system = [{"role": "system", "content": args.system}] if args.system else []
-    converse(source, params, console, _lines(console), system)
+    with open_source(args) as source:
+        converse(source, params, console, _lines(console), system)
     return 0
 
 

@@ -26,11 +26,11 @@ def run(args: argparse.Namespace) -> int:
     params = read_params(args)
     text = sys.stdin.read() if args.prompt == "-" else args.prompt
     prompt: str | Sequence[Message] = text if args.raw else [{"role": "user", "content": text}]
-    source = open_source(args)
-    if args.json:
-        print(json.dumps(asdict(source.answer(prompt, params)), ensure_ascii=False))
-        return 0
-    for piece in source.stream(prompt, params):
-        print(piece.text, end="", flush=True)
+    with open_source(args) as source:
+        if args.json:
+            print(json.dumps(asdict(source.answer(prompt, params)), ensure_ascii=False))
+            return 0
+        for piece in source.stream(prompt, params):
+            print(piece.text, end="", flush=True)
     print()
     return 0

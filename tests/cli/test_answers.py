@@ -34,6 +34,12 @@ def test_chat_stream() -> None:
     assert list(remote(handler).stream(MESSAGES, SamplingParams())) == [Piece("a"), Piece("b")]
 
 
+def test_one_of_ours_tells_what_was_guessed() -> None:
+    chunk: dict[str, object] = {"choices": [{"delta": {"content": "abc"}, "tokens": [["a", False], ["bc", True], ["", True]]}]}
+    got = remote(lambda _: stream_of(chunk)).stream(MESSAGES, SamplingParams())
+    assert list(got) == [Piece("a"), Piece("bc", guessed=True)]
+
+
 def test_completion_stream() -> None:
     def handler(request: httpx.Request) -> httpx.Response:
         assert request.url.path == "/v1/completions"

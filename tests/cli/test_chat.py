@@ -2,6 +2,7 @@
 
 import io
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 
 import pytest
 from rich.console import Console
@@ -78,7 +79,7 @@ def test_guessed_tokens_are_coloured_and_there_is_a_legend() -> None:
 
 
 def test_piped_input(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(chat, "open_source", lambda args: Echo())
+    monkeypatch.setattr(chat, "open_source", lambda args: nullcontext(Echo()))
     monkeypatch.setattr("sys.stdin", io.StringIO("one\n/exit\n"))
     assert main(["chat", "--system", "be kind"]) == 0
     assert capsys.readouterr().out == "2 one\n"

@@ -2,6 +2,7 @@
 
 import io
 import json
+from contextlib import nullcontext
 
 import pytest
 
@@ -12,7 +13,7 @@ from tests.cli.test_chat import Echo
 
 @pytest.fixture(autouse=True)
 def echo(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generate, "open_source", lambda args: Echo())
+    monkeypatch.setattr(generate, "open_source", lambda args: nullcontext(Echo()))
 
 
 def test_the_answer_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
