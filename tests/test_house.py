@@ -24,7 +24,8 @@ ALLOWED = {
     "drafting": {"models", "sampling", "cache", "kernels", "core", "errors"},
     "metrics": {"core", "errors"},
     "engine": {"config", "hardware", "core", "cache", "grammar", "sampling", "drafting", "models", "kernels", "errors"},
-    "llm": {"engine.client", "engine.local", "text", "media", "metrics", "config", "core", "errors", "demo", "hub"},
+    "prepare": {"text", "models.hub", "config", "errors", "demo"},
+    "llm": {"prepare", "engine.client", "engine.local", "text", "media", "metrics", "config", "core", "errors", "demo", "hub"},
     "serve": {"engine.client", "text", "media", "grammar.compile", "metrics", "config", "core", "errors"},
     "demo": {"errors"},
 }

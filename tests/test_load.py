@@ -11,14 +11,16 @@ NUM_REQUESTS = 1000
 
 
 def requests() -> tuple[list[dict[str, list[int]]], list[SamplingParams]]:
-    """Short and long prompts, some with a common beginning; greedy and sampled; a few long answers."""
+    """Short and long prompts, some with a common beginning; greedy and sampled; the first 64 grow long together."""
     chance = random.Random(11)
     common = [chance.randrange(3, 250) for _ in range(48)]
     prompts, params = [], []
     for number in range(NUM_REQUESTS):
         own = [chance.randrange(3, 250) for _ in range(chance.randint(4, 18))]
-        prompts.append({"prompt_token_ids": common[: chance.choice((0, 0, 20, 48))] + own * chance.randint(1, 4)})
-        length = chance.choice((2, 5, 9, 14, 120 if number % 8 == 0 else 6))
+        prompts.append(
+            {"prompt_token_ids": common[: chance.choice((0, 0, 20, 48)) if number >= 64 else 0] + own * chance.randint(1, 4)}
+        )
+        length = 120 if number < 64 else chance.choice((2, 5, 9, 14, 40))
         params.append(SamplingParams(temperature=chance.choice((0.0, 1.0)), seed=number, max_tokens=length))
     return prompts, params
 
