@@ -57,6 +57,9 @@ class Config:
     )
     gpu_memory_utilization: float = option(0.9, "share of the GPU's memory that may be used", group="scheduler")
     block_size: int = option(16, "tokens in one block of the KV cache (a power of two, 1 to 256)", group="scheduler")
+    trace: str | None = option(
+        None, "file to write every plan of the scheduler to, for replay; it holds token ids", group="scheduler"
+    )
     prefix_caching: bool = option(True, "reuse the KV of equal prompt beginnings", group="scheduler")
 
     speculate: str = option(

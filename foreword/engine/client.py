@@ -89,7 +89,7 @@ class ProcessClient:
         self._ready = loop.create_future()
         ours, theirs = socket.socketpair()
         command = [sys.executable, "-m", "foreword.engine.process", str(theirs.fileno())]
-        self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+        self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, process_group=0)
         theirs.close()
         self._connection = Connection(os.dup(ours.fileno()))
         ours.close()

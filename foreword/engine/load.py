@@ -25,6 +25,8 @@ from foreword.engine.engine import Engine
 from foreword.engine.runner import Runner
 from foreword.engine.scheduler import Scheduler
 from foreword.engine.stages import Stages
+from foreword.engine.trace import TracedScheduler
+from foreword.errors import ConfigError
 from foreword.hardware import machine, probe
 from foreword.kernels.ops import Ops
 from foreword.kernels.registry import select
@@ -80,15 +82,25 @@ class _Loader:
         started = time.perf_counter()
         _warm_up(model, kv, self.ops, resolved)
         self.seconds["warmup"] = time.perf_counter() - started
-        pool = BlockPool(resolved.num_blocks)
         return Engine(
             self.info(target, drafter),
-            Scheduler(pool, resolved.block_size, resolved.max_num_seqs, resolved.max_num_batched_tokens, resolved.prefix_caching),
+            self.scheduler(),
             Assembler(resolved.block_size, self.ops.row_tile, resolved.device),
             runner,
             stages,
             device_memory=_device_memory(resolved),
         )
+
+    def scheduler(self) -> Scheduler:
+        resolved, trace = self.resolved, self.config.trace
+        pool = BlockPool(resolved.num_blocks)
+        options = (resolved.block_size, resolved.max_num_seqs, resolved.max_num_batched_tokens, resolved.prefix_caching)
+        if trace is None:
+            return Scheduler(pool, *options)
+        try:
+            return TracedScheduler(Path(trace), pool, *options)
+        except OSError as error:
+            raise ConfigError(f"trace: cannot write {trace}: {error.strerror}", "trace") from None
 
     def model(self, path: str, max_model_len: int) -> Model:
         resolved = self.resolved

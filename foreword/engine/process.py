@@ -19,6 +19,8 @@ from foreword.errors import ForewordError
 
 __all__ = ["main"]
 
+QUIET_S = 1.0  # without a request for so long, the engine checks its own bookkeeping
+
 
 def main(fd: int) -> int:
     """Serve the client at the other end of `fd`; returns the exit code."""
@@ -45,7 +47,10 @@ def _run(connection: Connection) -> int:
 def _serve(engine: Engine, connection: Connection) -> NoReturn:
     """Step while there is work, listen while there is none, until the client hangs up."""
     while True:
-        while connection.poll(None if engine.idle else 0):
+        if engine.idle and not connection.poll(QUIET_S):
+            engine.check()
+            connection.poll(None)
+        while connection.poll():
             _handle(engine, connection.recv())
         connection.send(engine.step())
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
-from typing import Any, TextIO
+from pathlib import Path
+from typing import Any
 
 from foreword.cache.blocks import BlockPool
 from foreword.core.draft import Draft, Outcome, Verdict
@@ -22,11 +23,15 @@ __all__ = ["TracedScheduler", "replay"]
 
 
 class TracedScheduler(Scheduler):
-    """A scheduler that writes down what it is told and what it plans."""
+    """A scheduler that writes down what it is told and what it plans; each line is on disk before it goes on.
 
-    def __init__(self, file: TextIO, pool: BlockPool, *args: Any, **options: Any) -> None:
+    Raises OSError if the file cannot be written.
+    """
+
+    def __init__(self, path: Path, pool: BlockPool, *args: Any, **options: Any) -> None:
         super().__init__(pool, *args, **options)
-        self._file = file
+        self._path = path
+        path.write_text("")
         self._write(
             "setup",
             num_blocks=pool.num_blocks,
@@ -55,8 +60,8 @@ class TracedScheduler(Scheduler):
         return super().commit(plan, verdict)
 
     def _write(self, what: str, **fields: Any) -> None:
-        self._file.write(json.dumps({"what": what, **fields}) + "\n")
-        self._file.flush()
+        with self._path.open("a") as file:
+            file.write(json.dumps({"what": what, **fields}) + "\n")
 
 
 def replay(lines: Iterable[str]) -> Iterator[Plan]:

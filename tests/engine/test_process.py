@@ -55,6 +55,7 @@ async def collect(client: ProcessClient, request: Request) -> list[int]:
 
 async def settled(client: ProcessClient) -> None:
     """Wait until the engine says that nothing runs any more."""
+    assert client.stats.kv_cache_usage_ratio > 0
     async with asyncio.timeout(20):
         while client.stats.requests_running or client.stats.requests_waiting or client.stats.kv_cache_usage_ratio:
             await asyncio.sleep(0.01)
@@ -74,7 +75,6 @@ async def test_an_abort_frees_everything_at_once(client: ProcessClient) -> None:
     await anext(stream)
     client.abort("a")
     assert [event async for event in stream if isinstance(event, Failed)] == []
-    await collect(client, make_request("b"))
     await settled(client)
 
 
@@ -82,7 +82,6 @@ async def test_leaving_a_stream_early_aborts_it(client: ProcessClient) -> None:
     stream = client.submit(make_request("a", max_tokens=None))
     await anext(stream)
     await stream.aclose()  # type: ignore[attr-defined]
-    await collect(client, make_request("b"))
     await settled(client)
 
 
