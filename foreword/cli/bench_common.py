@@ -20,7 +20,19 @@ from foreword.core.params import SamplingParams, Speculation
 from foreword.demo import EXAMPLES
 from foreword.errors import ConfigError
 
-__all__ = ["OFF", "Example", "modes", "params", "percentile", "ratio", "read_examples", "rotated", "show", "with_all_drafters"]
+__all__ = [
+    "OFF",
+    "Example",
+    "modes",
+    "params",
+    "percentile",
+    "ratio",
+    "read_examples",
+    "rotated",
+    "show",
+    "show_json",
+    "with_all_drafters",
+]
 
 OFF = "off"
 DEMO = "demo"
@@ -84,12 +96,16 @@ def ratio(plain_s: Sequence[float], other_s: Sequence[float]) -> float:
     return statistics.median(plain / other for plain, other in zip(plain_s, other_s, strict=True))
 
 
-def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], result: Mapping[str, Any]) -> None:
-    """The table, then the JSON line."""
+def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """A table on stdout."""
     table = Table(title=title, title_justify="left")
     for index, column in enumerate(columns):
         table.add_column(column, justify="left" if index == 0 else "right")
     for row in rows:
         table.add_row(*row)
     Console(soft_wrap=True).print(table)
-    print(json.dumps({"machine": platform.platform(), **result}))
+
+
+def show_json(result: Mapping[str, Any]) -> None:
+    """The last line of a benchmark. A nan would be a bug of ours: it is not JSON."""
+    print(json.dumps({"machine": platform.platform(), **result}, allow_nan=False))

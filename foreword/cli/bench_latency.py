@@ -19,7 +19,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from foreword.cli.bench_common import OFF, Example, modes, params, ratio, read_examples, rotated, show, with_all_drafters
+from foreword.cli.bench_common import (
+    OFF,
+    Example,
+    modes,
+    params,
+    ratio,
+    read_examples,
+    rotated,
+    show,
+    show_json,
+    with_all_drafters,
+)
 from foreword.cli.bench_startup import start_up_seconds
 from foreword.cli.bench_step import step_overhead
 from foreword.cli.options import engine_fields, read_config
@@ -72,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
         "step_overhead_us": overhead,
         "startup_s": startup,
     }
-    _show(result, compared)
+    _show(result)
     return 0 if equal else 1
 
 
@@ -117,19 +128,20 @@ def _figures(sample: Sample, plain: Sample) -> dict[str, float]:
     return figures
 
 
-def _show(result: dict[str, Any], compared: Sequence[str]) -> None:
-    columns = ["kind", "off tokens/s", *(f"{mode}: ratio, accepted, tokens a step" for mode in compared if mode != OFF)]
-    rows = [
-        [kind, f"{of[OFF]['tokens_per_second']:.0f}", *(_cell(of[mode]) for mode in compared if mode != OFF)]
-        for kind, of in result["kinds"].items()
-    ]
-    rows += [[f"step overhead, {count} running", f"{of['total']:.0f} us"] for count, of in result["step_overhead_us"].items()]
-    rows += [[f"start-up: {stage}", f"{seconds:.2f} s"] for stage, seconds in result["startup_s"].items()]
-    title = f"latency: one request at a time; answers {'equal' if result['equal'] else 'NOT EQUAL'} in all modes"
-    show(title, columns, rows, result)
+def _show(result: dict[str, Any]) -> None:
+    equal = "equal" if result["equal"] else "NOT EQUAL"
+    columns = ("kind", "speculation", "tokens/s", "ratio", "accepted", "tokens a step")
+    rows = [(kind, mode, *_cells(figures)) for kind, of in result["kinds"].items() for mode, figures in of.items()]
+    show(f"one request at a time; answers {equal} in all modes", columns, rows)
+    stages = list(result["step_overhead_us"]["1"])
+    spans = [(count, *(f"{of[stage]:.0f}" for stage in stages)) for count, of in result["step_overhead_us"].items()]
+    show("a step without the forward pass, microseconds", ("running", *stages), spans)
+    if result["startup_s"]:
+        show("from process start to the first token", ("stage", "s"), [(k, f"{v:.2f}") for k, v in result["startup_s"].items()])
+    show_json(result)
 
 
-def _cell(figures: dict[str, float]) -> str:
-    accepted = f"{figures['acceptance']:.0%}" if "acceptance" in figures else "-"
-    length = f"{figures['mean_acceptance_length']:.2f}" if "mean_acceptance_length" in figures else "-"
-    return f"{figures['ratio']:.2f}x  {accepted}  {length}"
+def _cells(figures: dict[str, float]) -> tuple[str, ...]:
+    accepted = f"{figures['acceptance']:.0%}" if "acceptance" in figures else ""
+    length = f"{figures['mean_acceptance_length']:.2f}" if "mean_acceptance_length" in figures else ""
+    return f"{figures['tokens_per_second']:.0f}", f"{figures['ratio']:.2f}x", accepted, length

@@ -23,7 +23,18 @@ from typing import Any
 import httpx
 
 from foreword.cli.answers import Remote, request_body
-from foreword.cli.bench_common import OFF, Example, params, percentile, ratio, read_examples, rotated, show, with_all_drafters
+from foreword.cli.bench_common import (
+    OFF,
+    Example,
+    params,
+    percentile,
+    ratio,
+    read_examples,
+    rotated,
+    show,
+    show_json,
+    with_all_drafters,
+)
 from foreword.cli.options import read_config
 from foreword.cli.server_process import ServerProcess
 from foreword.cli.terminal import loading_bar, tracked
@@ -214,4 +225,5 @@ def _show(result: dict[str, Any], args: argparse.Namespace) -> None:
     rows.append(["ratio", f"{result['throughput_ratio']:.2f}x"])
     state = "all answered" if result["answered_all"] else "NOT ALL ANSWERED"
     equal = "equal" if result["equal"] else "NOT EQUAL"
-    show(f"serve: {args.num_requests} requests, {args.concurrency} at once; {state}; texts {equal}", columns, rows, result)
+    show(f"serve: {args.num_requests} requests, {args.concurrency} at once; {state}; texts {equal}", columns, rows)
+    show_json(result)

@@ -15,7 +15,18 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from foreword.cli.bench_common import OFF, Example, modes, params, ratio, read_examples, rotated, show, with_all_drafters
+from foreword.cli.bench_common import (
+    OFF,
+    Example,
+    modes,
+    params,
+    ratio,
+    read_examples,
+    rotated,
+    show,
+    show_json,
+    with_all_drafters,
+)
 from foreword.cli.options import engine_fields, read_config
 from foreword.cli.terminal import loading_bar, tracked
 from foreword.llm import LLM
@@ -71,4 +82,5 @@ def _show(args: argparse.Namespace, seconds: dict[str, list[float]], num_tokens:
         "equal": equal,
     }
     title = f"throughput: {args.num_requests} requests, {args.concurrency} at once; answers {'equal' if equal else 'NOT EQUAL'}"
-    show(title, ("speculation", "tokens/s", "ratio"), rows, result)
+    show(title, ("speculation", "tokens/s", "ratio"), rows)
+    show_json(result)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import logging
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -59,6 +60,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _complain(error, args)
     except KeyboardInterrupt:
         return INTERRUPTED
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the flush at exit complains again
+        return FAILED
 
 
 def build_parser(chosen: str | None) -> argparse.ArgumentParser:

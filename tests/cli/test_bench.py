@@ -75,7 +75,7 @@ def test_serve(common: list[str], capsys: pytest.CaptureFixture[str]) -> None:
 def test_start_up(common: list[str]) -> None:
     spans = bench_startup.start_up_seconds(Config(model=common[1], kv_cache_memory="8000tokens"))
     assert spans["total"] == pytest.approx(spans["until ready"] + spans["first token"])
-    assert 0 < spans["engine: weights"] < spans["until ready"]
+    assert 0 <= spans["engine: weights"] < spans["until ready"]
 
 
 def test_figures_by_kind_are_of_the_same_prompts() -> None:

@@ -6,7 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from foreword.cli.bench_common import Example, modes, percentile, ratio, read_examples, rotated, show, with_all_drafters
+from foreword.cli.bench_common import (
+    Example,
+    modes,
+    percentile,
+    ratio,
+    read_examples,
+    rotated,
+    show,
+    show_json,
+    with_all_drafters,
+)
 from foreword.config import Config
 from foreword.demo import EXAMPLES
 from foreword.errors import ConfigError
@@ -56,7 +66,13 @@ def test_prompts_that_are_none(tmp_path: Path, text: str) -> None:
 
 
 def test_a_table_and_then_one_json_line(capsys: pytest.CaptureFixture[str]) -> None:
-    show("title", ("a", "b"), [["1", "2"]], {"bench": "x"})
+    show("title", ("a", "b"), [["1", "2"]])
+    show_json({"bench": "x"})
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("title")
     assert json.loads(lines[-1])["bench"] == "x"
+
+
+def test_a_nan_is_never_printed() -> None:
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        show_json({"ratio": float("nan")})

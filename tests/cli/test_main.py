@@ -95,3 +95,12 @@ def test_commands_that_need_no_torch_do_not_load_it(module: str) -> None:
 def test_the_package_runs() -> None:
     done = subprocess.run([sys.executable, "-m", "foreword", "--version"], capture_output=True, text=True, check=True)
     assert done.stdout.startswith("foreword ")
+
+
+def test_a_reader_that_leaves_early_is_no_traceback() -> None:
+    command = [sys.executable, "-m", "foreword", "env"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        said = process.stderr.read()
+    assert (process.returncode, said) == (1, b"")
