@@ -66,7 +66,7 @@ def test_model_and_key() -> None:
 
 def test_the_servers_own_words() -> None:
     def handler(request: httpx.Request) -> httpx.Response:
-        return httpx.Response(401, json={"error": {"message": "no key"}})
+        return httpx.Response(401, content=iter([b'{"error": ', b'{"message": "no key"}}']))  # not read yet, as from a socket
 
     with pytest.raises(ForewordError, match="401: no key"):
         list(remote(handler).stream(MESSAGES, SamplingParams()))

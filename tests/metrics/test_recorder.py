@@ -149,6 +149,18 @@ def test_figures_of_one_answer(clock: Clock) -> None:
     }
 
 
+def test_rates_begin_after_the_first_burst(clock: Clock) -> None:
+    """Three tokens at once, four more 2 s later: 0.5 s a token, not a third."""
+    recorder = Recorder(("ngram",), clock=clock)
+    asked = request()
+    recorder.arrived(asked)
+    recorder.delivered(asked, tokens(0, 3, DraftUse("ngram", 2, 2)), 102.0)
+    recorder.delivered(asked, tokens(3, 4, DraftUse("ngram", 3, 3)), 104.0)
+    metrics = recorder.answer_metrics("a")
+    assert metrics is not None
+    assert (metrics.time_per_output_token_ms, metrics.tokens_per_second) == (500.0, 2.0)
+
+
 def test_figures_that_do_not_exist_are_absent(clock: Clock) -> None:
     off = Recorder((), clock=clock)
     asked = request()

@@ -1,0 +1,54 @@
+"""A model in this process behind `generate` and `chat`."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from foreword.cli.local import Local
+from foreword.cli.main import main
+from foreword.config import Config
+from foreword.core.params import SamplingParams
+from tests.checkpoints import write_checkpoint
+
+PROMPT = "the thing in the thing in the thing in"
+PARAMS = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("local") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def local(tiny: Path) -> Local:
+    return Local(Config(model=str(tiny), kv_cache_memory="2000tokens"))
+
+
+def test_who_answers(local: Local) -> None:
+    assert local.name == "tiny"
+    assert str(local.speculation).startswith("speculation: ngram, at most 4 tokens a step")
+
+
+@pytest.mark.parametrize("prompt", [PROMPT, [{"role": "user", "content": PROMPT}]])
+def test_pieces_make_the_answer(local: Local, prompt: str | list[dict[str, str]]) -> None:
+    whole = local.answer(prompt, PARAMS)
+    assert "".join(piece.text for piece in local.stream(prompt, PARAMS)) == whole.text
+    assert whole.finish_reason == "length"
+    assert whole.token_ids is not None and len(whole.token_ids) == 24
+    assert whole.metrics is not None and whole.metrics["cached_tokens"] >= 0
+
+
+def test_generate_from_the_command_line(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--model", str(tiny), "--raw", "--max-tokens", "5", "--kv-cache-memory", "2000tokens"]
+    assert main(["generate", PROMPT, "--json", *words]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert main(["generate", PROMPT, *words]) == 0
+    assert capsys.readouterr().out == answer["text"] + "\n"
+
+
+def test_a_prompt_that_is_too_long_is_one_line(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "x" * 600, "--raw", "--model", str(tiny), "--kv-cache-memory", "2000tokens"]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("foreword generate: the prompt has 6")
+    assert said.count("\n") == 1
