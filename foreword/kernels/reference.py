@@ -39,7 +39,7 @@ def reference_threads(cores: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """weight [N, K], bias [N] or None"""
+    """weight [N, K] (float32: [K, N], which torch multiplies sooner), bias [N] or None"""
 
     weight: Tensor
     bias: Tensor | None
@@ -58,12 +58,13 @@ class Reference(ReferenceSampling):
         return reference_threads(cores)
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> Packed:
-        """The weight as it is."""
-        return Packed(weight, bias)
+        """See Packed."""
+        return Packed(weight.t().contiguous() if weight.dtype == torch.float32 else weight, bias)
 
     def linear(self, x: Tensor, weight: Packed) -> Tensor:
         """x [T, K] -> [T, N]"""
-        return self._tiled(lambda rows: F.linear(rows, weight.weight, weight.bias), x)
+        matrix = weight.weight.t() if x.dtype == torch.float32 else weight.weight
+        return self._tiled(lambda rows: F.linear(rows, matrix, weight.bias), x)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x [T, ..., H], weight [H] -> [T, ..., H]"""

@@ -21,8 +21,11 @@ from foreword.core.batch import SCRATCH_BLOCK, Batch
 
 __all__ = ["Plan", "attend", "plan_attention"]
 
-ROWS = 16
+ROWS = 8
 WIDTH = 256
+GRAIN = 32768  # a multiple of WIDTH
+GROUP = 8
+LOG2_E = math.log2(math.e)
 LOWEST = torch.finfo(torch.float32).min
 
 
@@ -30,30 +33,35 @@ LOWEST = torch.finfo(torch.float32).min
 class Step:
     """The next KV tile of each query tile that has one left: the first `count` query tiles.
 
-    blocks   int64 [count * WIDTH / block_size]    where it lies
-    hidden   bool [count, 1, ROWS, 1, WIDTH]       positions that a row must not see; None: it sees all
-    outside  bool [count, WIDTH, 1, 1]             positions that no row sees; None with `hidden`
-    blind    bool [count, 1, ROWS, 1, 1]           rows that see nothing of it; None: every row sees some
+    blocks   int64 [different KV tiles * WIDTH / block_size]  where they lie
+    sources  which of them each query tile reads
+    mask     float32 [count, 1, ROWS, 1, WIDTH]  -inf where a row must not see a position, else 0; None: all 0
+    blind    bool [count, 1, ROWS, 1, 1]         rows that see nothing of it; None: every row sees some
     """
 
     count: int
     blocks: Tensor
-    hidden: Tensor | None
-    outside: Tensor | None
+    sources: tuple[int, ...]
+    mask: Tensor | None
     blind: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """What all layers with one window share in one forward pass; n query tiles.
+class Group:
+    """A few query tiles that are computed together, so that what they need stays in the cache of a core.
 
-    rows    int64 [n * ROWS]   the batch's row at each place of a tile (the last one repeated)
-    places  int64 [rows used]  the place of each row of the batch, padding excluded
+    rows  int64 [n * ROWS]  the batch's row at each place of a tile; a tile's last row fills it up
     """
 
     rows: Tensor
-    places: Tensor
     steps: tuple[Step, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What all layers with one window share in one forward pass."""
+
+    groups: tuple[Group, ...]
     block_size: int
 
 
@@ -73,7 +81,8 @@ class QueryTile(NamedTuple):
 
 
 class Partial(NamedTuple):
-    """Softmax over some positions: maximum and sum [n, Hk, ROWS, G, 1], weighted values [n, Hk, ROWS, G, D]."""
+    """Softmax over some positions: maximum (of scores to base 2) and sum [n, Hk, ROWS, G, 1], weighted values
+    [n, Hk, ROWS, G, D]."""
 
     top: Tensor
     total: Tensor
@@ -84,18 +93,23 @@ def plan_attention(batch: Batch, window: int | None = None) -> Plan:
     """Cut the batch into tiles and find out what each row sees of them."""
     assert WIDTH % batch.block_size == 0
     tiles = sorted(_query_tiles(batch, window), key=lambda tile: tile.first - tile.last)
-    device = batch.positions.device
+    tables = _tables_by_tile(batch)
+    groups = (tiles[index : index + GROUP] for index in range(0, len(tiles), GROUP))
+    return Plan(tuple(_group(batch, group, tables, window) for group in groups), batch.block_size)
+
+
+def _tables_by_tile(batch: Batch) -> Tensor:
+    """Block tables cut into KV tiles, [B+1, tiles, blocks a tile]; scratch fills the last one up."""
+    tables = batch.block_tables
+    blocks_a_tile = WIDTH // batch.block_size
+    padded = F.pad(tables, (0, -tables.shape[1] % blocks_a_tile), value=SCRATCH_BLOCK)
+    return padded.view(tables.shape[0], -1, blocks_a_tile)
+
+
+def _group(batch: Batch, tiles: list[QueryTile], tables: Tensor, window: int | None) -> Group:
     rows = [tile.row + min(place, tile.size - 1) for tile in tiles for place in range(ROWS)]
-    places = [0] * batch.row_starts[-1]
-    for index, tile in enumerate(tiles):
-        places[tile.row : tile.row + tile.size] = range(index * ROWS, index * ROWS + tile.size)
-    rows_at = torch.tensor(rows, dtype=torch.int64, device=device)
-    return Plan(
-        rows=rows_at,
-        places=torch.tensor(places, dtype=torch.int64, device=device),
-        steps=tuple(_steps(batch, tiles, batch.positions[rows_at].view(-1, ROWS), window)),
-        block_size=batch.block_size,
-    )
+    rows_at = torch.tensor(rows, dtype=torch.int64, device=tables.device)
+    return Group(rows_at, tuple(_steps(tiles, tables, batch.positions[rows_at].view(-1, ROWS), window)))
 
 
 def _query_tiles(batch: Batch, window: int | None) -> Iterator[QueryTile]:
@@ -108,29 +122,27 @@ def _query_tiles(batch: Batch, window: int | None) -> Iterator[QueryTile]:
             yield QueryTile(request, row, count, start, first_seen // WIDTH, (start + count - 1) // WIDTH)
 
 
-def _steps(batch: Batch, tiles: list[QueryTile], positions: Tensor, window: int | None) -> Iterator[Step]:
+def _steps(tiles: list[QueryTile], tables: Tensor, positions: Tensor, window: int | None) -> Iterator[Step]:
     """positions int64 [n, ROWS]; `tiles` are sorted by their number of KV tiles, most first."""
-    device = positions.device
-    blocks_a_tile = WIDTH // batch.block_size
-    width = batch.block_tables.shape[1]
-    tables = F.pad(batch.block_tables, (0, -width % blocks_a_tile), value=SCRATCH_BLOCK)
-    tables = tables.view(tables.shape[0], -1, blocks_a_tile)
-    requests = torch.tensor([tile.request for tile in tiles], dtype=torch.int64, device=device)
-    firsts = torch.tensor([tile.first for tile in tiles], dtype=torch.int64, device=device)
-    within = torch.arange(WIDTH, device=device)
-    for number in range(max((tile.last - tile.first + 1 for tile in tiles), default=0)):
-        active = [tile for tile in tiles if tile.first + number <= tile.last]
-        count = len(active)
-        column = firsts[:count] + number
-        blocks = tables[requests[:count], column].view(-1)
-        if all(_sees_all(tile, tile.first + number, window) for tile in active):
-            yield Step(count, blocks, None, None, None)
-            continue
-        hidden = _hidden(column[:, None] * WIDTH + within, positions[:count], window)
-        blind = None
-        if any(_has_blind_row(tile, tile.first + number, window) for tile in active):
-            blind = hidden.all(2)[:, None, :, None, None]
-        yield Step(count, blocks, hidden[:, None, :, None, :], hidden.all(1)[:, :, None, None], blind)
+    for number in range(tiles[0].last - tiles[0].first + 1):
+        pairs = [(tile, tile.first + number) for tile in tiles if tile.first + number <= tile.last]
+        order = {key: index for index, key in enumerate(dict.fromkeys((tile.request, kv_tile) for tile, kv_tile in pairs))}
+        at = torch.tensor(list(order), dtype=torch.int64, device=tables.device)
+        sources = tuple(order[tile.request, kv_tile] for tile, kv_tile in pairs)
+        mask, blind = _mask(pairs, positions[: len(pairs)], window)
+        yield Step(len(pairs), tables[at[:, 0], at[:, 1]].view(-1), sources, mask, blind)
+
+
+def _mask(pairs: list[tuple[QueryTile, int]], positions: Tensor, window: int | None) -> tuple[Tensor | None, Tensor | None]:
+    """`mask` and `blind` of a Step; pairs of a query tile and a KV tile, positions int64 [pairs, ROWS]."""
+    if all(_sees_all(tile, kv_tile, window) for tile, kv_tile in pairs):
+        return None, None
+    columns = torch.tensor([[kv_tile * WIDTH] for _, kv_tile in pairs], dtype=torch.int64, device=positions.device)
+    hidden = _hidden(columns + torch.arange(WIDTH, device=positions.device), positions, window)
+    mask = torch.where(hidden, -math.inf, 0.0)[:, None, :, None, :]
+    if not any(_has_blind_row(tile, kv_tile, window) for tile, kv_tile in pairs):
+        return mask, None
+    return mask, hidden.all(2)[:, None, :, None, None]
 
 
 def _hidden(columns: Tensor, rows: Tensor, window: int | None) -> Tensor:
@@ -151,86 +163,102 @@ def _has_blind_row(tile: QueryTile, kv_tile: int, window: int | None) -> bool:
     return ahead or (window is not None and (kv_tile + 1) * WIDTH - 1 <= tile.end - 1 - window)
 
 
-def attend(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: Plan, scale: float, softcap: float | None, row_by_row: bool = False
-) -> Tensor:
+def attend(q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: Plan, scale: float, softcap: float | None) -> Tensor:
     """q [T, Hq, D] -> [T, Hq, D]; zeros where the plan has no row.
 
-    Rows of a tile share their products with V, where the weight 0 of a position that one row must not
-    see meets another row's value. That is exact unless the value is not finite (0 x NaN is NaN): then
-    everything is computed once more with each row's values selected for it alone.
+    What a row must not see is masked by adding -inf to its score, and then weighs 0: exact, and it says nothing
+    of the values, unless a key or value there is not finite (0 x NaN is NaN; slots that nobody wrote may hold
+    anything). Then the group is computed once more, and such values are selected away for each row alone.
     """
     out = q.new_zeros(q.shape)
-    if not plan.steps:
-        return out
-    num_rows, heads, dim = plan.places.shape[0], q.shape[1], q.shape[2]
-    kv_heads = k_cache.shape[1]
-    queries = q.index_select(0, plan.rows).view(-1, ROWS, kv_heads, heads // kv_heads, dim)
-    queries = (queries.permute(0, 2, 1, 3, 4).to(torch.float32) * scale).contiguous()
-    state = _tile(queries, k_cache, v_cache, plan, plan.steps[0], softcap, row_by_row)
-    for step in plan.steps[1:]:
-        part = _tile(queries[: step.count], k_cache, v_cache, plan, step, softcap, row_by_row)
-        _merge(state, part, step)
-    tiles = (state.values / state.total).permute(0, 2, 1, 3, 4).reshape(-1, heads, dim)
-    if not row_by_row and not math.isfinite(tiles.sum().item()):
-        return attend(q, k_cache, v_cache, plan, scale, softcap, row_by_row=True)
-    out[:num_rows] = tiles.index_select(0, plan.places)
+    for group in plan.groups:
+        queries = _lay_out(q, k_cache.shape[1], group) * (scale if softcap is not None else scale * LOG2_E)
+        result = _attend_group(queries, k_cache, v_cache, plan.block_size, group, softcap, select=False)
+        if not math.isfinite(result.sum().item()):
+            result = _attend_group(queries, k_cache, v_cache, plan.block_size, group, softcap, select=True)
+        # A row that stands at several places has the same bits at each.
+        out.index_copy_(0, group.rows, result.permute(0, 2, 1, 3, 4).reshape(-1, *q.shape[1:]).to(q.dtype))
     return out
 
 
-def _tile(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: Plan, step: Step, softcap: float | None, row_by_row: bool
-) -> Partial:
+def _lay_out(q: Tensor, kv_heads: int, group: Group) -> Tensor:
+    """[T, Hq, D] -> float32 [n, Hk, ROWS, G, D]"""
+    heads, dim = q.shape[1:]
+    tiles = q.index_select(0, group.rows).view(-1, ROWS, kv_heads, heads // kv_heads, dim)
+    return tiles.permute(0, 2, 1, 3, 4).contiguous().to(torch.float32)
+
+
+def _attend_group(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_size: int, group: Group, softcap: float | None, select: bool
+) -> Tensor:
+    """float32 [n, Hk, ROWS, G, D] -> the same"""
+    state: Partial | None = None
+    for step in group.steps:
+        keys, values = _gather(k_cache, block_size, step), _gather(v_cache, block_size, step)
+        part = _tile(q[: step.count], keys, values, step, softcap, select)
+        if state is None:
+            state = part
+        else:
+            _merge(state, part, step)
+    assert state is not None
+    return state.values / state.total
+
+
+def _tile(q: Tensor, keys: Tensor, values: Tensor, step: Step, softcap: float | None, select: bool) -> Partial:
     """Softmax of queries [n, Hk, ROWS, G, D] over one KV tile each. A row that sees nothing gets top LOWEST."""
-    scores = _products(q, _gather(k_cache, plan.block_size, step).permute(0, 2, 3, 1))
+    scores = _products(q, keys.permute(0, 2, 3, 1), step.sources)
     if softcap is not None:
-        scores = torch.tanh(scores.div_(softcap)).mul_(softcap)
-    if step.hidden is not None:
-        scores.masked_fill_(step.hidden, -math.inf)
+        scores = torch.tanh(scores.div_(softcap)).mul_(softcap * LOG2_E)
+    if step.mask is not None:
+        scores = scores.masked_fill_(step.mask.isneginf(), -math.inf) if select else scores.add_(step.mask)
     top = scores.amax(-1, keepdim=True).clamp_min_(LOWEST)
-    weights = scores.sub_(top).exp_()
-    values = _gather(v_cache, plan.block_size, step)
-    weighed = _weigh_row_by_row(weights, values, step) if row_by_row else _weigh(weights, values, step)
-    return Partial(top, weights.sum(-1, keepdim=True), weighed)
+    weights = _exp2(scores.sub_(top))
+    weigh = _weigh_row_by_row if select else _weigh
+    return Partial(top, weights.sum(-1, keepdim=True), weigh(weights, values.permute(0, 2, 1, 3), step))
 
 
 def _gather(cache: Tensor, block_size: int, step: Step) -> Tensor:
-    """[S, Hk, D] -> float32 [count, WIDTH, Hk, D]"""
+    """[S, Hk, D] -> float32 [different KV tiles, WIDTH, Hk, D]"""
     heads, dim = cache.shape[1:]
     blocks = cache.view(-1, block_size, heads, dim).index_select(0, step.blocks)
-    return blocks.view(step.count, WIDTH, heads, dim).to(torch.float32)
+    return blocks.view(-1, WIDTH, heads, dim).to(torch.float32)
 
 
-def _products(rows: Tensor, columns: Tensor) -> Tensor:
-    """[n, Hk, ROWS, G, K] x [n, Hk, K, N] -> [n, Hk, ROWS, G, N], each of the n by a call of its own."""
-    shape = rows.shape[:-1] + columns.shape[-1:]
-    flat = rows.view(rows.shape[0], rows.shape[1], -1, rows.shape[-1])
-    if rows.shape[0] == 1:
-        return torch.bmm(flat[0], columns[0]).view(shape)
-    out = rows.new_empty(*flat.shape[:-1], columns.shape[-1])
-    for left, right, result in zip(flat.unbind(), columns.unbind(), out.unbind(), strict=True):
-        torch.bmm(left, right, out=result)
-    return out.view(shape)
+def _products(rows: Tensor, columns: Tensor, sources: tuple[int, ...]) -> Tensor:
+    """[n, Hk, ROWS, G, K] x [different, Hk, K, N] -> [n, Hk, ROWS, G, N], each of the n by a call of its own."""
+    count, kv_heads, _, group, inner = rows.shape
+    out = rows.new_empty(count, kv_heads, ROWS * group, columns.shape[-1])
+    right = columns.unbind()
+    for left, source, result in zip(rows.view(count, kv_heads, -1, inner).unbind(), sources, out.unbind(), strict=True):
+        torch.bmm(left, right[source], out=result)
+    return out.view(count, kv_heads, ROWS, group, -1)
+
+
+def _exp2(x: Tensor) -> Tensor:
+    """In place. Torch gives a thread at least GRAIN values; a piece that begins anywhere but at a row would end in a
+    scalar loop with other bits."""
+    for piece in torch.split(x.view(-1), GRAIN):
+        piece.exp2_()
+    return x
 
 
 def _weigh(weights: Tensor, values: Tensor, step: Step) -> Tensor:
-    """weights [n, Hk, ROWS, G, WIDTH], values [n, WIDTH, Hk, D] -> [n, Hk, ROWS, G, D]
+    """weights [n, Hk, ROWS, G, WIDTH], values [different, Hk, WIDTH, D] -> [n, Hk, ROWS, G, D]
 
     Adding 0 makes -0 to +0: the sign of a zero could tell of values that the row must not see.
     """
-    if step.outside is not None:
-        values = values.masked_fill(step.outside, 0.0)
-    return _products(weights, values.permute(0, 2, 1, 3)).add_(0.0)
+    return _products(weights, values, step.sources).add_(0.0)
 
 
 def _weigh_row_by_row(weights: Tensor, values: Tensor, step: Step) -> Tensor:
     """The same, with the values that a row must not see selected away for each row alone."""
-    if step.hidden is None:
+    if step.mask is None:
         return _weigh(weights, values, step)
+    own = values[list(step.sources)]
     out = weights.new_empty(*weights.shape[:-1], values.shape[-1])
     for row in range(ROWS):
-        seen = values.masked_fill(step.hidden[:, 0, row, 0, :, None, None], 0.0)
-        out[:, :, row] = _products(weights, seen.permute(0, 2, 1, 3))[:, :, row]
+        seen = own.masked_fill(step.mask[:, :, row, 0, :, None].isneginf(), 0.0)
+        out[:, :, row] = _products(weights, seen, tuple(range(step.count)))[:, :, row]
     return out.add_(0.0)
 
 
@@ -238,7 +266,7 @@ def _merge(state: Partial, part: Partial, step: Step) -> None:
     """Add the next positions to the first `count` tiles, in place. A row that sees none of them keeps its bits."""
     old = Partial(*(tensor[: step.count] for tensor in state))
     top = torch.maximum(old.top, part.top)
-    keep, add = torch.exp(old.top - top), torch.exp(part.top - top)
+    keep, add = (torch.exp((share.top - top).div_(LOG2_E)) for share in (old, part))
     total = old.total * keep + part.total * add
     values = old.values * keep + part.values * add
     for target, merged in zip(old, (top, total, values), strict=True):
