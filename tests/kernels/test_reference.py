@@ -140,15 +140,20 @@ def test_threads_are_a_power_of_two_within_a_tile():
 
 
 class Cache:
-    """KV of requests in scattered blocks; every slot that holds nothing holds NaN."""
+    """KV of requests in scattered blocks; every slot that nobody wrote holds `garbage`.
 
-    def __init__(self, lengths: list[int], kv_heads: int, dim: int, dtype: torch.dtype = torch.float32, seed: int = 0):
+    Attention takes another way where it meets a NaN, so tests run with either kind of garbage.
+    """
+
+    def __init__(
+        self, lengths: list[int], kv_heads: int, dim: int, dtype: torch.dtype = torch.float32, garbage: float = 7.0, seed: int = 0
+    ):
         needed = [-(-length // BLOCK) for length in lengths]
         order = torch.randperm(sum(needed), generator=torch.Generator().manual_seed(seed)) + 1
         self.blocks = [chosen.tolist() for chosen in order.split(needed)]
         shape = ((sum(needed) + 1) * BLOCK, kv_heads, dim)
-        self.k = torch.full(shape, math.nan, dtype=dtype)
-        self.v = torch.full(shape, math.nan, dtype=dtype)
+        self.k = torch.full(shape, garbage, dtype=dtype)
+        self.v = torch.full(shape, garbage, dtype=dtype)
         for request, length in enumerate(lengths):
             slots = self.slots(request, length)
             self.k[slots] = randn(length, kv_heads, dim, seed=100 + request, dtype=dtype)
@@ -229,11 +234,15 @@ def chunked(cache: Cache, request: int, length: int, cuts: list[int], heads: int
     cuts=st.lists(st.integers(1, 599), max_size=6),
     window=st.sampled_from([None, 5, 100, 256, 257]),
     dtype=st.sampled_from(DTYPES),
+    softcap=st.sampled_from([None, 20.0]),
 )
-def test_attention_does_not_depend_on_chunks(cuts: list[int], window: int | None, dtype: torch.dtype):
-    cache = Cache([600], 2, 16, dtype)
-    whole = run(cache, [(0, 0, 600)], 6, window=window, softcap=None)
-    agree(chunked(cache, 0, 600, cuts, 6, window=window, softcap=None), whole)
+def test_attention_does_not_depend_on_chunks_nor_on_garbage(
+    cuts: list[int], window: int | None, dtype: torch.dtype, softcap: float | None
+):
+    clean, dirty = (Cache([600], 2, 16, dtype, garbage) for garbage in (7.0, math.nan))
+    whole = run(clean, [(0, 0, 600)], 6, window=window, softcap=softcap)
+    agree(chunked(clean, 0, 600, cuts, 6, window=window, softcap=softcap), whole)
+    agree(chunked(dirty, 0, 600, cuts, 6, window=window, softcap=softcap), whole)
 
 
 @pytest.mark.parametrize("window", [None, 16, 250, 290])
@@ -259,11 +268,12 @@ def test_attention_of_decode_rows_does_not_depend_on_their_number(count: int):
 @given(
     spans=st.lists(st.tuples(st.integers(0, 400), st.integers(1, 40)), min_size=1, max_size=6),
     window=st.sampled_from([None, 7, 90]),
+    garbage=st.sampled_from([7.0, math.nan]),
 )
-def test_attention_does_not_depend_on_neighbours(spans: list[tuple[int, int]], window: int | None):
-    """Prompt chunks, decode rows and verified drafts in any mixture, NaN wherever nothing was written."""
+def test_attention_does_not_depend_on_neighbours(spans: list[tuple[int, int]], window: int | None, garbage: float):
+    """Prompt chunks, decode rows and verified drafts in any mixture."""
     lengths = [start + count for start, count in spans]
-    cache = Cache(lengths, 2, 16)
+    cache = Cache(lengths, 2, 16, garbage=garbage)
     mixed = [(request, start, start + count) for request, (start, count) in enumerate(spans)]
     together = run(cache, mixed, 4, window=window)
     apart = {}
