@@ -1,0 +1,226 @@
+"""README and docs say what is there: links, names, routes, dependencies, flags and examples are checked against the code."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import dataclasses
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from foreword.cli.banner import curl_line
+from foreword.cli.main import COMMANDS, build_parser
+from foreword.cli.options import flag
+from foreword.cli.server_process import ServerProcess
+from foreword.config import Config, option_fields
+from foreword.core.params import SamplingParams
+from foreword.models.loader import ARCHITECTURES
+from foreword.serve.app import ROUTES
+from tests.test_house import ALLOWED
+
+ROOT = Path(__file__).parent.parent
+README = ROOT / "README.md"
+DOCS = ROOT / "docs"
+PAGES = [README, ROOT / "CHANGELOG.md", *sorted(DOCS.rglob("*.md")), *sorted(ROOT.glob("[a-z]*/README.md"))]
+TOLD_ELSEWHERE = {"faq.md", "flags.md", "migrating.md"}  # what is planned, what is written by the code, what others have
+OWN = [README, *(path for path in sorted(DOCS.glob("*.md")) if path.name not in TOLD_ELSEWHERE)]
+LOCAL = "http://127.0.0.1:8000"
+# Flags of other programs that the pages tell of.
+FOREIGN = {"--full-product", "--build-arg", "--rm", "--now"}
+
+
+def read(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def blocks(path: Path, language: str) -> list[str]:
+    """Fenced code of one language."""
+    return re.findall(rf"^```{language}\n(.*?)^```", read(path), re.MULTILINE | re.DOTALL)
+
+
+def prose(path: Path) -> str:
+    """The page without its code blocks."""
+    return re.sub(r"^```.*?^```|^    .*?$", "", read(path), flags=re.MULTILINE | re.DOTALL)
+
+
+def table(path: Path, first: str) -> list[list[str]]:
+    """Cells of the rows of the table whose head begins with `first`."""
+    lines = read(path).splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith(f"| {first} |")) + 2
+    end = next((i for i, line in enumerate(lines[start:], start) if not line.startswith("|")), len(lines))
+    return [[cell.strip() for cell in line.strip("|").split(" |")] for line in lines[start:end]]
+
+
+def anchors(path: Path) -> set[str]:
+    """Names of the headings, as they are made on the web."""
+    headings = re.findall(r"^#+ (.*)$", read(path), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+# Links and names
+
+
+@pytest.mark.parametrize("path", PAGES, ids=name_of)
+def test_links_lead_somewhere(path: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose(path)):
+        if target.startswith(("https://", "http://")):
+            continue
+        file, _, anchor = target.partition("#")
+        found = (path.parent / file).resolve() if file else path
+        assert found.exists(), f"{target} does not exist"
+        assert not anchor or anchor in anchors(found), f"{target}: no such heading"
+
+
+def definitions(path: Path) -> set[str]:
+    """Names of all functions, methods and classes of a module, and of its constants."""
+    nodes = list(ast.walk(ast.parse(read(path))))
+    kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+    return {node.name for node in nodes if isinstance(node, kinds)}
+
+
+@pytest.mark.parametrize("path", [DOCS / "architecture.md", DOCS / "development.md", DOCS / "exactness.md"], ids=name_of)
+def test_named_files_and_functions_exist(path: Path) -> None:
+    """`path.py` and `path.py: name()` are relative to the package, or begin with a folder beside it."""
+    named = re.findall(r"`([\w/]+\.py)(?:: (\w+)(?:\(\))?)?`", read(path))
+    assert named
+    for file, name in named:
+        found = ROOT / "foreword" / file if (ROOT / "foreword" / file).exists() else ROOT / file
+        assert found.exists(), f"{file} does not exist"
+        assert not name or name in definitions(found), f"{file} has no {name}"
+
+
+def failures() -> tuple[list[str], list[str]]:
+    """Entries of docs/failures.md: guarded ones, and those that are not yet."""
+    guarded, open_ = read(DOCS / "failures.md").split("\n## Not yet guarded\n")
+    split = [re.split(r"^- (?=\*\*)", part, flags=re.MULTILINE)[1:] for part in (guarded, open_)]
+    return split[0], split[1]
+
+
+def test_every_failure_has_its_test() -> None:
+    guarded, open_ = failures()
+    assert len(guarded) > 25
+    assert len(open_) > 5
+    for entry in guarded:
+        tests = re.findall(r"`(tests/[\w/]+\.py)::(test_\w+)`", entry)
+        assert "*Here*" in entry, entry
+        assert tests, f"no test: {entry}"
+        for file, name in tests:
+            assert (ROOT / file).is_file(), f"{file} does not exist"
+            assert name in definitions(ROOT / file), f"{file} has no {name}"
+    assert all("*Today:*" in entry for entry in open_)
+
+
+def test_layers_are_those_that_are_enforced() -> None:
+    written = {package: set(names.split(", ")) - {"nothing"} for package, names in table(DOCS / "architecture.md", "package")}
+    assert written == ALLOWED, "docs/architecture.md and tests/test_house.py differ"
+
+
+# What the code offers
+
+
+def test_every_route_is_documented() -> None:
+    written = {cells[0] for cells in table(DOCS / "serving.md", "route")}
+    offered = {f"`{method} {re.sub(r':path', '', route.path)}`" for module in ROUTES for route in module.router.routes
+               for method in route.methods - {"HEAD"}}  # fmt: skip
+    assert written == offered | {"`GET /openapi.json`"}
+
+
+def test_every_dependency_has_its_line() -> None:
+    project = tomllib.loads(read(ROOT / "pyproject.toml"))
+    wanted = {*project["project"]["dependencies"], *project["build-system"]["requires"]}
+    for extra in project["project"]["optional-dependencies"].values():
+        wanted |= set(extra)
+    names = {re.split(r"[^\w.-]", line)[0] for line in wanted}
+    rows = re.findall(r"^\| ([\w.-]+) \| (.+) \|$", read(DOCS / "dependencies.md"), re.MULTILINE)
+    assert {name for name, _ in rows} - {"package"} == names
+
+
+def test_every_family_is_documented() -> None:
+    assert {cells[1].strip("`") for cells in table(README, "family")} == set(ARCHITECTURES)
+    assert {cells[0].strip("`") for cells in table(DOCS / "models.md", "`model_type`")} == set(ARCHITECTURES)
+
+
+def test_sampling_parameters_are_documented_with_their_defaults() -> None:
+    rows = {cells[0].strip("`"): cells[1].strip("`") for cells in table(DOCS / "python.md", "field")}
+    for field in dataclasses.fields(SamplingParams):
+        default = getattr(SamplingParams(), field.name)
+        shown = "Speculation()" if field.name == "speculation" else repr(default)
+        assert rows.pop(field.name, None) == shown, field.name
+    assert not rows
+
+
+def test_flags_of_the_readme_are_those_of_the_code() -> None:
+    options = {f"`{flag(item.name)}`": item for item in option_fields()}
+    for name, default, text in table(README, "flag"):
+        item = options[name]
+        assert text == item.metadata["help"]
+        assert default == ("" if item.default is None else f"`{item.default}`")
+
+
+def every_flag() -> set[str]:
+    """The flags of all commands, those of subcommands too."""
+    return {name for command in COMMANDS for name in flags_of(build_parser(command.name))}
+
+
+def flags_of(parser: argparse.ArgumentParser) -> Iterator[str]:
+    for action in parser._actions:
+        yield from action.option_strings
+        if isinstance(action, argparse._SubParsersAction):
+            for inner in action.choices.values():
+                yield from flags_of(inner)
+
+
+@pytest.mark.parametrize("path", OWN, ids=name_of)
+def test_flags_that_are_named_exist(path: Path) -> None:
+    named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", read(path)))
+    assert named - every_flag() - FOREIGN == set()
+
+
+def test_our_side_of_the_migration_exists() -> None:
+    lines = [line for line in read(DOCS / "migrating.md").splitlines() if line.startswith("| ")]
+    ours = {name for line in lines for name in re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", line.strip("|").split(" | ")[-1])}
+    assert ours
+    assert ours - every_flag() == set()
+
+
+# Examples
+
+
+def test_the_curl_line_is_what_the_server_prints() -> None:
+    assert blocks(README, "sh") == [curl_line(LOCAL, "demo", needs_key=False) + "\n"]
+
+
+def test_code_of_every_page_compiles() -> None:
+    for path in PAGES:
+        for code in blocks(path, "python"):
+            compile(code, name_of(path), "exec")
+
+
+def run(code: str) -> str:
+    """What a program prints in a process of its own."""
+    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=120, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_programs_of_the_readme_run() -> None:
+    programs = blocks(README, "python")
+    with ServerProcess(Config(threads=1)) as server:
+        said = [run(code.replace(LOCAL, server.url)) for code in programs]
+    assert len(said) == 3
+    assert all(text.strip() for text in said)
+
+
+def test_the_programs_of_the_python_page_run() -> None:
+    assert run("\n".join(blocks(DOCS / "python.md", "python")).replace("LLM()", "LLM(threads=1)")).strip()
+    assert run("\n".join(blocks(DOCS / "speculation.md", "python"))) == ""
