@@ -1,0 +1,216 @@
+"""The engine as a whole, with real weights: errors stay with one request, the cut is honest, n choices, resumption."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from foreword import LLM, SamplingParams, Speculation
+from foreword.config import Config
+from foreword.core.draft import Draft
+from foreword.core.events import Event, Failed, Tokens
+from foreword.core.request import Request
+from foreword.drafting.base import Ask
+from foreword.engine.engine import Engine
+from foreword.engine.load import load
+from foreword.errors import ContextLengthExceeded, InvalidRequest, RequestFailed
+from tests.checkpoints import EOS, write_checkpoint
+
+PROMPT = (40, 41, 42, 40, 41)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("engine") / "model", "llama", seed=5)
+
+
+def engine_of(checkpoint: Path, **options: object) -> Engine:
+    defaults = {"kv_cache_memory": "1000tokens", "max_model_len": 64, "threads": 1, "test_mode": True}
+    return load(Config(model=str(checkpoint), **(defaults | options)), unused_ids=())  # type: ignore[arg-type]
+
+
+def make_request(
+    name: str, prompt: Sequence[int] = PROMPT, seed: int = 1, delivered: Sequence[int] = (), **params: object
+) -> Request:
+    sampling = SamplingParams(**{"max_tokens": 20, "ignore_eos": True, **params})  # type: ignore[arg-type]
+    return Request(name, tuple(prompt), sampling, seed, (EOS,), delivered_ids=tuple(delivered))
+
+
+def run(engine: Engine) -> dict[str, list[Event]]:
+    """Step until idle; the events by request."""
+    events: dict[str, list[Event]] = {}
+    while not engine.idle:
+        for event in engine.step().events:
+            events.setdefault(event.request_id, []).append(event)
+        engine.check()
+    return events
+
+
+def tokens_of(events: Sequence[Event]) -> list[int]:
+    return [token_id for event in events if isinstance(event, Tokens) for token_id in event.token_ids]
+
+
+class Broken:
+    """A drafter that fails in every method, or answers nonsense."""
+
+    name = "ngram"
+
+    def __init__(self, answer: object) -> None:
+        self.answer = answer
+
+    def start(self, state: object) -> None:
+        if self.answer is None:
+            raise RuntimeError("start")
+
+    def finish(self, request_id: str) -> None:
+        if self.answer is None:
+            raise RuntimeError("finish")
+
+    def propose(self, asks: Sequence[Ask]) -> list[Draft | None]:
+        if self.answer is None:
+            raise RuntimeError("propose")
+        return [Draft(self.answer, self.name) for _ in asks]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("answer", [None, (-1, 5), (10**9,), (5,) * 1000, ()])
+def test_a_drafter_can_be_as_wrong_as_it_likes(checkpoint: Path, answer: object) -> None:
+    plain = engine_of(checkpoint, speculate="off")
+    plain.submit(make_request("a"))
+    expected = tokens_of(run(plain)["a"])
+    engine = engine_of(checkpoint)
+    engine.drafting.drafters = (Broken(answer),)
+    engine.submit(make_request("a"))
+    assert tokens_of(run(engine)["a"]) == expected
+    assert (engine.step().stats.drafter_errors.get("ngram", 0) > 0) == (answer is None)
+
+
+def test_a_row_without_a_token_ends_its_request_alone(checkpoint: Path) -> None:
+    """Logits that are not finite, in rows of one request only: it fails, its neighbours do not notice."""
+    engine = engine_of(checkpoint)
+    engine.submit(make_request("good"))
+    expected = tokens_of(run(engine)["good"])
+    logits_of, poisoned = engine.runner.model.logits, 99
+
+    def logits(hidden: Tensor) -> Tensor:
+        lines = logits_of(hidden)
+        for line, row in enumerate(current_rows()):
+            if row == "bad":
+                lines[line, poisoned] = torch.nan
+        return lines
+
+    planned: list[str] = []
+    build = engine.assembler.build
+
+    def remember(plan):  # type: ignore[no-untyped-def]
+        batch = build(plan)
+        planned[:] = [row.state.id for row in batch.rows]
+        return batch
+
+    def current_rows() -> list[str]:
+        return planned
+
+    engine.assembler.build = remember  # type: ignore[method-assign]
+    engine.runner.model.logits = logits  # type: ignore[method-assign]
+    engine.submit(make_request("bad"))
+    engine.submit(make_request("good"))
+    events = run(engine)
+    (failed,) = events["bad"]
+    assert isinstance(failed, Failed) and isinstance(failed.error, RequestFailed) and "not finite" in failed.error.message
+    assert tokens_of(events["good"]) == expected
+
+
+def test_a_request_whose_tokens_are_all_masked_fails_alone(checkpoint: Path) -> None:
+    engine = engine_of(checkpoint)
+    engine.submit(make_request("masked", allowed_token_ids=(EOS,), ignore_eos=False, min_tokens=3))
+    engine.submit(make_request("good"))
+    events = run(engine)
+    assert isinstance(events["masked"][-1], Failed)
+    assert len(tokens_of(events["good"])) == 20
+
+
+@pytest.mark.parametrize(
+    ("request_", "error", "text"),
+    [
+        (make_request("a", prompt=[40] * 64), ContextLengthExceeded, "64 tokens"),
+        (make_request("a", prompt=[40] * 60, delivered=[1] * 4), ContextLengthExceeded, "60 tokens"),
+        (make_request("a", prompt=[]), InvalidRequest, "no tokens"),
+        (make_request("a", prompt=[10**6]), InvalidRequest, "1000000"),
+        (make_request("a", prompt=[-1]), InvalidRequest, "-1"),
+        (make_request("a", speculation=Speculation("draft")), InvalidRequest, "ngram"),
+    ],
+)
+def test_an_impossible_request_is_answered_by_an_error(
+    checkpoint: Path, request_: Request, error: type[Exception], text: str
+) -> None:
+    engine = engine_of(checkpoint)
+    engine.submit(request_)
+    (event,) = run(engine)["a"]
+    assert isinstance(event, Failed) and isinstance(event.error, error) and text in event.error.message
+
+
+def test_choices_are_requests_with_the_next_seeds(checkpoint: Path) -> None:
+    """Choice i of seed s is the answer to seed s + i, around the end of the seeds too."""
+    llm = LLM(str(checkpoint), threads=1, max_model_len=64)
+    seed = 2**64 - 2
+    (together,) = llm.generate({"prompt_token_ids": PROMPT}, SamplingParams(n=4, seed=seed, max_tokens=20, ignore_eos=True))
+    assert [choice.seed for choice in together.outputs] == [seed, seed + 1, 0, 1]
+    for choice in together.outputs:
+        (alone,) = llm.generate({"prompt_token_ids": PROMPT}, SamplingParams(seed=choice.seed, max_tokens=20, ignore_eos=True))
+        assert alone.token_ids == choice.token_ids
+    assert len({choice.token_ids for choice in together.outputs}) > 1
+
+
+@pytest.mark.parametrize("delivered", [1, 7, 16, 19])
+def test_a_resumed_request_goes_on_as_if_nothing_had_happened(checkpoint: Path, delivered: int) -> None:
+    """Delivered tokens come back as output, not as prompt: penalties, positions and limits are those of the whole."""
+    params = {"temperature": 0.9, "repetition_penalty": 1.2, "presence_penalty": 0.5, "min_tokens": 18}
+    engine = engine_of(checkpoint)
+    engine.submit(make_request("whole", **params))
+    whole = tokens_of(run(engine)["whole"])
+    engine.submit(make_request("rest", delivered=whole[:delivered], **params))
+    events = run(engine)["rest"]
+    assert isinstance(events[0], Tokens) and events[0].index == delivered
+    assert tokens_of(events) == whole[delivered:]
+
+
+def test_eos_inside_an_accepted_run_ends_the_answer_there(checkpoint: Path, tmp_path: Path) -> None:
+    """The draft runs past EOS, and all of it is what the model would say: nothing behind EOS is delivered or counted."""
+    engine = engine_of(checkpoint, speculate="off")
+    engine.submit(make_request("a"))
+    whole = tokens_of(run(engine)["a"])
+    stop = whole[9]
+    first = whole.index(stop)
+    recording = tmp_path / "recording.jsonl"
+    recording.write_text(f'{{"prompt_token_ids": {list(PROMPT)}, "token_ids": {whole}}}')
+    speculating = engine_of(checkpoint, speculate="replay", replay_file=str(recording), num_speculative_tokens=16)
+    for name, request in (
+        ("eos", Request("eos", PROMPT, SamplingParams(max_tokens=20), 1, (stop,))),
+        ("id", make_request("id", stop_token_ids=(stop,))),
+    ):
+        speculating.submit(request)
+        events = run(speculating)[name]
+        last = events[-1]
+        assert tokens_of(events) == whole[: first + 1]
+        assert isinstance(last, Tokens) and (last.finish_reason, last.stop_id) == ("stop", stop)
+        assert last.draft is not None and last.draft.drafted == 16
+        assert last.draft.accepted == len(last.token_ids) == first, "accepted tokens behind EOS are not counted"
+
+
+def test_removing_a_request_frees_everything_at_once(checkpoint: Path) -> None:
+    engine = engine_of(checkpoint, speculate="draft", draft_model=str(checkpoint))
+    for name in "abc":
+        engine.submit(make_request(name, max_tokens=50))
+    engine.step()
+    engine.step()
+    for name in "abc":
+        engine.remove(name)
+        engine.check()
+    assert engine.idle and engine.scheduler.pool.num_used == 0
+    (drafter,) = engine.drafting.drafters
+    drafter.check()  # type: ignore[attr-defined]
+    assert not drafter._tracks  # type: ignore[attr-defined]
+    engine.remove("nobody")
