@@ -18,6 +18,7 @@ __all__ = ["Config", "EngineInfo", "Machine", "ModelFacts", "Resolved", "option_
 
 DRAFTERS = ("ngram", "draft", "replay")
 GIB = 1 << 30
+CPU_CACHE = 4 * GIB  # the KV cache's default bound on a machine whose memory others use too
 WORTH_THREADS = 256 << 20  # bytes of weights below which threads wait for each other longer than they work
 
 
@@ -53,7 +54,7 @@ class Config:
     max_num_batched_tokens: int | None = option(None, "rows of one step (default: 512 on CPU, 8192 on GPU)", group="scheduler")
     max_waiting: int = option(4096, "requests that may wait; more are answered 429", group="scheduler")
     kv_cache_memory: str | None = option(
-        None, 'memory of the KV cache, such as "2GiB" or "4000tokens" (default: from free memory)', group="scheduler"
+        None, 'memory of the KV cache, such as "2GiB" or "4000tokens" (default: from free memory; on a CPU at most 4 GiB)', group="scheduler"
     )
     gpu_memory_utilization: float = option(0.9, "share of the GPU's memory that may be used", group="scheduler")
     block_size: int = option(16, "tokens in one block of the KV cache (a power of two, 1 to 256)", group="scheduler")
@@ -267,6 +268,8 @@ def _num_blocks(config: Config, machine: Machine, weights: int, per_block: int, 
         return max(parse_bytes("kv_cache_memory", text) // per_block, 1)
     share = config.gpu_memory_utilization if machine.device == "cuda" else 0.5
     spare = int(machine.free_bytes * share) - weights
+    if machine.device == "cpu":
+        spare = min(spare, CPU_CACHE)
     if spare < per_block:
         raise ConfigError(
             f"the model does not fit: weights need {weights / GIB:.2f} GiB and {share:.0%} of the free memory is "

@@ -63,7 +63,7 @@ class Drafting:
                 room = ask.state.limit - ask.length - 1
                 length = min(self.policy.length(ask.state), room)
                 if length > 0:
-                    sized[index] = replace(ask, max_tokens=length)
+                    sized[index] = Ask(ask.state, ask.run, length)
         return sized
 
     def _of(self, state: RequestState) -> tuple[Drafter, ...]:

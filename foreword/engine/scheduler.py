@@ -105,14 +105,15 @@ class Scheduler:
         preempted: list[str] = self._yield_to_priority()
         work: list[Work] = []
         parts = 2 if self._can_start() else 1  # a long prompt leaves half of the step to those that wait
+        budget = self.max_num_batched_tokens
         for state in list(self.running):
-            if state in self.running:  # it may have given way to one before it
-                younger = len(self.running) - len(work) - 1
-                budget = self.max_num_batched_tokens - sum(w.num_tokens for w in work) - younger
-                num_tokens = min(state.num_missing, -(-budget // parts))
-                if self._reserve(state, state.num_computed + num_tokens, preempted):
-                    work.append(_work(state, num_tokens))
-        budget = self.max_num_batched_tokens - sum(w.num_tokens for w in work)
+            if state.id in preempted:  # it gave way to one before it
+                continue
+            younger = len(self.running) - len(work) - 1
+            num_tokens = min(state.num_missing, -(-(budget - younger) // parts))
+            if self._reserve(state, state.num_computed + num_tokens, preempted):
+                work.append(_work(state, num_tokens))
+                budget -= num_tokens
         drafting = sum(len(w.state.draft) for w in work)
         work += self._admit(budget - min(drafting, budget // 2))
         return Plan(tuple(self._with_drafts(work)), tuple(preempted))
@@ -239,7 +240,7 @@ class Scheduler:
                 else:
                     num_draft = max(len(state.blocks) * self.block_size - len(state.tokens), 0)
             budget -= num_draft
-            yield replace(item, num_draft=num_draft)
+            yield replace(item, num_draft=num_draft) if num_draft else item
 
     # The prefix cache
 
@@ -273,6 +274,8 @@ class Scheduler:
 
     def _publish(self, state: RequestState, before: int) -> None:
         """Make the blocks that the step completed findable."""
+        if state.num_computed // self.block_size == before // self.block_size:
+            return
         self._name_blocks(state)
         done = min(state.num_computed // self.block_size, len(state.block_hashes))
         for index in range(before // self.block_size, done):
