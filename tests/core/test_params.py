@@ -1,0 +1,81 @@
+"""Parameters are right from birth, or named."""
+
+from typing import Any
+
+import pytest
+
+from foreword.core.params import SamplingParams, Speculation
+from foreword.errors import InvalidRequest
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("n", 0),
+        ("n", 129),
+        ("n", 1.5),
+        ("n", True),
+        ("temperature", -1),
+        ("temperature", float("nan")),
+        ("temperature", "hot"),
+        ("top_p", 0),
+        ("top_p", 1.01),
+        ("top_k", -2),
+        ("min_p", -0.1),
+        ("presence_penalty", 2.1),
+        ("frequency_penalty", -2.1),
+        ("repetition_penalty", 0),
+        ("min_tokens", -1),
+        ("max_tokens", 0),
+        ("logprobs", 21),
+        ("prompt_logprobs", -1),
+        ("seed", 2**64),
+        ("stop", ("",)),
+        ("stop", (7,)),
+        ("stop_token_ids", (-1,)),
+        ("allowed_token_ids", ()),
+        ("logit_bias", {5: 101}),
+        ("logit_bias", {-5: 1}),
+        ("bad_words", ("",)),
+    ],
+)
+def test_a_wrong_value_is_named(field: str, value: Any) -> None:
+    with pytest.raises(InvalidRequest, match=field) as caught:
+        SamplingParams(**{field: value})
+    assert caught.value.param == field
+
+
+def test_a_message_tells_value_and_limit() -> None:
+    with pytest.raises(InvalidRequest, match=r"temperature must be between 0 and 100, got -1"):
+        SamplingParams(temperature=-1)
+
+
+def test_min_tokens_may_not_exceed_max_tokens() -> None:
+    with pytest.raises(InvalidRequest, match="min_tokens 5 is above max_tokens 4"):
+        SamplingParams(min_tokens=5, max_tokens=4)
+
+
+@pytest.mark.parametrize(("method", "max_tokens"), [("", None), (None, None), ("auto", -1), ("auto", 1.5)])
+def test_speculation_is_checked(method: Any, max_tokens: Any) -> None:
+    with pytest.raises(InvalidRequest, match="speculation"):
+        Speculation(method, max_tokens)
+
+
+def test_lists_and_lone_texts_are_taken() -> None:
+    params = SamplingParams(stop="a", bad_words=["b", "c"], stop_token_ids=[1], allowed_token_ids=[2], logit_bias={3: 1})  # type: ignore[arg-type]
+    assert (params.stop, params.bad_words, params.stop_token_ids, params.allowed_token_ids) == (("a",), ("b", "c"), (1,), (2,))
+
+
+def test_seeds_of_choices_wrap_around() -> None:
+    params = SamplingParams(n=3)
+    assert [params.choice(i, 2**64 - 1).seed for i in range(3)] == [2**64 - 1, 0, 1]
+    assert params.choice(0, 5).n == 1
+
+
+def test_greedy_begins_below_its_bound() -> None:
+    assert SamplingParams(temperature=0).greedy and SamplingParams(temperature=9e-6).greedy
+    assert not SamplingParams(temperature=1e-5).greedy
+
+
+def test_what_differs_from_the_defaults() -> None:
+    assert SamplingParams(top_k=5, temperature=1.0).changed() == {"top_k": 5}

@@ -1,0 +1,145 @@
+"""From what was asked for to what is chosen."""
+
+import json
+from typing import Any
+
+import pytest
+
+from foreword.config import Config, Machine, ModelFacts, parse_bytes, resolve
+from foreword.errors import ConfigError
+
+GIB = 1 << 30
+CPU = Machine("cpu", cores=8, free_bytes=16 * GIB, bfloat16=True)
+GPU = Machine("cuda", cores=8, free_bytes=80 * GIB, bfloat16=True)
+MODEL = ModelFacts("llama", context=4096, dtype="bfloat16", parameters=500_000_000, vocab_size=1000, kv_values_per_token=4096)
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"block_size": 24}, "block_size"),
+        ({"block_size": 512}, "block_size"),
+        ({"port": 70_000}, "port"),
+        ({"device": "tpu"}, "device"),
+        ({"max_num_seqs": 0}, "max_num_seqs"),
+        ({"max_model_len": "4k"}, "max_model_len"),
+        ({"max_model_len": True}, "max_model_len"),
+        ({"num_speculative_tokens": 65}, "num_speculative_tokens"),
+        ({"prompt_lookup_min": 5, "prompt_lookup_max": 4}, "prompt_lookup_min"),
+        ({"replay_error_rate": 1.5}, "replay_error_rate"),
+        ({"speculate": "ngram,magic"}, "speculate"),
+        ({"speculate": "draft"}, "draft_model"),
+        ({"speculate": "replay"}, "replay_file"),
+    ],
+)
+def test_an_impossible_option_is_named(options: dict[str, Any], field: str) -> None:
+    with pytest.raises(ConfigError, match=field.replace("_", "[-_]")) as caught:
+        Config(**options)
+    assert caught.value.param == field
+
+
+@pytest.mark.parametrize(
+    ("options", "drafters"),
+    [
+        ({}, ("ngram",)),
+        ({"speculate": "off"}, ()),
+        ({"speculate": "off", "draft_model": "d"}, ()),
+        ({"draft_model": "d"}, ("ngram", "draft")),
+        ({"speculate": "draft, ngram", "draft_model": "d"}, ("draft", "ngram")),
+    ],
+)
+def test_drafters_run_in_the_order_asked_for(options: dict[str, Any], drafters: tuple[str, ...]) -> None:
+    assert Config(**options).drafter_names() == drafters
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 3}, ("ngram", None, 5, 3)),
+        ({"model": "[ngram]", "num_speculative_tokens": 2}, ("ngram", None, 2, 4)),
+        ({"model": "small/model", "num_speculative_tokens": 3}, ("draft", "small/model", 3, 4)),
+        ({"method": "draft_model", "model": "small"}, ("draft", "small", None, 4)),
+    ],
+)
+def test_vllms_speculative_config(given: dict[str, Any], expected: tuple[Any, ...]) -> None:
+    config = Config(speculative_config=json.dumps(given)).with_speculative_config()
+    assert (config.speculate, config.draft_model, config.num_speculative_tokens, config.prompt_lookup_max) == expected
+
+
+@pytest.mark.parametrize(
+    "text", ["{", "[]", '{"method": "eagle3"}', '{"method": "ngram", "tree": 1}', '{"num_speculative_tokens": "5"}']
+)
+def test_a_wrong_speculative_config_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError):
+        Config(speculative_config=text).with_speculative_config()
+
+
+@pytest.mark.parametrize(("text", "size"), [("2GiB", 2 * GIB), ("512 MiB", 512 << 20), ("1.5GB", 1_500_000_000), ("1000", 1000)])
+def test_bytes(text: str, size: int) -> None:
+    assert parse_bytes("x", text) == size
+
+
+@pytest.mark.parametrize("text", ["", "many", "2 parsecs", "1.2.3GB", "-1GB"])
+def test_wrong_bytes_are_named(text: str) -> None:
+    with pytest.raises(ConfigError, match="kv_cache_memory"):
+        parse_bytes("kv_cache_memory", text)
+
+
+def test_a_cpu_gets_what_it_can_use() -> None:
+    resolved = resolve(Config(), CPU, MODEL)
+    assert (resolved.device, resolved.dtype, resolved.threads) == ("cpu", "bfloat16", 8)
+    assert resolved.max_model_len == 4096
+    assert resolved.kv_bytes <= 64 * 4096 * 4096 * 2
+    assert resolved.kv_bytes <= 4 * GIB
+    assert resolved.weight_bytes == 1_000_000_000
+
+
+def test_small_models_run_on_one_thread() -> None:
+    small = ModelFacts("llama", 1024, "bfloat16", 5_000_000, 1000, 100)
+    assert resolve(Config(), CPU, small).threads == 1
+    assert resolve(Config(threads=3), CPU, small).threads == 3
+
+
+@pytest.mark.parametrize(
+    ("machine", "stored", "asked", "dtype"),
+    [
+        (CPU, "float16", "auto", "float32"),
+        (CPU, "float16", "float16", "float16"),
+        (Machine("cpu", 8, 16 * GIB, bfloat16=False), "bfloat16", "auto", "float32"),
+        (GPU, "bfloat16", "auto", "bfloat16"),
+        (Machine("cuda", 8, 16 * GIB, bfloat16=False), "bfloat16", "auto", "float16"),
+        (CPU, "float32", "auto", "float32"),
+    ],
+)
+def test_dtype(machine: Machine, stored: str, asked: str, dtype: str) -> None:
+    model = ModelFacts("llama", 1024, stored, 1000, 1000, 100)
+    assert resolve(Config(dtype=asked), machine, model).dtype == dtype
+
+
+def test_the_cache_bounds_the_context() -> None:
+    resolved = resolve(Config(kv_cache_memory="1000tokens"), CPU, MODEL)
+    assert resolved.num_blocks == 63 and resolved.max_model_len == 1008
+    with pytest.raises(ConfigError, match="2000 does not fit into a KV cache of 1008"):
+        resolve(Config(kv_cache_memory="1000tokens", max_model_len=2000), CPU, MODEL)
+
+
+def test_the_context_is_not_stretched() -> None:
+    with pytest.raises(ConfigError, match="4096"):
+        resolve(Config(max_model_len=5000), CPU, MODEL)
+
+
+def test_the_draft_model_is_in_the_estimate() -> None:
+    drafter = ModelFacts("llama", 2048, "bfloat16", 50_000_000, 1000, 512)
+    alone, both = resolve(Config(), CPU, MODEL), resolve(Config(draft_model="d"), CPU, MODEL, drafter)
+    assert both.weight_bytes - alone.weight_bytes == 100_000_000
+    assert both.kv_bytes // both.num_blocks == 16 * 2 * (4096 + 512)
+
+
+def test_what_does_not_fit_is_refused_with_the_estimate() -> None:
+    with pytest.raises(ConfigError, match=r"weights need 0.93 GiB and 50% of the free memory is 0.50 GiB"):
+        resolve(Config(), Machine("cpu", 8, GIB, True), MODEL)
+
+
+def test_every_running_request_has_a_row_a_step() -> None:
+    resolved = resolve(Config(max_num_seqs=100, max_num_batched_tokens=10), CPU, MODEL)
+    assert resolved.max_num_batched_tokens == 100

@@ -1,0 +1,113 @@
+"""The offline API, on a real checkpoint."""
+
+from pathlib import Path
+
+import pytest
+
+from foreword import LLM, SamplingParams
+from foreword.errors import CheckpointError, ConfigError, ContextLengthExceeded, InvalidRequest
+from tests.checkpoints import write_checkpoint
+
+TEXT = "the cat and the dog and the cat"
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
+    """Drafts for itself: every answer comes in bursts of several tokens."""
+    path = write_checkpoint(tmp_path_factory.mktemp("llm") / "model", "llama", seed=5)
+    return LLM(
+        str(path), draft_model=str(path), speculate="draft", threads=1, max_model_len=128, kv_cache_memory="2000tokens", seed=3
+    )
+
+
+def test_texts_and_ids_give_the_same(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=12)
+    ids = llm.tokenizer.encode(TEXT, add_special_tokens=True)
+    from_text, from_ids = llm.generate([TEXT, {"prompt_token_ids": ids}], params)
+    assert from_text.token_ids == from_ids.token_ids and from_text.text == from_ids.text
+    assert (from_text.prompt, from_text.prompt_token_ids) == (TEXT, tuple(ids))
+    assert llm.generate(TEXT, params)[0].token_ids == from_text.token_ids
+
+
+def test_a_chat_is_the_rendered_text(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=12)
+    messages = [{"role": "user", "content": "hi"}]
+    (chat,) = llm.chat(messages, params)
+    (text,) = llm.generate("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n", params)
+    assert chat.token_ids == text.token_ids
+    assert [output.token_ids for output in llm.chat([messages, messages], params)] == [chat.token_ids] * 2
+
+
+def test_each_prompt_has_its_params(llm: LLM) -> None:
+    first, second = llm.generate(
+        [TEXT, TEXT], [SamplingParams(max_tokens=3, ignore_eos=True), SamplingParams(max_tokens=5, ignore_eos=True)]
+    )
+    assert (len(first.token_ids), len(second.token_ids)) == (3, 5)
+    with pytest.raises(InvalidRequest, match="2 prompts, but 1"):
+        llm.generate([TEXT, TEXT], [SamplingParams()])
+
+
+def test_the_stream_is_the_answer(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    pieces = list(llm.stream(TEXT, params))
+    (whole,) = llm.generate(TEXT, params)
+    assert "".join(piece.text for piece in pieces) == whole.text
+    assert whole.metrics is not None and whole.metrics.draft_tokens_acceptance == 1.0
+    assert {piece.guessed for piece in pieces} == {True, False}
+
+
+def test_leaving_a_stream_frees_the_request(llm: LLM) -> None:
+    stream = llm.stream(TEXT, SamplingParams(ignore_eos=True))
+    next(stream)
+    stream.close()
+    assert llm._client.idle
+    llm.check()
+
+
+def test_a_stop_string_ends_the_answer_inside_a_burst(llm: LLM) -> None:
+    params = {"temperature": 0, "max_tokens": 60, "ignore_eos": True}
+    (whole,) = llm.generate(TEXT, SamplingParams(**params))  # type: ignore[arg-type]
+    middle = len(whole.text) // 2
+    stop = whole.text[middle : middle + 3]
+    (cut,) = llm.generate(TEXT, SamplingParams(stop=stop, logprobs=0, **params))  # type: ignore[arg-type]
+    assert cut.text == whole.text[: whole.text.index(stop)]
+    assert (cut.finish_reason, cut.outputs[0].stop_reason) == ("stop", stop)
+    assert cut.token_ids == whole.token_ids[: len(cut.token_ids)]
+    assert cut.logprobs is not None and len(cut.logprobs) == len(cut.token_ids)
+    llm.check()
+
+
+def test_prompt_logprobs(llm: LLM) -> None:
+    (output,) = llm.generate(TEXT, SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=2, logprobs=1))
+    assert output.prompt_logprobs is not None and len(output.prompt_logprobs) == len(output.prompt_token_ids)
+    assert output.prompt_logprobs[0] is None
+    assert [lp.token_id for lp in output.prompt_logprobs[1:] if lp] == list(output.prompt_token_ids[1:])
+    assert all(lp is None or (len(lp.top) == 2 and lp.top[0][1] >= lp.top[1][1]) for lp in output.prompt_logprobs)
+    assert output.logprobs is not None and output.logprobs[0].rank == 1
+
+
+def test_a_prompt_too_long_is_refused_before_anything_runs(llm: LLM) -> None:
+    with pytest.raises(ContextLengthExceeded, match="200 tokens"):
+        llm.generate([TEXT, {"prompt_token_ids": [50] * 200}])
+    assert llm._client.idle
+
+
+@pytest.mark.parametrize("prompt", [{"text": "x"}, {"prompt_token_ids": []}, {"prompt_token_ids": [10**7]}, ""])
+def test_impossible_prompts_are_refused(llm: LLM, prompt: object) -> None:
+    with pytest.raises(InvalidRequest):
+        llm.generate([prompt])  # type: ignore[list-item]
+
+
+def test_the_servers_seed_makes_answers_repeat(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=20, ignore_eos=True)
+    first, second = llm.generate([TEXT, TEXT], params)
+    assert first.token_ids == second.token_ids and first.outputs[0].seed == 3
+
+
+def test_what_cannot_be_loaded_is_said(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError):
+        LLM(str(tmp_path / "nowhere"))
+    with pytest.raises(ConfigError, match="speculate"):
+        LLM(speculate="magic")
+    with pytest.raises(TypeError):
+        LLM(no_such_option=1)
