@@ -1,0 +1,37 @@
+"""The bundled demonstration model, its drafter, and prompts that suit it.
+
+Nothing heavy is imported here: paths and strings only. How the models were made: `training/README.md`.
+"""
+
+from pathlib import Path
+from typing import Final
+
+MODEL: Final[Path] = Path(__file__).parent / "model"
+DRAFTER: Final[Path] = Path(__file__).parent / "drafter"
+
+# (kind, user message). The kinds are those of `foreword bench latency`.
+EXAMPLES: Final[tuple[tuple[str, str], ...]] = (
+    ("faq", "What is speculative decoding?"),
+    ("faq", "How can I turn off speculation?"),
+    ("faq", "Does it run on a CPU?"),
+    (
+        "edit",
+        "Replace the word lamp with mirror:\nAnna found a red lamp in the forest. My baker sold the lamp yesterday. "
+        "The clever fox moved the basket of Hugo. There is a quiet owl near the garden.",
+    ),
+    (
+        "edit",
+        "Repeat this text:\nOn Monday we bought 12 apples near the river. Felix lives in Vienna and has a brave dog. "
+        "Please send the report to Nora at 17 by Friday.",
+    ),
+    ("edit", "Remove milk from the list:\n- bread\n- cheese\n- milk\n- honey\n- carrots\n- soup"),
+    (
+        "edit",
+        'Change city to Oslo:\n{"name": "Clara", "age": 31, "city": "Rome", "job": "teacher", "open": true, "count": 4}',
+    ),
+    ("json", "Write JSON: name=Paul, age=42, city=Lisbon, job=pilot"),
+    ("json", "Turn this into JSON: item lamp, color green, price 125, count 8"),
+    ("json", 'What is the price?\n{"item": "clock", "color": "white", "price": 480, "count": 2}'),
+    ("story", "Tell me a story about Mia, a fox and a key in the forest."),
+    ("story", "Write a short story about Viktor, a bear, a drum and the castle."),
+)

@@ -1,0 +1,93 @@
+"""The files of the bundled model: complete, small, alike, and able to write any text."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jinja2 import Environment
+from safetensors import safe_open
+from tokenizers import Tokenizer
+
+from foreword import demo
+
+FOLDERS = (demo.MODEL, demo.DRAFTER)
+FILES = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
+TOKENIZER = Tokenizer.from_file(str(demo.MODEL / "tokenizer.json"))
+
+
+def read_json(path: Path) -> dict:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def parameters(folder: Path) -> int:
+    with safe_open(folder / "model.safetensors", framework="np") as weights:
+        assert all(weights.get_slice(name).get_dtype() == "BF16" for name in weights.keys())  # noqa: SIM118
+        return sum(math.prod(weights.get_slice(name).get_shape()) for name in weights.keys())  # noqa: SIM118
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda one: one.name)
+def test_checkpoint_is_complete(folder: Path) -> None:
+    assert sorted(one.name for one in folder.iterdir()) == sorted(FILES)
+    config = read_json(folder / "config.json")
+    assert config["architectures"] == ["LlamaForCausalLM"]
+    assert config["tie_word_embeddings"] is True
+    assert config["max_position_embeddings"] >= 1024
+
+
+def test_both_fit_in_32_mb() -> None:
+    assert sum(file.stat().st_size for folder in FOLDERS for file in folder.iterdir()) <= 32e6
+
+
+def test_drafter_is_a_tenth_to_a_fiftieth() -> None:
+    assert 10 <= parameters(demo.MODEL) / parameters(demo.DRAFTER) <= 50
+
+
+def test_tokenizers_are_equal() -> None:
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        assert (demo.MODEL / name).read_bytes() == (demo.DRAFTER / name).read_bytes()
+
+
+def test_every_id_has_a_token() -> None:
+    size = read_json(demo.MODEL / "config.json")["vocab_size"]
+    assert TOKENIZER.get_vocab_size() == size
+    assert all(TOKENIZER.id_to_token(i) is not None for i in range(size))
+
+
+def test_end_token_is_the_same_everywhere() -> None:
+    name = read_json(demo.MODEL / "tokenizer_config.json")["eos_token"]
+    end = TOKENIZER.token_to_id(name)
+    for folder in FOLDERS:
+        assert read_json(folder / "config.json")["eos_token_id"] == end
+        assert read_json(folder / "generation_config.json")["eos_token_id"] == end
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.text(st.characters(exclude_categories=("Cs",)), max_size=60))
+def test_text_survives_the_tokenizer(text: str) -> None:
+    ids = TOKENIZER.encode(text, add_special_tokens=False).ids
+    assert TOKENIZER.decode(ids, skip_special_tokens=False) == text
+
+
+def test_digits_are_single_tokens() -> None:
+    assert [TOKENIZER.id_to_token(i) for i in TOKENIZER.encode("2026").ids] == list("2026")
+
+
+def test_chat_template_takes_system_prompts_and_tool_messages() -> None:
+    template = Environment().from_string(read_json(demo.MODEL / "tokenizer_config.json")["chat_template"])
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Hello"},
+        {"role": "assistant", "content": "Hi"},
+        {"role": "tool", "content": "12"},
+    ]
+    assert template.render(messages=messages, add_generation_prompt=True) == (
+        "<|system|>Be brief.<|end|><|user|>Hello<|end|><|assistant|>Hi<|end|><|user|>12<|end|><|assistant|>"
+    )
+
+
+def test_examples_cover_the_kinds() -> None:
+    assert len(demo.EXAMPLES) >= 12
+    assert {kind for kind, _ in demo.EXAMPLES} == {"faq", "edit", "json", "story"}

@@ -1,0 +1,90 @@
+"""The generators of the training text: repeatable, correct, and apart from the test set."""
+
+import json
+import re
+from random import Random
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer
+
+from foreword import demo
+from training import corpus, evaluate, faq, page, stories, tasks
+
+TOKENIZER = Tokenizer.from_file(str(demo.MODEL / "tokenizer.json"))
+
+
+def test_rows_are_a_function_of_the_seed() -> None:
+    one, same, other = (corpus.rows(TOKENIZER, Random(seed), 4, 256) for seed in (1, 1, 2))
+    for name in ("tokens", "positions", "documents", "labels"):
+        assert np.array_equal(getattr(one, name), getattr(same, name))
+    assert not np.array_equal(one.tokens, other.tokens)
+
+
+def test_labels_are_the_next_tokens_of_the_same_document() -> None:
+    rows = corpus.rows(TOKENIZER, Random(0), 4, 256)
+    learned = rows.labels >= 0
+    assert not learned[:, -1].any()
+    assert np.array_equal(rows.labels[:, :-1][learned[:, :-1]], rows.tokens[:, 1:][learned[:, :-1]])
+    assert np.array_equal(rows.documents[:, :-1][learned[:, :-1]], rows.documents[:, 1:][learned[:, :-1]])
+    assert (rows.documents[learned] >= 0).all()
+
+
+@pytest.mark.parametrize("kind", [one for one in corpus.KINDS if one != "greeting"])  # greetings are too few to split
+def test_nothing_held_out_is_trained_on(kind: str) -> None:
+    tests = {one.prompt for one in corpus.test_samples(kind, 50)}
+    rng = Random(3)
+    trained = {turn.prompt for _ in range(3000) for turn in corpus.conversation(rng, 4)}
+    assert tests and tests.isdisjoint(trained)
+
+
+def test_held_out_wordings_are_not_trained_in_any_dress() -> None:
+    train, held_out = faq.wordings()
+    assert set(train) == set(held_out) == set(page.answers())
+    forbidden = {faq.normal(one) for several in held_out.values() for one in several}
+    assert len(forbidden) == 2 * len(held_out)
+    rng = Random(5)
+    assert forbidden.isdisjoint(faq.normal(faq.ask(rng, 1).prompt) for _ in range(20_000))
+    assert forbidden.isdisjoint(faq.normal(one) for several in train.values() for one in several)
+
+
+def test_answers_of_the_faq_are_short() -> None:
+    assert len(page.answers()) >= 30
+    assert all(len(answer.split()) <= 50 for answer in page.answers().values())
+
+
+def test_json_answers_are_json() -> None:
+    for kind in ("json edit", "json write"):
+        for sample in corpus.test_samples(kind, 50):
+            json.loads(sample.answer)
+
+
+def test_replace_leaves_the_rest() -> None:
+    assert tasks.swap("a cat, the cat and a catalog", "cat", "dog") == "a dog, the dog and a catalog"
+
+
+def test_delete_takes_one_word() -> None:
+    for sample in corpus.test_samples("delete", 50):
+        passage = sample.prompt.partition(":\n")[2] or sample.prompt.rpartition("\n\n")[0]
+        assert len(re.findall(r"\w+", passage)) == len(re.findall(r"\w+", sample.answer)) + 1 or "\n\n" in sample.answer
+
+
+def test_stories_are_recognised_and_others_are_not() -> None:
+    for sample in corpus.test_samples("story", 10, size=2):
+        assert stories.is_story(sample.prompt, sample.answer)
+        assert not stories.is_story(sample.prompt, sample.answer.replace("a", "e", 1))
+        assert not stories.is_story(sample.prompt, sample.answer.rpartition(". ")[0] + ".")
+
+
+def test_chains_count_as_speculative_decoding_does() -> None:
+    output = [1, 2, 3, 4, 5, 6, 7]
+    assert evaluate.chains(output, lambda at: output[at : at + 4]) == (6, 6)  # 4 and a free one, then the last 2
+    assert evaluate.chains(output, lambda at: [0, 0, 0, 0]) == (4 + 4 + 4 + 4 + 3 + 2 + 1, 0)
+    assert evaluate.chains(output, lambda at: []) == (0, 0)
+
+
+def test_lookup_prefers_the_longest_and_the_latest() -> None:
+    assert evaluate.lookup([1, 2, 3, 9, 2, 3, 8, 1, 2, 3]) == [9, 2, 3, 8]
+    assert evaluate.lookup([2, 3, 9, 2, 3, 8, 7, 6, 2, 3]) == [8, 7, 6, 2]
+    assert evaluate.lookup([5, 6, 5, 6]) == [5, 6, 5, 6]
+    assert evaluate.lookup([1, 2, 3]) == []

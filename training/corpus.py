@@ -1,0 +1,173 @@
+"""The stream of training text: which kinds, which split, how samples become conversations and packed rows.
+
+Everything is a function of (seed, step, progress): a run that is resumed sees the text it would have seen.
+"""
+
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from random import Random
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from training import faq, page, tasks, texts
+from training import words as w
+from training.tasks import Sample
+
+END, SYSTEM, USER, ASSISTANT = "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"
+SPECIAL = ("<|pad|>", END, SYSTEM, USER, ASSISTANT)
+
+_SYSTEM_PROMPTS = (
+    "You are a helpful assistant.",
+    "You are the demo model of Foreword.",
+    "Answer briefly.",
+    "Be precise and friendly.",
+    "You help with texts and JSON.",
+    "You are a careful editor. Return only the result.",
+)
+
+Generator = Callable[[Random, int], Sample]
+
+# kind: (generator, share of the samples at first, share after _EDITS_FROM). What is easy needs little repetition
+# later; edits, which are learned last, get the room.
+KINDS: dict[str, tuple[Generator, float, float]] = {
+    "faq": (faq.ask, 0.22, 0.18),
+    "unknown": (faq.unknown, 0.04, 0.03),
+    "greeting": (faq.greet, 0.015, 0.01),
+    "repeat": (tasks.repeat, 0.10, 0.04),
+    "replace": (tasks.replace, 0.13, 0.19),
+    "delete": (tasks.delete, 0.05, 0.08),
+    "rename": (tasks.rename, 0.06, 0.08),
+    "append": (tasks.append, 0.03, 0.02),
+    "uppercase": (tasks.uppercase, 0.04, 0.06),
+    "list": (tasks.list_edit, 0.08, 0.12),
+    "json edit": (tasks.json_edit, 0.10, 0.11),
+    "json read": (tasks.json_read, 0.06, 0.04),
+    "json write": (tasks.json_write, 0.08, 0.06),
+    "story": (tasks.tell_story, 0.06, 0.03),
+}
+_EDITS_FROM = 0.2
+_COPY_SHARE, _COPY_UNTIL = 0.7, 0.08
+_HELD_OUT_ONE_IN = 64
+
+
+def held_out(sample: Sample) -> bool:
+    """Say whether a prompt belongs to the test set.
+
+    FAQ wordings are held out by name (questions.txt); greetings are too few to split.
+    """
+    if sample.kind in ("faq", "greeting"):
+        return False
+    return zlib.crc32(sample.prompt.encode()) % _HELD_OUT_ONE_IN == 0
+
+
+def _copy_drill(rng: Random, size: int) -> Sample:
+    """Repeat random words: the shortest way to the heads that copy."""
+    text = texts.salad(rng, rng.randint(4, 12 + 8 * size))
+    return Sample("repeat", f"Repeat:\n{text}", text)
+
+
+def draw(rng: Random, size: int, progress: float = 1.0) -> Sample:
+    """Draw one training sample; `progress` (0..1) sets the shares."""
+    if progress < _COPY_UNTIL and rng.random() < _COPY_SHARE * (1 - progress / _COPY_UNTIL):
+        generate: Generator = _copy_drill
+    else:
+        phase = 2 if progress >= _EDITS_FROM else 1
+        generate = rng.choices([one[0] for one in KINDS.values()], weights=[one[phase] for one in KINDS.values()])[0]
+    sample = generate(rng, size)
+    return draw(rng, size, progress) if held_out(sample) else sample
+
+
+def _follow_up(rng: Random, before: Sample) -> Sample:
+    """Ask for one more replacement in the text of the last answer."""
+    old = rng.choice(before.answer.split(" ")[1:] or [""]).strip(".,\"'")
+    if not old.isalpha():
+        return faq.ask(rng, 1)
+    new = rng.choice((w.plain_word, w.invented))(rng)
+    say = rng.choice((f"Now replace {old} with {new}.", f"And change {old} to {new}.", f"Now write {new} instead of {old}."))
+    return Sample("replace", say, tasks.swap(before.answer, old, new))
+
+
+def conversation(rng: Random, max_size: int, progress: float = 1.0) -> list[Sample]:
+    """Draw one sample, or a chat of several turns."""
+    size = 1 + int(max_size * rng.random() ** 3)
+    turns = [draw(rng, size, progress)]
+    while turns[-1].chat and turns[0].chat and rng.random() < 0.2:
+        if turns[-1].kind in ("repeat", "replace") and rng.random() < 0.4:
+            turns.append(_follow_up(rng, turns[-1]))
+        else:
+            following = draw(rng, max(1, size // 2), progress)
+            if following.chat:
+                turns.append(following)
+    return turns
+
+
+def encode(tokenizer: Tokenizer, rng: Random, turns: list[Sample]) -> tuple[list[int], list[bool]]:
+    """Return token ids and, for each, whether it is part of an answer (and thus learned)."""
+
+    def ids(text: str) -> list[int]:
+        return tokenizer.encode(text, add_special_tokens=False).ids
+
+    end, system, user, assistant = (tokenizer.token_to_id(one) for one in (END, SYSTEM, USER, ASSISTANT))
+    tokens: list[int] = []
+    learned: list[bool] = []
+    if turns[0].chat and rng.random() < 0.15:
+        tokens = [system, *ids(rng.choice(_SYSTEM_PROMPTS)), end]
+    for turn in turns:
+        prompt = ids(turn.prompt)
+        tokens += [user, *prompt, end, assistant] if turn.chat else prompt
+        learned += [False] * (len(tokens) - len(learned))
+        tokens += [*ids(turn.answer), end]
+        learned += [True] * (len(tokens) - len(learned))
+    return tokens, learned
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Packed rows of equal length.
+
+    tokens, positions, documents  int64 [B, L]  positions begin at 0 in each document; padding has document -1
+    labels                        int64 [B, L]  next token, or -100 where nothing is learned
+    """
+
+    tokens: np.ndarray
+    positions: np.ndarray
+    documents: np.ndarray
+    labels: np.ndarray
+
+
+def rows(tokenizer: Tokenizer, rng: Random, batch: int, length: int, progress: float = 1.0) -> Rows:
+    """Fill `batch` rows of `length` tokens with whole conversations."""
+    shape = (batch, length)
+    tokens, positions = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+    documents, labels = np.full(shape, -1, np.int64), np.full(shape, -100, np.int64)
+    used, misfits, count = [0] * batch, 0, 0
+    while misfits < 6:
+        ids, learned = encode(tokenizer, rng, conversation(rng, length // 32, progress))
+        row = next((i for i in range(batch) if used[i] + len(ids) <= length), None)
+        if row is None:
+            misfits += 1
+            continue
+        here = slice(used[row], used[row] + len(ids))
+        tokens[row, here], positions[row, here], documents[row, here] = ids, range(len(ids)), count
+        # The label of a place is the next token of the same document.
+        following = np.where(learned, ids, -100)[1:]
+        labels[row, here.start : here.stop - 1] = following
+        used[row], count = here.stop, count + 1
+    return Rows(tokens, positions, documents, labels)
+
+
+def test_samples(kind: str, count: int, seed: int = 77, size: int = 4) -> list[Sample]:
+    """Return `count` held-out samples of a kind (all the held-out wordings at most, for the FAQ)."""
+    rng = Random(f"{seed}:{kind}")
+    if kind == "faq":
+        known = page.answers()
+        every = [Sample("faq", one, known[q]) for q, several in faq.wordings()[1].items() for one in several]
+        return rng.sample(every, min(count, len(every)))
+    generate, found = KINDS[kind][0], []
+    while len(found) < count:
+        sample = generate(rng, 1 + int(size * rng.random() ** 2))
+        if kind == "greeting" or held_out(sample):
+            found.append(sample)
+    return found

@@ -1,0 +1,241 @@
+"""Train the target, or the drafter by distillation. Resumable: run the same command again.
+
+    python -m training.train target  RUN --minutes 75
+    python -m training.train drafter RUN --minutes 12
+
+RUN is a folder for the tokenizer, checkpoints (every two minutes) and a loss log. The learning rate falls to zero at the
+end of the planned time, however fast the machine is; `--steps` plans by steps instead and is repeatable.
+"""
+
+import argparse
+import json
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from random import Random
+
+import torch
+import torch.nn.functional as F
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from tokenizers import Tokenizer
+from torch import Tensor, nn
+from transformers import LlamaForCausalLM
+
+from training import corpus
+from training import tokenizer as tokenizers_
+from training.model import build, export
+
+TOKENS_PER_STEP = 8192
+RATES = {"target": (0.02, 0.003), "drafter": (0.02, 0.004)}  # Muon, AdamW
+_WARM_UP_STEPS, _DECAY_FROM = 60, 0.35
+_SAVE_EVERY_S = 120.0
+# The drafter learns from the text first, which costs a third of the time a token, then from the target's probabilities.
+_DISTIL_FROM = 0.5
+
+
+def row_length(progress: float) -> int:
+    """Short rows first: they are cheap, and most of what is learned is learned there. The last fill the context."""
+    return 256 if progress < 0.8 else 512 if progress < 0.9 else 1024
+
+
+def rate(step: int, progress: float) -> float:
+    """Return the factor on the learning rates: warm-up, constant, then straight down to zero."""
+    return min(1.0, (step + 1) / _WARM_UP_STEPS, (1 - progress) / (1 - _DECAY_FROM))
+
+
+def optimizers(model: nn.Module, role: str) -> list[torch.optim.Optimizer]:
+    """Muon for the hidden matrices (it learns about twice as fast here), AdamW for embedding and norms."""
+    matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
+    others = [p for n, p in model.named_parameters() if p.ndim != 2 or "embed" in n]
+    muon, adam = RATES[role]
+    chosen: list[torch.optim.Optimizer] = [
+        torch.optim.Muon(matrices, lr=muon, momentum=0.95, weight_decay=0.01),
+        torch.optim.AdamW(others, lr=adam, betas=(0.9, 0.95), weight_decay=0.0),
+    ]
+    for one in chosen:
+        for group in one.param_groups:
+            group["full_lr"] = group["lr"]
+    return chosen
+
+
+class Batch:
+    """Packed rows as tensors, with the mask that keeps documents apart."""
+
+    def __init__(self, rows: corpus.Rows) -> None:
+        self.tokens, self.positions = torch.from_numpy(rows.tokens), torch.from_numpy(rows.positions)
+        documents = torch.from_numpy(rows.documents)
+        same = documents[:, None, :, None] == documents[:, None, None, :]  # bool [B, 1, L, L]
+        self.mask = same & torch.ones(same.shape[-2:], dtype=torch.bool).tril()
+        labels = torch.from_numpy(rows.labels)
+        self.learned = labels >= 0
+        self.labels = labels[self.learned]
+
+    def logits(self, model: LlamaForCausalLM, body: nn.Module) -> Tensor:
+        """Return float32 [N, V] for the N learned places only."""
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            hidden = body(
+                input_ids=self.tokens, position_ids=self.positions, attention_mask=self.mask, use_cache=False
+            ).last_hidden_state
+            logits: Tensor = model.lm_head(hidden[self.learned])
+        return logits.float()
+
+
+def draw_batch(tokenizer: Tokenizer, seed: int, step: int, progress: float) -> Batch:
+    """Return the batch of a step."""
+    length = row_length(progress)
+    rng = Random(f"{seed}:{step}")
+    return Batch(corpus.rows(tokenizer, rng, TOKENS_PER_STEP // length, length, progress))
+
+
+class Run:
+    """The state of one training run: weights, their running mean, optimizers, clock."""
+
+    def __init__(self, role: str, folder: Path, seed: int) -> None:
+        torch.manual_seed(seed)
+        self.role, self.folder, self.seed = role, folder, seed
+        self.model = build(role)
+        self.mean = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
+        self.optimizers = optimizers(self.model, role)
+        # The drafter is so small that compiling takes longer than it saves.
+        self.body: nn.Module = torch.compile(self.model.model, dynamic=False) if role == "target" else self.model.model
+        self.step, self.tokens, self.elapsed_s = 0, 0, 0.0
+        self.path = folder / f"{role}.pt"
+        if self.path.exists():
+            self._load()
+
+    def _load(self) -> None:
+        saved = torch.load(self.path)
+        self.model.load_state_dict(saved["model"])
+        self.mean = saved["mean"]
+        for one, state in zip(self.optimizers, saved["optimizers"], strict=True):
+            one.load_state_dict(state)
+        self.step, self.tokens, self.elapsed_s = saved["step"], saved["tokens"], saved["elapsed_s"]
+
+    def save(self) -> None:
+        """Write the checkpoint under another name first, so that a kill leaves the old one whole."""
+        whole = {
+            "model": self.model.state_dict(),
+            "mean": self.mean,
+            "optimizers": [one.state_dict() for one in self.optimizers],
+            "step": self.step,
+            "tokens": self.tokens,
+            "elapsed_s": self.elapsed_s,
+        }
+        partial = self.path.with_suffix(".partial")
+        torch.save(whole, partial)
+        partial.replace(self.path)
+
+    def update(self, loss: Tensor, factor: float) -> None:
+        """Take one optimizer step and move the running mean."""
+        loss.backward()
+        for one in self.optimizers:
+            for group in one.param_groups:
+                group["lr"] = group["full_lr"] * factor
+            one.step()
+            one.zero_grad(set_to_none=True)
+        keep = min(0.99, self.step / (self.step + 10))
+        with torch.no_grad():
+            for name, tensor in self.model.state_dict().items():
+                self.mean[name].lerp_(tensor, 1 - keep)
+
+
+def distilled(student: Tensor, teacher: Tensor, labels: Tensor) -> Tensor:
+    """Return the loss of the drafter: agree with the teacher, with some weight on the text itself.
+
+    student, teacher  float32 [N, V] logits
+    """
+    soft = F.kl_div(student.log_softmax(-1), teacher.log_softmax(-1), log_target=True, reduction="batchmean")
+    return 0.8 * soft + 0.2 * F.cross_entropy(student, labels)
+
+
+def load_teacher(folder: Path) -> LlamaForCausalLM:
+    """Return the trained target from its checkpoint, for inference."""
+    teacher = build("target")
+    teacher.load_state_dict(torch.load(folder / "target.pt")["mean"])
+    teacher.requires_grad_(False)
+    return teacher
+
+
+@contextmanager
+def saving(run: Run) -> Iterator[None]:
+    """Write a checkpoint on the way out, also when told to stop."""
+    try:
+        yield
+    finally:
+        run.save()
+
+
+def train(run: Run, minutes: float, steps: int | None, distil: bool) -> None:
+    """Train until the planned time or number of steps is over."""
+    tokenizer = Tokenizer.from_file(str(run.folder / "tokenizer" / "tokenizer.json"))
+    teacher = load_teacher(run.folder) if distil else None
+
+    def progress_now() -> float:
+        return min(1.0, run.step / steps if steps else run.elapsed_s / (60 * minutes))
+
+    note = TextColumn("{task.fields[note]}")
+    bar = Progress("{task.description}", BarColumn(), "{task.percentage:.1f} %", TimeRemainingColumn(), note)
+    log = (run.folder / f"{run.role}.jsonl").open("a", encoding="utf-8")
+    with bar, log, ThreadPoolExecutor(1) as ahead, saving(run):
+        task, saved_at = bar.add_task(run.role, total=1.0, note=""), time.monotonic()
+        pending = ahead.submit(draw_batch, tokenizer, run.seed, run.step, progress_now())
+        while (progress := progress_now()) < 1.0:
+            began = time.monotonic()
+            batch = pending.result()
+            pending = ahead.submit(draw_batch, tokenizer, run.seed, run.step + 1, progress)
+            logits = batch.logits(run.model, run.body)
+            if teacher and progress >= _DISTIL_FROM:
+                with torch.no_grad():
+                    goal = batch.logits(teacher, teacher.model)
+                loss = distilled(logits, goal, batch.labels)
+            else:
+                loss = F.cross_entropy(logits, batch.labels)
+            run.update(loss, rate(run.step, progress))
+            run.step, run.tokens = run.step + 1, run.tokens + int((batch.positions > 0).sum())
+            run.elapsed_s += time.monotonic() - began
+            if run.step % 10 == 0:
+                right = (logits.argmax(-1) == batch.labels).float().mean()
+                line = {
+                    "step": run.step,
+                    "tokens": run.tokens,
+                    "s": round(run.elapsed_s),
+                    "loss": round(loss.item(), 4),
+                    "right": round(right.item(), 4),
+                }
+                log.write(json.dumps(line) + "\n")
+                log.flush()
+                bar.update(task, completed=progress, note=f"loss {line['loss']:.3f}  {run.tokens / 1e6:.1f} M tokens")
+            if time.monotonic() - saved_at > _SAVE_EVERY_S:
+                run.save()
+                saved_at = time.monotonic()
+
+
+def main() -> None:
+    """Read the command line and train."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("role", choices=("target", "drafter"))
+    parser.add_argument("run", type=Path)
+    parser.add_argument("--minutes", type=float, default=75.0)
+    parser.add_argument("--steps", type=int)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--no-distil", action="store_true", help="train the drafter on the text alone")
+    parser.add_argument("--export", type=Path, help="write the running mean of the last checkpoint here, train nothing")
+    args = parser.parse_args()
+    args.run.mkdir(parents=True, exist_ok=True)
+    if not (args.run / "tokenizer" / "tokenizer.json").exists():
+        tokenizers_.save(tokenizers_.train(args.seed), args.run / "tokenizer")
+    run = Run(args.role, args.run, args.seed)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    if args.export:
+        export(run.mean, args.role, args.export)
+        tokenizers_.save(Tokenizer.from_file(str(args.run / "tokenizer" / "tokenizer.json")), args.export)
+    else:
+        train(run, args.minutes, args.steps, distil=args.role == "drafter" and not args.no_distil)
+
+
+if __name__ == "__main__":
+    main()
