@@ -161,10 +161,10 @@ def test_sampling_parameters_are_documented_with_their_defaults() -> None:
 
 def test_flags_of_the_readme_are_those_of_the_code() -> None:
     options = {f"`{flag(item.name)}`": item for item in option_fields()}
-    for name, default, text in table(README, "flag"):
-        item = options[name]
-        assert text == item.metadata["help"]
-        assert default == ("" if item.default is None else f"`{item.default}`")
+    for row in table(README, "flag"):
+        item = options[row[0]]
+        wanted = [row[0], "" if item.default is None else f"`{item.default}`", item.metadata["help"]]
+        assert row == wanted, f"README.md should say: | {' | '.join(wanted)} |"
 
 
 def every_flag() -> set[str]:
