@@ -54,7 +54,9 @@ class Config:
     max_num_batched_tokens: int | None = option(None, "rows of one step (default: 512 on CPU, 8192 on GPU)", group="scheduler")
     max_waiting: int = option(4096, "requests that may wait; more are answered 429", group="scheduler")
     kv_cache_memory: str | None = option(
-        None, 'memory of the KV cache, such as "2GiB" or "4000tokens" (default: from free memory; on a CPU at most 4 GiB)', group="scheduler"
+        None,
+        'memory of the KV cache, such as "2GiB" or "4000tokens" (default: from free memory; on a CPU at most 4 GiB)',
+        group="scheduler",
     )
     gpu_memory_utilization: float = option(0.9, "share of the GPU's memory that may be used", group="scheduler")
     block_size: int = option(16, "tokens in one block of the KV cache (a power of two, 1 to 256)", group="scheduler")

@@ -1,6 +1,10 @@
 """Options of the test suite."""
 
 import pytest
+import torch
+
+# The workers of the suite share few cores: threads that wait for each other would cost a hundred times what they give.
+torch.set_num_threads(1)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

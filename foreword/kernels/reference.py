@@ -8,7 +8,7 @@ the bits of a row depend on nothing but the row.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -39,10 +39,14 @@ def reference_threads(cores: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """weight [N, K] (float32: [K, N], which torch multiplies sooner), bias [N] or None"""
+    """weight [N, K] (float32: [K, N], which torch multiplies sooner), bias [N] or None
+
+    by_row  this machine's product rounds by a row's place in the tile: each row is computed alone
+    """
 
     weight: Tensor
     bias: Tensor | None
+    by_row: bool = False
 
 
 class Reference(ReferenceSampling):
@@ -59,12 +63,26 @@ class Reference(ReferenceSampling):
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> Packed:
         """See Packed."""
-        return Packed(weight.t().contiguous() if weight.dtype == torch.float32 else weight, bias)
+        packed = Packed(weight.t().contiguous() if weight.dtype == torch.float32 else weight, bias)
+        return replace(packed, by_row=self._place_matters(packed, weight[0]))
 
     def linear(self, x: Tensor, weight: Packed) -> Tensor:
         """x [T, K] -> [T, N]"""
         matrix = weight.weight.t() if x.dtype == torch.float32 else weight.weight
+        if weight.by_row:
+            return torch.cat([F.linear(row, matrix, weight.bias) for row in torch.split(x.contiguous(), 1)])
         return self._tiled(lambda rows: F.linear(rows, matrix, weight.bias), x)
+
+    def _place_matters(self, packed: Packed, like: Tensor) -> bool:
+        """Whether one row, put at every place of a tile, comes out with different bits (some BLAS round their
+        first and last rows differently)."""
+        ramp = torch.arange(like.numel(), dtype=torch.float32, device=like.device)
+        for step in (0.7, 1.9, 3.1):
+            row = torch.sin(ramp * step).to(like.dtype)
+            tile = self.linear(row.expand(self.row_tile, -1).contiguous(), packed)
+            if not torch.equal(tile, tile[:1].expand_as(tile)):
+                return True
+        return False
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x [T, ..., H], weight [H] -> [T, ..., H]"""

@@ -1,9 +1,10 @@
 """Attention over a paged KV cache in plain torch, row-invariant by construction.
 
-The rows of each request are cut into query tiles of ROWS, its positions into KV tiles of WIDTH that are
-aligned to absolute position. Each pair of tiles is one product of fixed shape, and a row merges the KV
-tiles that it sees in order of position: nothing in that depends on the row's place, on its neighbours
-or on how the prompt was cut. Everything is computed in float32.
+The rows of each request are cut into query tiles of ROWS, its positions into KV tiles of WIDTH, both
+aligned to absolute position. Each pair of tiles is one product of fixed shape, in which a row's place is
+given by its position (a product may round its first and its last rows differently), and a row merges the
+KV tiles that it sees in order of position: nothing in that depends on the row's neighbours or on how the
+prompt was cut. Everything is computed in float32.
 """
 
 from __future__ import annotations
@@ -50,9 +51,13 @@ class Step:
 class Group:
     """A few query tiles that are computed together, so that what they need stays in the cache of a core.
 
-    rows  int64 [n * ROWS]  the batch's row at each place of a tile; a tile's last row fills it up
+    filled  int64 [n * ROWS]    the batch's row at each place; a place without one repeats another row of its tile
+    places  int64 [rows here]   the places that count, and
+    rows    int64 [rows here]   the batch's rows that stand there
     """
 
+    filled: Tensor
+    places: Tensor
     rows: Tensor
     steps: tuple[Step, ...]
 
@@ -66,7 +71,10 @@ class Plan:
 
 
 class QueryTile(NamedTuple):
-    """Rows [row, row + size) of one request, at positions from `start`; its KV tiles are [first, last]."""
+    """Rows [row, row + size) of one request, at positions from `start`, all between two multiples of ROWS.
+
+    Its KV tiles are [first, last].
+    """
 
     request: int
     row: int
@@ -107,19 +115,29 @@ def _tables_by_tile(batch: Batch) -> Tensor:
 
 
 def _group(batch: Batch, tiles: list[QueryTile], tables: Tensor, window: int | None) -> Group:
-    rows = [tile.row + min(place, tile.size - 1) for tile in tiles for place in range(ROWS)]
-    rows_at = torch.tensor(rows, dtype=torch.int64, device=tables.device)
-    return Group(rows_at, tuple(_steps(tiles, tables, batch.positions[rows_at].view(-1, ROWS), window)))
+    filled: list[int] = []
+    places: list[int] = []
+    rows: list[int] = []
+    for tile in tiles:
+        first = len(filled) + tile.start % ROWS
+        filled += [tile.row] * ROWS
+        filled[first : first + tile.size] = own = range(tile.row, tile.row + tile.size)
+        places += range(first, first + tile.size)
+        rows += own
+    at = torch.tensor(filled, dtype=torch.int64, device=tables.device)
+    steps = _steps(tiles, tables, batch.positions[at].view(-1, ROWS), window)
+    return Group(at, at.new_tensor(places), at.new_tensor(rows), tuple(steps))
 
 
 def _query_tiles(batch: Batch, window: int | None) -> Iterator[QueryTile]:
     for request, end in enumerate(batch.ends):
-        low, high = batch.row_starts[request], batch.row_starts[request + 1]
-        for row in range(low, high, ROWS):
-            count = min(ROWS, high - row)
-            start = end - (high - row)
+        row = batch.row_starts[request]
+        start = end - (batch.row_starts[request + 1] - row)
+        while start < end:
+            size = min(ROWS - start % ROWS, end - start)
             first_seen = 0 if window is None else max(start - window + 1, 0)
-            yield QueryTile(request, row, count, start, first_seen // WIDTH, (start + count - 1) // WIDTH)
+            yield QueryTile(request, row, size, start, first_seen // WIDTH, (start + size - 1) // WIDTH)
+            row, start = row + size, start + size
 
 
 def _steps(tiles: list[QueryTile], tables: Tensor, positions: Tensor, window: int | None) -> Iterator[Step]:
@@ -176,15 +194,15 @@ def attend(q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: Plan, scale: float
         result = _attend_group(queries, k_cache, v_cache, plan.block_size, group, softcap, select=False)
         if not math.isfinite(result.sum().item()):
             result = _attend_group(queries, k_cache, v_cache, plan.block_size, group, softcap, select=True)
-        # A row that stands at several places has the same bits at each.
-        out.index_copy_(0, group.rows, result.permute(0, 2, 1, 3, 4).reshape(-1, *q.shape[1:]).to(q.dtype))
+        tiles = result.permute(0, 2, 1, 3, 4).reshape(-1, *q.shape[1:])
+        out.index_copy_(0, group.rows, tiles.index_select(0, group.places).to(q.dtype))
     return out
 
 
 def _lay_out(q: Tensor, kv_heads: int, group: Group) -> Tensor:
     """[T, Hq, D] -> float32 [n, Hk, ROWS, G, D]"""
     heads, dim = q.shape[1:]
-    tiles = q.index_select(0, group.rows).view(-1, ROWS, kv_heads, heads // kv_heads, dim)
+    tiles = q.index_select(0, group.filled).view(-1, ROWS, kv_heads, heads // kv_heads, dim)
     return tiles.permute(0, 2, 1, 3, 4).contiguous().to(torch.float32)
 
 

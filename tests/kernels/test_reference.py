@@ -2,11 +2,13 @@
 
 import itertools
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from foreword.core.batch import Batch, Chunk, build_batch
 from foreword.kernels.fast_math import FastMath
@@ -307,7 +309,28 @@ def test_the_plan_of_all_layers_is_that_of_one():
     planned = OPS.attention(q, cache.k, cache.v, batch, 0.25, plan=plan_attention(batch))
     assert same_bits(planned, OPS.attention(q, cache.k, cache.v, batch, 0.25))
     (group,) = plan_attention(batch).groups
-    assert group.rows.shape == (2 * ROWS + 3 * ROWS,)
+    assert group.filled.shape == (2 * ROWS + 3 * ROWS,)
+    assert group.rows.tolist() == list(range(30))
+    assert [place % ROWS for place in group.places.tolist()] == [p % ROWS for p in (*range(290, 300), *range(20))]
+
+
+def test_a_product_that_rounds_by_place_is_noticed(monkeypatch: pytest.MonkeyPatch):
+    """Some BLAS treat the last rows of a tile differently: then each row is computed alone, and bits agree again."""
+
+    def uneven(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        out = x @ weight.t()
+        out[8:] *= 1 + 2**-20  # a row alone is never among the last
+        return out
+
+    monkeypatch.setattr("foreword.kernels.reference.F", SimpleNamespace(linear=uneven))
+    packed = OPS.pack_linear(randn(24, 32))
+    assert packed.by_row
+    x = randn(40, 32)
+    assert same_bits(OPS.linear(x, packed)[20:30], OPS.linear(x[20:30], packed))
+
+
+def test_a_product_that_rounds_all_rows_alike_runs_on_tiles():
+    assert not OPS.pack_linear(randn(24, 32)).by_row
 
 
 def test_an_empty_batch_is_all_padding():
