@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
-from foreword.errors import ConfigError
+from foreword.errors import ConfigError, InvalidRequest
 
 __all__ = ["Config", "EngineInfo", "Machine", "ModelFacts", "Resolved", "option_fields", "resolve"]
 
@@ -52,7 +52,7 @@ class Config:
 
     max_num_seqs: int | None = option(None, "requests that run at once (default: 64 on CPU, 256 on GPU)", group="scheduler")
     max_num_batched_tokens: int | None = option(None, "rows of one step (default: 512 on CPU, 8192 on GPU)", group="scheduler")
-    max_waiting: int = option(4096, "requests that may wait; more are answered 429", group="scheduler")
+    max_waiting: int = option(4096, "requests that may be open, running or waiting; more are answered 429", group="scheduler")
     kv_cache_memory: str | None = option(
         None,
         'memory of the KV cache, such as "2GiB" or "4000tokens" (default: from free memory; on a CPU at most 4 GiB)',
@@ -104,6 +104,15 @@ class Config:
         _between("replay_error_rate", self.replay_error_rate, 0.0, 1.0)
         _between("gpu_memory_utilization", self.gpu_memory_utilization, 0.05, 1.0)
         _between("port", self.port, 0, 65535)
+        _between("max_waiting", self.max_waiting, 1, 1 << 24)
+        _between("log_interval", self.log_interval, 0, 86_400)
+        _between("seed", self.seed or 0, -(2**63), 2**64 - 1)
+        if self.max_num_seqs and self.max_num_batched_tokens and self.max_num_seqs > self.max_num_batched_tokens:
+            raise ConfigError(
+                f"max_num_batched_tokens {self.max_num_batched_tokens} is below max_num_seqs {self.max_num_seqs}: "
+                "every running request needs a row a step",
+                "max_num_batched_tokens",
+            )
         _between("max_body_mb", self.max_body_mb, 1, 1024)
         self.drafter_names()
 
@@ -124,12 +133,16 @@ class Config:
             raise ConfigError("speculate names `draft`, which needs --draft-model", "draft_model")
         if "replay" in names and not self.replay_file:
             raise ConfigError("speculate names `replay`, which needs --replay-file", "replay_file")
+        if len(set(names)) < len(names):
+            raise ConfigError(f"speculate names a drafter twice: {self.speculate}", "speculate")
         return names
 
     def with_speculative_config(self) -> Config:
         """`speculative_config` (vLLM's JSON) spread over the fields it stands for."""
         if self.speculative_config is None:
             return self
+        if self.speculate != "auto":
+            raise ConfigError("give speculate or speculative_config, not both", "speculative_config")
         return replace(self, speculative_config=None, **_spread_vllm(self.speculative_config))
 
 
@@ -186,6 +199,14 @@ class Resolved:
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
+    def check_method(self, method: str) -> None:
+        """Raises InvalidRequest if a request asks for a drafter that does not run."""
+        known = ("auto", "off", *self.drafters)
+        if method not in known:
+            raise InvalidRequest(
+                f"speculation.method must be one of {', '.join(known)}, got {method!r:.80}", "speculation.method"
+            )
+
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
@@ -221,7 +242,7 @@ def resolve(config: Config, machine: Machine, model: ModelFacts, drafter: ModelF
     gpu = machine.device == "cuda"
     dtype = _dtype(config, machine, model)
     weights = (model.parameters + (drafter.parameters if drafter else 0)) * DTYPE_BYTES[dtype]
-    max_num_seqs = config.max_num_seqs or (256 if gpu else 64)
+    max_num_seqs, max_num_batched_tokens = _rows(config, gpu)
     per_block = (
         config.block_size * DTYPE_BYTES[dtype] * (model.kv_values_per_token + (drafter.kv_values_per_token if drafter else 0))
     )
@@ -233,7 +254,7 @@ def resolve(config: Config, machine: Machine, model: ModelFacts, drafter: ModelF
         threads=config.threads or (machine.cores if weights >= WORTH_THREADS else 1),
         max_model_len=_max_model_len(config, model, num_blocks),
         max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max(config.max_num_batched_tokens or (8192 if gpu else 512), max_num_seqs),
+        max_num_batched_tokens=max_num_batched_tokens,
         block_size=config.block_size,
         num_blocks=num_blocks,
         kv_bytes=num_blocks * per_block,
@@ -253,6 +274,14 @@ def option_fields() -> tuple[Any, ...]:
     return fields(Config)
 
 
+def _rows(config: Config, gpu: bool) -> tuple[int, int]:
+    """max_num_seqs and max_num_batched_tokens; what was asked for bounds what was not."""
+    num_seqs, num_tokens = config.max_num_seqs, config.max_num_batched_tokens
+    if num_seqs is None:
+        num_seqs = min(256 if gpu else 64, num_tokens or 256)
+    return num_seqs, num_tokens or max(8192 if gpu else 512, num_seqs)
+
+
 def _dtype(config: Config, machine: Machine, model: ModelFacts) -> str:
     if config.dtype != "auto":
         return config.dtype
@@ -264,10 +293,7 @@ def _dtype(config: Config, machine: Machine, model: ModelFacts) -> str:
 def _num_blocks(config: Config, machine: Machine, weights: int, per_block: int, useful: int) -> int:
     """Blocks of the cache: as asked for, or from free memory, but not more than can ever be used."""
     if config.kv_cache_memory is not None:
-        text = config.kv_cache_memory.strip()
-        if text.endswith("tokens"):
-            return _blocks(_whole("kv_cache_memory", text[:-6]), config.block_size)
-        return max(parse_bytes("kv_cache_memory", text) // per_block, 1)
+        return _asked_blocks(config.kv_cache_memory.strip(), config.block_size, machine, weights, per_block)
     share = config.gpu_memory_utilization if machine.device == "cuda" else 0.5
     spare = int(machine.free_bytes * share) - weights
     if machine.device == "cpu":
@@ -279,6 +305,22 @@ def _num_blocks(config: Config, machine: Machine, weights: int, per_block: int, 
             "model",
         )
     return min(spare // per_block, useful)
+
+
+def _asked_blocks(text: str, block_size: int, machine: Machine, weights: int, per_block: int) -> int:
+    if text.endswith("tokens"):
+        num_blocks = _blocks(_whole("kv_cache_memory", text[:-6]), block_size)
+    else:
+        num_blocks = parse_bytes("kv_cache_memory", text) // per_block
+    if num_blocks < 1:
+        raise ConfigError(f"kv_cache_memory {text} holds no block of {per_block} bytes", "kv_cache_memory")
+    if weights + num_blocks * per_block > machine.free_bytes:
+        raise ConfigError(
+            f"kv_cache_memory {text} needs {num_blocks * per_block / GIB:.2f} GiB beside {weights / GIB:.2f} GiB of weights; "
+            f"{machine.free_bytes / GIB:.2f} GiB are free",
+            "kv_cache_memory",
+        )
+    return num_blocks
 
 
 def _max_model_len(config: Config, model: ModelFacts, num_blocks: int) -> int:
@@ -296,7 +338,7 @@ def _max_model_len(config: Config, model: ModelFacts, num_blocks: int) -> int:
     if length > model.context:
         raise ConfigError(f"max_model_len {length} is above the checkpoint's {model.context} positions", "max_model_len")
     if length < 2:
-        raise ConfigError(f"a context of {length} tokens leaves no room for an answer; raise --kv-cache-memory", "max_model_len")
+        raise ConfigError(f"max_model_len {length} leaves no room for an answer: at least 2 are needed", "max_model_len")
     return length
 
 
@@ -306,7 +348,7 @@ def parse_bytes(name: str, text: str) -> int:
     match = re.fullmatch(r"([0-9.]+)\s*([a-z]*)", text.strip().lower())
     try:
         return int(float(match[1]) * units[match[2]])  # type: ignore[index]
-    except (TypeError, ValueError, KeyError):
+    except (TypeError, ValueError, KeyError, OverflowError):
         raise ConfigError(f'{name} must be like "2GiB", "512MiB" or "4000tokens", got {text!r}', name) from None
 
 
@@ -325,7 +367,7 @@ def _spread_vllm(text: str) -> dict[str, Any]:
     method = given.pop("method", None) or ("ngram" if model in (None, "ngram", "[ngram]") else "draft_model")
     if given:
         raise ConfigError(f"speculative_config: unknown field {sorted(given)[0]!r}", "speculative_config")
-    if method == "ngram":
+    if method == "ngram" and model in (None, "ngram", "[ngram]"):
         return {**changes, "speculate": "ngram"}
     if method in ("draft", "draft_model") and isinstance(model, str):
         return {**changes, "speculate": "draft", "draft_model": model}

@@ -11,14 +11,15 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from rich.progress import Progress
 
 from foreword.config import Config, EngineInfo
-from foreword.core.events import Failed, StepStats, TokenLogprob
+from foreword.core.events import Event, Failed, StepStats, TokenLogprob
 from foreword.core.params import SamplingParams
 from foreword.core.request import Request
 from foreword.engine.local import LocalClient
@@ -31,6 +32,8 @@ from foreword.text.prepare import make_requests
 from foreword.text.template import ChatTemplate
 
 __all__ = ["LLM", "CompletionOutput", "RequestOutput", "StreamPiece"]
+
+WHAT_A_PROMPT_IS = "a prompt is a text or {'prompt_token_ids': [...]}"
 
 Prompt = str | Mapping[str, Any]
 Message = Mapping[str, Any]
@@ -133,6 +136,7 @@ class LLM:
         self._recorder = Recorder(self.info.resolved.drafters)
         self._template = ChatTemplate.of(self.tokenizer)
         self._ids = itertools.count()
+        self._inbox: dict[str, deque[Event]] = {}
         self.load_seconds = time.perf_counter() - started
 
     @property
@@ -174,6 +178,7 @@ class LLM:
             raise InvalidRequest("a stream has one choice: n must be 1", "n")
         for _, delta in self._run(job.requests):
             yield from (StreamPiece(piece, guessed) for piece, guessed in delta.pieces)
+        self._recorder.returned(1)
 
     def render_metrics(self) -> bytes:
         """What `/metrics` would show of this engine, in Prometheus text."""
@@ -201,10 +206,11 @@ class LLM:
         text: str | None
         if isinstance(prompt, str):
             text, ids = prompt, tuple(self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens))
-        elif "prompt_token_ids" in prompt:
+        elif isinstance(prompt, Mapping) and isinstance(prompt.get("prompt_token_ids"), Sequence):
             text, ids = prompt.get("prompt"), tuple(prompt["prompt_token_ids"])
         else:
-            raise InvalidRequest("a prompt is a text or {'prompt_token_ids': [...]}", "prompt")
+            raise InvalidRequest(f"{WHAT_A_PROMPT_IS}, got {prompt!r:.80}", "prompt")
+        self.info.resolved.check_method(params.speculation.method)
         requests = make_requests(
             ids,
             params,
@@ -228,36 +234,54 @@ class LLM:
                 bar.advance(task, int(answer.finished))
         return [self._output(job, answers, hashes) for job in jobs]
 
-    def _run(self, requests: Iterable[Request]) -> Iterator[tuple[Answer, Delta]]:
-        """Step until every request ended; an error of one is raised, and frees all of them."""
-        answers = {request.id: Answer(self.tokenizer, request) for request in requests}
-        live = dict(answers)
-        for answer in answers.values():
-            self._recorder.arrived(answer.request)
-            self._client.submit(answer.request)
+    def _run(self, requests: Sequence[Request]) -> Iterator[tuple[Answer, Delta]]:
+        """Step until every request ended; an error of one is raised, and frees all of them.
+
+        Several of these may be open at once: a step's events wait in the inbox of their request.
+        """
+        live = {request.id: Answer(self.tokenizer, request) for request in requests}
         try:
+            for request in requests:
+                self._inbox[request.id] = deque()
+                self._recorder.arrived(request)
+                self._client.submit(request)
             while live:
-                report = self._client.step()
-                self.stats = report.stats
-                for event in report.events:
-                    if event.request_id not in live:
-                        continue
-                    if isinstance(event, Failed):
-                        raise event.error
-                    answer = live[event.request_id]
-                    delta = answer.feed(event)
-                    self._recorder.delivered(answer.request, delta.event, time.monotonic())
-                    if answer.finished:
-                        del live[event.request_id]
-                    if delta.stopped:
-                        self._client.finish(answer.request.id, answer.num_tokens)
-                    yield answer, delta
+                if not any(self._inbox[request_id] for request_id in live):
+                    self._step()
+                for answer in list(live.values()):
+                    yield from self._read(answer, live)
         finally:
             for request_id, answer in live.items():
                 self._client.abort(request_id)
                 self._recorder.aborted(answer.request)
+                self._inbox.pop(request_id, None)
+
+    def _step(self) -> None:
+        report = self._client.step()
+        self.stats = report.stats
+        self._recorder.step(report.stats)
+        for event in report.events:
+            if event.request_id in self._inbox:
+                self._inbox[event.request_id].append(event)
+
+    def _read(self, answer: Answer, live: dict[str, Answer]) -> Iterator[tuple[Answer, Delta]]:
+        """What has come for one answer; an answer that is over leaves `live`."""
+        request = answer.request
+        while request.id in live and self._inbox[request.id]:
+            event = self._inbox[request.id].popleft()
+            if isinstance(event, Failed):
+                self._recorder.failed(request, event.error)
+                raise event.error
+            delta = answer.feed(event)
+            self._recorder.delivered(request, delta.event, time.monotonic())
+            if delta.stopped:
+                self._client.finish(request.id, answer.num_tokens)
+            if answer.finished:
+                del live[request.id], self._inbox[request.id]
+            yield answer, delta
 
     def _output(self, job: _Job, answers: Mapping[str, Answer], hashes: Mapping[str, list[int]]) -> RequestOutput:
+        self._recorder.returned(len(job.requests))
         first = answers[job.requests[0].id]
         return RequestOutput(
             request_id=job.requests[0].id.rsplit("-", 1)[0],

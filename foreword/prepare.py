@@ -30,7 +30,7 @@ class Prepared:
 def directories(config: Config) -> Config:
     """`config` with local directories as `model` and `draft_model`; no model means the bundled demo."""
     path = MODEL if config.model in (None, DEMO) else resolve_path(str(config.model))
-    if config.draft_model is None:
+    if config.draft_model is None or "draft" not in config.drafter_names():
         return replace(config, model=str(path))
     drafter = DRAFTER if config.draft_model == DEMO else resolve_path(config.draft_model)
     return replace(config, model=str(path), draft_model=str(drafter))

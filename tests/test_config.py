@@ -30,6 +30,10 @@ MODEL = ModelFacts("llama", context=4096, dtype="bfloat16", parameters=500_000_0
         ({"speculate": "ngram,magic"}, "speculate"),
         ({"speculate": "draft"}, "draft_model"),
         ({"speculate": "replay"}, "replay_file"),
+        ({"speculate": "ngram,ngram"}, "speculate"),
+        ({"max_waiting": 0}, "max_waiting"),
+        ({"log_interval": float("nan")}, "log_interval"),
+        ({"seed": 2**64}, "seed"),
     ],
 )
 def test_an_impossible_option_is_named(options: dict[str, Any], field: str) -> None:
@@ -141,5 +145,16 @@ def test_what_does_not_fit_is_refused_with_the_estimate() -> None:
 
 
 def test_every_running_request_has_a_row_a_step() -> None:
-    resolved = resolve(Config(max_num_seqs=100, max_num_batched_tokens=10), CPU, MODEL)
-    assert resolved.max_num_batched_tokens == 100
+    fewer = resolve(Config(max_num_batched_tokens=10), CPU, MODEL)
+    assert (fewer.max_num_seqs, fewer.max_num_batched_tokens) == (10, 10)
+    more = resolve(Config(max_num_seqs=1000), CPU, MODEL)
+    assert (more.max_num_seqs, more.max_num_batched_tokens) == (1000, 1000)
+    with pytest.raises(ConfigError, match="max_num_batched_tokens 10 is below max_num_seqs 100"):
+        Config(max_num_seqs=100, max_num_batched_tokens=10)
+
+
+def test_a_cache_beyond_memory_is_refused_with_the_estimate() -> None:
+    with pytest.raises(ConfigError, match=r"needs 1000.00 GiB beside 0.93 GiB of weights; 16.00 GiB are free"):
+        resolve(Config(kv_cache_memory="1000GiB"), CPU, MODEL)
+    with pytest.raises(ConfigError, match="holds no block"):
+        resolve(Config(kv_cache_memory="0"), CPU, MODEL)

@@ -211,6 +211,37 @@ def test_equal_in_low_precision(tmp_path: Path, dtype: str) -> None:
         assert found == plain
 
 
+def long_requests() -> tuple[list[dict[str, list[int]]], list[SamplingParams]]:
+    """Prompts and answers that reach over several tiles of the attention."""
+    chance = random.Random(9)
+    texts = [[chance.randrange(3, 250) for _ in range(chance.randint(20, 60))] * chance.randint(3, 8) for _ in range(8)]
+    params = [
+        SamplingParams(temperature=t, seed=i, max_tokens=60, ignore_eos=True, logprobs=1) for i, t in enumerate((0.0, 1.0) * 4)
+    ]
+    return [{"prompt_token_ids": text} for text in texts], params
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+@pytest.mark.parametrize("speculate", ["ngram", "draft"])
+def test_equal_beyond_one_tile_of_attention(tmp_path: Path, name: str, speculate: str) -> None:
+    window = {"sliding_window": 300} if name == "mistral" else {}
+    path = write_checkpoint(tmp_path / "model", name, seed=1, **window)
+
+    def run(**options: Any) -> list[dict[str, Any]]:
+        llm = LLM(str(path), threads=1, test_mode=True, max_model_len=512, **options)
+        return [fingerprint(output) for output in llm.generate(*long_requests())]
+
+    plain = run(speculate="off", max_num_seqs=1, prefix_caching=False, max_num_batched_tokens=512)
+    crowded = run(
+        speculate=speculate,
+        draft_model=str(path) if speculate == "draft" else None,
+        max_num_seqs=8,
+        max_num_batched_tokens=96,
+        kv_cache_memory="1500tokens",
+    )
+    assert crowded == plain
+
+
 WIDE = {"hidden_size": 512, "intermediate_size": 4096, "num_attention_heads": 8, "num_key_value_heads": 2}
 
 

@@ -12,7 +12,6 @@ ALLOWED = {
     "hardware": {"errors", "config"},
     "config": {"errors"},
     "core": {"errors"},
-    "hub": {"errors"},
     "kernels": {"errors", "hardware", "core"},
     "layers": {"kernels", "core", "cache", "errors"},
     "models": {"layers", "kernels", "core", "cache", "config", "errors"},
@@ -25,7 +24,7 @@ ALLOWED = {
     "metrics": {"core", "errors"},
     "engine": {"config", "hardware", "core", "cache", "grammar", "sampling", "drafting", "models", "kernels", "errors"},
     "prepare": {"text", "models.hub", "config", "errors", "demo"},
-    "llm": {"prepare", "engine.client", "engine.local", "text", "media", "metrics", "config", "core", "errors", "demo", "hub"},
+    "llm": {"prepare", "engine.client", "engine.local", "text", "media", "metrics", "config", "core", "errors", "demo"},
     "serve": {"engine.client", "text", "media", "grammar.compile", "metrics", "config", "core", "errors"},
     "demo": {"errors"},
 }

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from foreword import LLM, SamplingParams
+from foreword import LLM, SamplingParams, Speculation
 from foreword.errors import CheckpointError, ConfigError, ContextLengthExceeded, InvalidRequest
 from tests.checkpoints import write_checkpoint
 
@@ -111,3 +111,32 @@ def test_what_cannot_be_loaded_is_said(tmp_path: Path) -> None:
         LLM(speculate="magic")
     with pytest.raises(TypeError):
         LLM(no_such_option=1)
+
+
+def test_two_streams_and_an_answer_at_once(llm: LLM) -> None:
+    """Each gets its own tokens, in whatever order they are read."""
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    expected = [output.text for output in llm.generate([TEXT, "another text"], params)]
+    first, second = llm.stream(TEXT, params), llm.stream("another text", params)
+    heard = ["", ""]
+    heard[0] += next(first).text
+    heard[1] += next(second).text
+    assert llm.generate(TEXT, params)[0].text == expected[0]
+    heard[1] += "".join(piece.text for piece in second)
+    heard[0] += "".join(piece.text for piece in first)
+    assert heard == expected
+    assert not llm._inbox
+
+
+def test_a_refused_batch_leaves_nothing_behind(llm: LLM) -> None:
+    with pytest.raises(InvalidRequest, match=r"speculation.method must be one of auto, off, draft"):
+        llm.generate([TEXT, TEXT], [SamplingParams(), SamplingParams(speculation=Speculation("ngram"))])
+    assert llm._client.idle and not llm._inbox
+
+
+def test_metrics_of_an_llm_are_those_of_its_engine(llm: LLM) -> None:
+    llm.generate(TEXT, SamplingParams(n=2, max_tokens=3, ignore_eos=True))
+    text = llm.render_metrics().decode()
+    assert f"foreword_preemptions_total {float(llm.stats.preemptions_total)}" in text
+    assert f"foreword_prefix_cache_queries_total {float(llm.stats.prefix_cache_queries_total)}" in text
+    assert " nan" not in text.lower()

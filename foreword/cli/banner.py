@@ -40,8 +40,15 @@ def banner(config: Config, info: EngineInfo, name: str, url: str, load_s: float)
         speculation_line(info),
         f"address: {url} (docs: {url}/docs, metrics: {url}/metrics)",
         f"try: {curl_line(url, name, bool(config.api_key))}",
-        *(f"warning: {text}" for text in info.warnings),
+        *(f"warning: {text}" for text in (*open_door(config), *info.warnings)),
     )
+
+
+def open_door(config: Config) -> tuple[str, ...]:
+    """A server that others can reach without a key should say so."""
+    if config.api_key or config.host in ("localhost", "::1") or config.host.startswith("127."):
+        return ()
+    return (f"anybody who reaches {config.host} may use this server; --api-key asks for a key",)
 
 
 def loading_line(name: str, info: EngineInfo, load_s: float) -> str:

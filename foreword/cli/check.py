@@ -15,6 +15,7 @@ from rich.console import Console
 from foreword.cli.options import ENGINE_GROUPS, add_config_options, read_config
 from foreword.cli.terminal import bytes_text, count_text
 from foreword.config import DTYPE_BYTES, Config, ModelFacts, Resolved, resolve
+from foreword.engine.load import FIT_DRAFTER
 from foreword.errors import ForewordError
 from foreword.hardware import machine, probe
 from foreword.models.loader import read_facts
@@ -22,8 +23,6 @@ from foreword.prepare import directories, vocab_size
 from foreword.text.tokenizer import Tokenizer
 
 __all__ = ["Finding", "add_arguments", "findings", "run"]
-
-FIT_RATIO = (10, 50)  # sizes of a draft model that usually pay
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,9 +96,9 @@ def _tokenizers(config: Config) -> Iterator[Finding]:
 
 def _ratio(target: ModelFacts, drafter: ModelFacts) -> Finding:
     ratio = target.parameters / drafter.parameters
-    fits = FIT_RATIO[0] <= ratio <= FIT_RATIO[1]
+    fits = FIT_DRAFTER[0] <= ratio <= FIT_DRAFTER[1]
     return Finding(
-        True if fits else None, f"draft size: 1/{ratio:.1f} of the model; 1/{FIT_RATIO[0]} to 1/{FIT_RATIO[1]} usually pays"
+        True if fits else None, f"draft size: 1/{ratio:.1f} of the model; 1/{FIT_DRAFTER[0]} to 1/{FIT_DRAFTER[1]} usually pays"
     )
 
 

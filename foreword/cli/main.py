@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from foreword import __version__
-from foreword.errors import ConfigError, ForewordError
+from foreword.errors import CheckpointError, ConfigError, ForewordError
 
 __all__ = ["COMMANDS", "Command", "build_parser", "main"]
 
@@ -44,7 +44,10 @@ COMMANDS = (
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse that complains in one line; the usage is in --help."""
+    """argparse that complains in one line and guesses no abbreviations; the usage is in --help."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options, allow_abbrev=False)
 
     def error(self, message: str) -> NoReturn:
         self.exit(WRONG_USE, f"{self.prog}: {message} (see {self.prog} --help)\n")
@@ -88,4 +91,4 @@ def _complain(error: ForewordError, args: argparse.Namespace) -> int:
     if str(getattr(args, "log_level", "")).lower() == "debug":
         logging.getLogger("foreword").exception("failed")
     print(f"foreword {args.command}: {error}", file=sys.stderr)
-    return WRONG_USE if isinstance(error, ConfigError) else FAILED
+    return WRONG_USE if isinstance(error, ConfigError | CheckpointError) else FAILED

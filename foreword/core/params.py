@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 from foreword.errors import InvalidRequest
 
@@ -74,13 +74,18 @@ class SamplingParams:
         _number("min_p", self.min_p, 0.0, 1.0)
         _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _number("repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_low=True)
+        _number("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
         _whole("min_tokens", self.min_tokens, 0)
         _optional_whole("max_tokens", self.max_tokens, 1)
         _optional_whole("logprobs", self.logprobs, 0, MAX_LOGPROBS)
         _optional_whole("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
         _optional_whole("seed", self.seed, -(2**63), SEED_MASK)
         self._check_ids()
+        for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidRequest(f"{name} must be true or false, got {getattr(self, name)!r:.80}", name)
+        if not isinstance(self.speculation, Speculation):
+            raise InvalidRequest(f"speculation must be a Speculation, got {self.speculation!r:.80}", "speculation")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequest(f"min_tokens {self.min_tokens} is above max_tokens {self.max_tokens}", "min_tokens")
 
@@ -88,9 +93,11 @@ class SamplingParams:
         """Lists become tuples, a lone stop string a tuple of one."""
         for name in ("stop", "bad_words"):
             set_(self, name, _texts(name, getattr(self, name)))
-        set_(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        set_(self, "stop_token_ids", _listed("stop_token_ids", self.stop_token_ids or ()))
         if self.allowed_token_ids is not None:
-            set_(self, "allowed_token_ids", tuple(self.allowed_token_ids))
+            set_(self, "allowed_token_ids", _listed("allowed_token_ids", self.allowed_token_ids))
+        if not isinstance(self.logit_bias or {}, Mapping):
+            raise InvalidRequest(f"logit_bias must map token ids to numbers, got {self.logit_bias!r:.80}", "logit_bias")
         set_(self, "logit_bias", dict(self.logit_bias or {}))
 
     def _check_ids(self) -> None:
@@ -122,11 +129,17 @@ set_ = object.__setattr__
 
 
 def _texts(name: str, value: str | Iterable[str] | None) -> tuple[str, ...]:
-    texts = (value,) if isinstance(value, str) else tuple(value or ())
+    texts = (value,) if isinstance(value, str) else _listed(name, value or ())
     for text in texts:
         if not isinstance(text, str) or not text:
             raise InvalidRequest(f"{name} must hold non-empty texts, got {text!r}", name)
     return texts
+
+
+def _listed(name: str, value: Iterable[Any]) -> tuple[Any, ...]:
+    if not isinstance(value, Iterable):
+        raise InvalidRequest(f"{name} must be a list, got {value!r:.80}", name)
+    return tuple(value)
 
 
 def _whole(name: str, value: object, low: int, high: int | None = None) -> None:
@@ -143,8 +156,8 @@ def _optional_whole(name: str, value: object, low: int, high: int | None = None)
 
 
 def _number(name: str, value: object, low: float, high: float, open_low: bool = False) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise InvalidRequest(f"{name} must be a finite number, got {value!r}", name)
+    if isinstance(value, bool) or not isinstance(value, int | float) or value != value:
+        raise InvalidRequest(f"{name} must be a number, got {value!r:.80}", name)
     if not low <= value <= high or (open_low and value == low):
         bound = f"above {low:g} and at most {high:g}" if open_low else f"between {low:g} and {high:g}"
-        raise InvalidRequest(f"{name} must be {bound}, got {value:g}", name)
+        raise InvalidRequest(f"{name} must be {bound}, got {value!r:.40}", name)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -49,6 +49,9 @@ class Drafter(Protocol):
 
     def finish(self, request_id: str) -> None:
         """A request is over: forget it. Called once for every start()."""
+
+    def check(self, live: Container[str]) -> None:
+        """Assert that state is kept of `live` requests alone, and that nothing leaked."""
 
     def propose(self, asks: Sequence[Ask]) -> list[Draft | None]:
         """One draft for each ask, of at most its max_tokens; None where there is nothing to guess from."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import TypeVar
 
 from foreword.core.draft import Draft
@@ -31,58 +30,64 @@ class Drafting:
         self.vocab_size = vocab_size
         self.policy = policy
         self.errors: Counter[str] = Counter()
+        self._live: dict[str, tuple[Drafter, ...]] = {}
 
     def start(self, state: RequestState) -> None:
-        for drafter in self._of(state):
-            self._guarded(drafter, lambda d=drafter: d.start(state))  # type: ignore[misc]
+        """A request begins; a drafter that cannot start it is not asked about it again."""
+        chosen = self._chosen(state)
+        self._live[state.id] = tuple(
+            drafter
+            for drafter in chosen
+            if self._guarded(drafter, lambda d=drafter: d.start(state) or True)  # type: ignore[misc]
+        )
 
-    def finish(self, state: RequestState) -> None:
-        for drafter in self._of(state):
-            self._guarded(drafter, lambda d=drafter: d.finish(state.id))  # type: ignore[misc]
+    def finish(self, request_id: str) -> None:
+        """A request is over."""
+        for drafter in self._live.pop(request_id, ()):
+            self._guarded(drafter, lambda d=drafter: d.finish(request_id))  # type: ignore[misc]
 
     def propose(self, asks: Sequence[Ask | None]) -> tuple[Draft | None, ...]:
         """A draft, or None, for each ask; None in, None out."""
         drafts: list[Draft | None] = [None] * len(asks)
         open_asks = self._sized(asks)
         for drafter in self.drafters:
-            mine = {i: ask for i, ask in open_asks.items() if drafter in self._of(ask.state)}
+            mine = {i: ask for i, ask in open_asks.items() if drafter in self._live[ask.state.id]}
             if not mine:
                 continue
-            answers = self._guarded(drafter, lambda d=drafter, m=mine: d.propose(list(m.values())))  # type: ignore[misc]
-            for (index, ask), draft in zip(mine.items(), answers or (), strict=False):
-                drafts[index] = self._legal(ask, draft)
-                if drafts[index] is not None:
+            found = self._guarded(drafter, lambda d=drafter, m=mine: self._ask(d, list(m.values())))  # type: ignore[misc]
+            for index, draft in zip(mine, found or (), strict=False):
+                if draft is not None:
+                    drafts[index] = draft
                     del open_asks[index]
         return tuple(drafts)
+
+    def check(self) -> None:
+        """Assert that drafters keep state of live requests alone."""
+        for drafter in self.drafters:
+            drafter.check(self._live)
+
+    def _ask(self, drafter: Drafter, asks: list[Ask]) -> list[Draft | None]:
+        """What one drafter says, up to the first id that cannot be right. Raises whatever is wrong with it."""
+        drafts = drafter.propose(asks)
+        return [_legal(ask, drafter, draft, self.vocab_size) for ask, draft in zip(asks, drafts, strict=True)]
 
     def _sized(self, asks: Sequence[Ask | None]) -> dict[int, Ask]:
         """The asks that may draft at all, by index, each with the longest draft of use."""
         sized: dict[int, Ask] = {}
         for index, ask in enumerate(asks):
-            if ask is not None and self._of(ask.state):
+            if ask is not None and self._live[ask.state.id]:
                 room = ask.state.limit - ask.length - 1
                 length = min(self.policy.length(ask.state), room)
                 if length > 0:
                     sized[index] = Ask(ask.state, ask.run, length)
         return sized
 
-    def _of(self, state: RequestState) -> tuple[Drafter, ...]:
+    def _chosen(self, state: RequestState) -> tuple[Drafter, ...]:
         """The drafters that the request lets guess for it."""
         method = state.params.speculation.method
         if method == "auto":
             return self.drafters
         return tuple(drafter for drafter in self.drafters if drafter.name == method)
-
-    def _legal(self, ask: Ask, draft: Draft | None) -> Draft | None:
-        """The draft up to its first id that is not in the vocabulary, and not longer than asked for."""
-        if draft is None:
-            return None
-        legal = 0
-        for token_id in draft.token_ids[: ask.max_tokens]:
-            if not 0 <= token_id < self.vocab_size:
-                break
-            legal += 1
-        return replace(draft, token_ids=draft.token_ids[:legal]) if legal else None
 
     def _guarded(self, drafter: Drafter, call: Callable[[], Result]) -> Result | None:
         try:
@@ -91,3 +96,15 @@ class Drafting:
             self.errors[drafter.name] += 1
             logger.exception("drafter %s failed; its drafts of this step are dropped", drafter.name)
             return None
+
+
+def _legal(ask: Ask, drafter: Drafter, draft: Draft | None, vocab_size: int) -> Draft | None:
+    """The draft up to its first id that is not in the vocabulary, and not longer than asked for."""
+    if draft is None:
+        return None
+    legal: list[int] = []
+    for token_id in draft.token_ids[: ask.max_tokens]:
+        if type(token_id) is not int or not 0 <= token_id < vocab_size:
+            break
+        legal.append(token_id)
+    return Draft(tuple(legal), drafter.name, draft.confidence) if legal else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -85,8 +85,8 @@ class ModelDrafter:
         if track is not None:
             self._pool.release(track.blocks)
 
-    def check(self) -> None:
-        """Assert that no block leaked."""
+    def check(self, live: Container[str]) -> None:
+        assert all(request_id in live for request_id in self._tracks)
         self._pool.check(track.blocks for track in self._tracks.values())
 
     def propose(self, asks: Sequence[Ask]) -> list[Draft | None]:

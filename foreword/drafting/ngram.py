@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 from foreword.core.draft import Draft
 from foreword.core.request import RequestState
@@ -62,6 +62,9 @@ class NgramDrafter:
 
     def finish(self, request_id: str) -> None:
         self._indexes.pop(request_id, None)
+
+    def check(self, live: Container[str]) -> None:
+        assert all(request_id in live for request_id in self._indexes)
 
     def propose(self, asks: Sequence[Ask]) -> list[Draft | None]:
         return [self._propose(ask) for ask in asks]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
+from operator import index
 from pathlib import Path
 from random import Random
 
@@ -40,6 +41,9 @@ class ReplayDrafter:
     def finish(self, request_id: str) -> None:
         self._outputs.pop(request_id, None)
 
+    def check(self, live: Container[str]) -> None:
+        assert all(request_id in live for request_id in self._outputs)
+
     def propose(self, asks: Sequence[Ask]) -> list[Draft | None]:
         return [self._propose(ask) for ask in asks]
 
@@ -60,14 +64,15 @@ def read_recording(path: str) -> Recording:
     Raises ConfigError with the line's number.
     """
     try:
-        lines: Iterable[str] = Path(path).read_text().splitlines()
-    except OSError as error:
-        raise ConfigError(f"replay_file {path}: {error.strerror}", "replay_file") from None
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"replay_file {path}: {error}", "replay_file") from None
     recording: dict[tuple[tuple[int, ...], int], Sequence[int]] = {}
     for number, line in enumerate(lines, start=1):
         try:
             item = json.loads(line)
-            recording[tuple(item["prompt_token_ids"]), item.get("seed", -1)] = item["token_ids"]
-        except (ValueError, KeyError, TypeError) as error:
+            prompt, seed = tuple(map(index, item["prompt_token_ids"])), index(item.get("seed", -1))
+            recording[prompt, seed] = list(map(index, item["token_ids"]))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ConfigError(f"replay_file {path}, line {number}: {error!r}", "replay_file") from None
     return recording

@@ -67,7 +67,7 @@ class Engine:
         """Free all that a request holds, at once; it may have ended by itself."""
         state = self.scheduler.remove(request_id)
         if state is not None:
-            self.drafting.finish(state)
+            self.drafting.finish(request_id)
 
     def step(self) -> StepReport:
         """Advance every request that was planned by at least one row."""
@@ -89,12 +89,13 @@ class Engine:
             events = self.scheduler.commit(plan, verdict)
         for work, outcome in zip(plan.work, verdict.outcomes, strict=True):
             if outcome.ended:
-                self.drafting.finish(work.state)
+                self.drafting.finish(work.state.id)
         return events
 
     def check(self) -> None:
         """Assert the integrity of all bookkeeping; for tests, and cheap enough for idle moments."""
         self.scheduler.check()
+        self.drafting.check()
 
     def _check(self, request: Request) -> None:
         limit = self.info.resolved.max_model_len
@@ -102,19 +103,18 @@ class Engine:
             raise InvalidRequest(f"a request with the id {request.id!r} is running", "id")
         if not request.prompt_ids:
             raise InvalidRequest("the prompt has no tokens", "prompt")
-        if len(request.prompt_ids) + len(request.delivered_ids) >= limit:
+        length = len(request.prompt_ids) + len(request.delivered_ids)
+        if length >= limit:
             raise ContextLengthExceeded(
-                f"the prompt has {len(request.prompt_ids)} tokens; the context of {limit} leaves no room for an answer", "prompt"
+                f"prompt and output have {length} tokens; the context of {limit} leaves no room", "prompt"
             )
+        if len(request.delivered_ids) >= (request.params.max_tokens or limit):
+            raise InvalidRequest(f"all of max_tokens {request.params.max_tokens} are delivered already", "max_tokens")
         known = range(self.info.vocab_size)
-        for name in ("prompt_ids", "delivered_ids", "eos_token_ids"):
-            for token_id in getattr(request, name):
-                if token_id not in known:
-                    raise InvalidRequest(f"{name}: id {token_id} is not below the vocabulary's {len(known)}", "prompt")
-        method = request.params.speculation.method
-        if method not in ("auto", "off", *self.info.resolved.drafters):
-            running = ", ".join(("auto", "off", *self.info.resolved.drafters))
-            raise InvalidRequest(f"speculation.method {method!r} does not run here; available: {running}", "speculation.method")
+        for token_id in (*request.prompt_ids, *request.delivered_ids):
+            if token_id not in known:
+                raise InvalidRequest(f"token id {token_id} is outside the vocabulary, which ends at {len(known) - 1}", "prompt")
+        self.info.resolved.check_method(request.params.speculation.method)
 
     def _stats(self) -> StepStats:
         scheduler = self.scheduler

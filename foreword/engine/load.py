@@ -34,10 +34,10 @@ from foreword.models.base import Model
 from foreword.models.loader import load_model, read_facts
 from foreword.sampling.sampler import Sampler
 
-__all__ = ["load"]
+__all__ = ["FIT_DRAFTER", "load"]
 
 Progress = Callable[[int, int], None]
-FIT_DRAFTER = (10, 50)
+FIT_DRAFTER = (10, 50)  # how many times smaller a draft model usually pays
 
 
 def load(config: Config, unused_ids: Sequence[int], resolved: Resolved | None = None, progress: Progress | None = None) -> Engine:
@@ -125,10 +125,17 @@ class _Loader:
         resolved = self.resolved
         max_len = min(resolved.max_model_len, read_facts(Path(path)).context)
         model = self.model(path, max_len)
+        # The two vocabularies may be padded differently: what the target cannot say is not guessed.
+        last = max(set(range(vocab_size)) - set(self.unused_ids))
+        if last >= model.vocab_size:
+            raise ConfigError(
+                f"the draft model's vocabulary has {model.vocab_size} ids; the model's tokens go up to id {last}", "draft_model"
+            )
+        unused = [i for i in self.unused_ids if i < model.vocab_size] + list(range(vocab_size, model.vocab_size))
         return ModelDrafter(
             model,
             self.storage(model),
-            Sampler(self.ops, vocab_size, self.unused_ids),
+            Sampler(self.ops, model.vocab_size, unused),
             BlockPool(resolved.num_blocks),
             resolved.block_size,
             max_rows=resolved.max_num_batched_tokens,
@@ -175,9 +182,7 @@ def _warnings(resolved: Resolved, target: ModelFacts, drafter: ModelFacts | None
 def _fingerprint(config: Config, resolved: Resolved, ops: Ops) -> str:
     """Equal fingerprints promise equal answers: weights, kernels, types, RoPE and thread layout in one name."""
     assert config.model is not None
-    weights = [
-        (path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(Path(config.model).glob("*.safetensors"))
-    ]
+    weights = [_ends(path) for path in sorted(Path(config.model).glob("*.safetensors"))]
     facts = (
         weights,
         (Path(config.model) / "config.json").read_text(),
@@ -185,7 +190,7 @@ def _fingerprint(config: Config, resolved: Resolved, ops: Ops) -> str:
         torch.__version__,
         torch.get_num_threads(),
         torch.backends.cpu.get_cpu_capability(),
-        resolved.device,
+        torch.cuda.get_device_name() if resolved.device == "cuda" else resolved.device,
         resolved.dtype,
         resolved.max_model_len,
     )

@@ -91,6 +91,7 @@ class Scheduler:
         return self._forget(request_id)
 
     def _forget(self, request_id: str) -> RequestState | None:
+        """remove() from inside: a trace records only what comes from outside."""
         state = self.states.pop(request_id, None)
         if state is None:
             return None
@@ -149,8 +150,8 @@ class Scheduler:
     def _yield_to_priority(self) -> list[str]:
         """Preempt requests of a worse priority while one of a better priority cannot start."""
         preempted: list[str] = []
-        while self.waiting and self.running:
-            first, worst = self.waiting[0], self.running[-1]
+        while self.running and (first := self._first_to_start()) is not None:
+            worst = self.running[-1]
             if first.request.priority >= worst.request.priority:
                 break
             if len(self.running) < self.max_num_seqs and self._fits(first):
@@ -158,9 +159,20 @@ class Scheduler:
             self._preempt(worst, preempted)
         return preempted
 
+    def _first_to_start(self) -> RequestState | None:
+        """The first that waits for rows, blocks or a place, and not for somebody else's prompt."""
+        for state in self.waiting[: self.max_num_seqs]:
+            self._name_blocks(state)
+            if not self._being_computed(state):
+                return state
+        return None
+
     def _can_start(self) -> bool:
-        """Whether the first of those that wait could run now."""
-        return bool(self.waiting) and len(self.running) < self.max_num_seqs and self._fits(self.waiting[0])
+        """Whether one of those that wait could run now."""
+        if len(self.running) >= self.max_num_seqs:
+            return False
+        first = self._first_to_start()
+        return first is not None and self._fits(first)
 
     def _reserve(self, state: RequestState, num_tokens: int, preempted: list[str]) -> bool:
         """Hold blocks for `num_tokens`; the worst rank gives way, be it the request itself."""
@@ -213,19 +225,15 @@ class Scheduler:
     def _start(self, state: RequestState) -> None:
         """Take what the cache holds of its beginning; the last token is always computed again."""
         shareable = self._shareable(state)
-        if self._reads_cache(state):
-            self.prefix_queries += len(state.tokens)
-            self.prefix_hits += len(shareable) * self.block_size
         for digest in shareable:
             block = self.pool.share(digest)
             assert block is not None
             state.blocks.append(block)
         state.num_computed = len(shareable) * self.block_size
-        state.num_cached = min(state.num_computed, state.num_prompt)
         for digest in state.block_hashes[len(shareable) :]:
             self._computing.setdefault(digest, state.id)
         if state.scheduled_s is None:
-            state.scheduled_s = self._clock()
+            self._count_start(state)
         insort(self.running, state, key=lambda s: s.rank)
 
     def _with_drafts(self, work: list[Work]) -> Iterable[Work]:
@@ -241,6 +249,14 @@ class Scheduler:
                     num_draft = max(len(state.blocks) * self.block_size - len(state.tokens), 0)
             budget -= num_draft
             yield replace(item, num_draft=num_draft) if num_draft else item
+
+    def _count_start(self, state: RequestState) -> None:
+        """Figures of the first start; what is found again after a preemption saved nothing."""
+        state.scheduled_s = self._clock()
+        state.num_cached = min(state.num_computed, state.num_prompt)
+        if self._reads_cache(state):
+            self.prefix_queries += state.num_prompt
+            self.prefix_hits += state.num_cached
 
     # The prefix cache
 

@@ -67,10 +67,11 @@ def speculation_line(tally: DraftTally) -> str:
 class Choices:
     """The choices of one prompt: they arrive together, and have one log line when the last has ended."""
 
-    __slots__ = ("asked", "ended")
+    __slots__ = ("asked", "computed", "ended")
 
     def __init__(self) -> None:
         self.asked = 0
+        self.computed = False  # a first event came: the prompt is counted once for all choices
         self.ended: list[tuple[Progress, str]] = []
 
     @property

@@ -79,8 +79,7 @@ class Recorder:
         progress = self._live.get(request.id)
         if progress is None:
             return  # aborted while the event was under way
-        if not progress.computed:
-            self._count_prompt(len(request.prompt_ids))
+        self._count_prompt(request)
         gap_s = progress.deliver(event, now_s)
         if event.token_ids:
             self._count_tokens(progress, len(event.token_ids), gap_s)
@@ -152,9 +151,12 @@ class Recorder:
         if self._interval.tally.drafted:
             log.logger.info("%s", log.speculation_line(self._interval.tally))
 
-    def _count_prompt(self, count: int) -> None:
-        self._registry.add("prompt_tokens_total", count)
-        self._interval.prompt += count
+    def _count_prompt(self, request: Request) -> None:
+        choices = self._choices[_prompt_name(request.id)]
+        if not choices.computed:
+            choices.computed = True
+            self._registry.add("prompt_tokens_total", len(request.prompt_ids))
+            self._interval.prompt += len(request.prompt_ids)
 
     def _count_tokens(self, progress: Progress, count: int, gap_s: float | None) -> None:
         self._registry.add("generation_tokens_total", count)

@@ -25,14 +25,12 @@ class Model(Protocol):
 
     vocab_size  V: width of its logits
     kv_layers   (heads, head dimension) of each layer's KV cache
-    window      positions that any layer looks back at most; None: all of them
     """
 
     ops: Ops
     facts: ModelFacts
     vocab_size: int
     kv_layers: tuple[tuple[int, int], ...]
-    window: int | None
 
     def forward(self, batch: Batch, kv: KV) -> Tensor:
         """Hidden states [T, H] of every row; K and V of every row are written to the cache."""

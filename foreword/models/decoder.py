@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -137,7 +136,6 @@ class Decoder(ABC):
         self.config = config
         self.vocab_size = config.vocab_size
         self.kv_layers = ((config.kv_heads, config.head_dim),) * len(config.kinds)
-        self.window = _widest(config.kinds)
         body = weights.within("model.")
         self._embedding = Embedding(ops, body.take("embed_tokens.weight", self.vocab_size, config.hidden), config.embedding_scale)
         self._kinds = tuple(dict.fromkeys(config.kinds))
@@ -181,11 +179,6 @@ class Decoder(ABC):
         if self.config.tied:
             return Linear(self.ops, self._embedding.weight)
         return load_linear(self.ops, weights, self.config.hidden, {"lm_head": self.vocab_size})
-
-
-def _widest(kinds: Sequence[Kind]) -> int | None:
-    windows = [kind.window for kind in kinds]
-    return None if None in windows else max(window for window in windows if window is not None)
 
 
 def _facts(config: DecoderConfig, parameters: int) -> ModelFacts:

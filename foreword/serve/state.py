@@ -88,12 +88,7 @@ class Server:
 
     def settle(self, params: SamplingParams) -> SamplingParams:
         """The parameters with their seed. A drafter that is asked for must be one that runs."""
-        known = ("auto", "off", *self.info().resolved.drafters)
-        if params.speculation.method not in known:
-            raise InvalidRequest(
-                f"speculation.method must be one of {', '.join(known)}, got {params.speculation.method!r:.80}",
-                "speculation.method",
-            )
+        self.info().resolved.check_method(params.speculation.method)
         return replace(params, seed=resolve_seed(params.seed, self.config.seed))
 
     def chat_ids(

@@ -70,3 +70,12 @@ def test_model_name() -> None:
     assert model_name(Config(), MODEL) == "demo"
     assert model_name(Config(model="org/name"), Path("/cache/snapshots/abc")) == "name"
     assert model_name(Config(model="dir/name/"), Path("dir/name")) == "name"
+
+
+@pytest.mark.parametrize(
+    ("host", "key", "warned"),
+    [("0.0.0.0", None, True), ("0.0.0.0", "k", False), ("127.0.0.1", None, False), ("10.0.0.5", None, True)],
+)
+def test_an_open_door_is_said(host: str, key: str | None, warned: bool) -> None:
+    lines = banner(Config(host=host, api_key=key), INFO, "demo", URL, 2.0)
+    assert any("--api-key" in line for line in lines) == warned

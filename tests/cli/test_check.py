@@ -63,5 +63,5 @@ def test_a_context_cut_short_is_a_note(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_no_such_directory(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check", "./nowhere"]) == 1
+    assert main(["check", "./nowhere"]) == 2
     assert "./nowhere" in capsys.readouterr().err

@@ -41,7 +41,7 @@ def test_success(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "code"), [(ConfigError("port is odd"), 2), (CheckpointError("no weights"), 1), (KeyboardInterrupt(), 130)]
+    ("error", "code"), [(ConfigError("port is odd"), 2), (CheckpointError("no weights"), 2), (KeyboardInterrupt(), 130)]
 )
 def test_errors_are_one_line(
     error: BaseException, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -37,6 +37,14 @@ from foreword.errors import InvalidRequest
         ("logit_bias", {5: 101}),
         ("logit_bias", {-5: 1}),
         ("bad_words", ("",)),
+        ("stop", 5),
+        ("stop_token_ids", 5),
+        ("allowed_token_ids", 5),
+        ("logit_bias", [1]),
+        ("temperature", 10**400),
+        ("ignore_eos", "no"),
+        ("speculation", {"method": "off"}),
+        ("repetition_penalty", 1e-40),
     ],
 )
 def test_a_wrong_value_is_named(field: str, value: Any) -> None:

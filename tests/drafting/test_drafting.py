@@ -1,6 +1,6 @@
 """The door to all drafters: order, limits, isolation."""
 
-from collections.abc import Sequence
+from collections.abc import Container, Iterator, Sequence
 
 import pytest
 
@@ -27,6 +27,9 @@ class Scripted:
     def finish(self, request_id: str) -> None:
         self.live.remove(request_id)
 
+    def check(self, live: Container[str]) -> None:
+        assert all(request_id in live for request_id in self.live)
+
     def propose(self, asks: Sequence[Ask]) -> list[Draft | None]:
         self.asked += [ask.max_tokens for ask in asks]
         if isinstance(self.guess, Exception):
@@ -39,10 +42,19 @@ def state_of(name: str = "a", method: str = "auto", max_tokens: int | None = Non
     return RequestState(Request(name, (1, 2, 3), SamplingParams(speculation=speculation, **params), 0), 0, 100)  # type: ignore[arg-type]
 
 
+def propose(drafting: Drafting, *asks: Ask | None) -> tuple[Draft | None, ...]:
+    """Ask for requests that have been started."""
+    for state in {ask.state.id: ask.state for ask in asks if ask}.values():
+        drafting.start(state)
+    drafts = drafting.propose(asks)
+    drafting.check()
+    return drafts
+
+
 def test_the_first_that_has_a_guess_drafts() -> None:
     silent, loud, never = Scripted("silent", ()), Scripted("loud", (4, 5)), Scripted("never", (6,))
     drafting = Drafting((silent, loud, never), 10, FixedLength(4))
-    (draft,) = drafting.propose([Ask(state_of(), (7,))])
+    (draft,) = propose(drafting, Ask(state_of(), (7,)))
     assert draft == Draft((4, 5), "loud")
     assert never.asked == []
 
@@ -51,14 +63,14 @@ def test_the_first_that_has_a_guess_drafts() -> None:
     ("guess", "legal"), [((3, -1, 4), (3,)), ((3, 10, 4), (3,)), ((10,), None), ((1, 2, 3, 4, 5), (1, 2, 3, 4))]
 )
 def test_drafts_are_checked_against_the_vocabulary_and_the_bound(guess: tuple[int, ...], legal: tuple[int, ...] | None) -> None:
-    (draft,) = Drafting((Scripted("d", guess),), 10, FixedLength(4)).propose([Ask(state_of(), (7,))])
+    (draft,) = propose(Drafting((Scripted("d", guess),), 10, FixedLength(4)), Ask(state_of(), (7,)))
     assert (draft.token_ids if draft else None) == legal
 
 
 def test_an_exception_drops_the_draft_and_is_counted(caplog: pytest.LogCaptureFixture) -> None:
     broken, sound = Scripted("broken", RuntimeError("no")), Scripted("sound", (4,))
     drafting = Drafting((broken, sound), 10, FixedLength(4))
-    (draft,) = drafting.propose([Ask(state_of(), (7,))])
+    (draft,) = propose(drafting, Ask(state_of(), (7,)))
     assert draft == Draft((4,), "sound")
     assert drafting.errors == {"broken": 1}
     assert "broken failed" in caplog.text
@@ -78,10 +90,63 @@ def test_off_asks_nobody_and_a_name_asks_one() -> None:
 def test_the_bound_is_the_least_of_server_request_and_room() -> None:
     drafter = Scripted("d", (4,) * 9)
     drafting = Drafting((drafter,), 10, FixedLength(6))
-    drafting.propose(
-        [Ask(state_of("a"), (7,)), Ask(state_of("b", max_tokens=2), (7,)), Ask(state_of("c", max_tokens=None), (7,))]
-    )
+    propose(drafting, *(Ask(state, (7,)) for state in (state_of("a"), state_of("b", max_tokens=2), state_of("c"))))
     assert drafter.asked == [6, 2, 6]
     short = RequestState(Request("s", (1, 2, 3), SamplingParams(max_tokens=4), 0), 0, 100)
-    drafting.propose([Ask(short, (7,)), Ask(short, (7, 7, 7))])
+    propose(drafting, Ask(short, (7,)), Ask(short, (7, 7, 7)))
     assert drafter.asked[3:] == [2], "one token must be left for the target itself, and none is asked for in vain"
+
+
+class Odd(Scripted):
+    """Answers with something that is no list of drafts."""
+
+    def __init__(self, answer: object) -> None:
+        super().__init__("odd", (4,))
+        self.answer = answer
+
+    def propose(self, asks: Sequence[Ask]) -> list[Draft | None]:
+        if callable(self.answer):
+            return self.answer()  # type: ignore[no-any-return]
+        return self.answer  # type: ignore[return-value]
+
+
+def _raising() -> Iterator[Draft]:
+    yield Draft((4,), "odd")
+    raise RuntimeError("no")
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [[(4, 5)], 7, None, [], [Draft((4,), "a"), Draft((4,), "b")], _raising, [Draft("ab", "odd")]],  # type: ignore[arg-type]
+)
+def test_nonsense_is_dropped(answer: object) -> None:
+    odd, sound = Odd(answer), Scripted("sound", (5,))
+    drafting = Drafting((odd, sound), 10, FixedLength(4))
+    assert propose(drafting, Ask(state_of(), (7,))) == (Draft((5,), "sound"),)
+
+
+def test_a_draft_bears_its_drafters_name() -> None:
+    drafting = Drafting((Odd([Draft((4,), "somebody else")]),), 10, FixedLength(4))
+    assert propose(drafting, Ask(state_of(), (7,))) == (Draft((4,), "odd"),)
+
+
+class Picky(Scripted):
+    """Cannot start the request "bad", and would fall over it."""
+
+    def start(self, state: RequestState) -> None:
+        if state.id == "bad":
+            raise RuntimeError("no")
+        super().start(state)
+
+    def propose(self, asks: Sequence[Ask]) -> list[Draft | None]:
+        assert all(ask.state.id in self.live for ask in asks)
+        return super().propose(asks)
+
+
+def test_a_request_that_could_not_be_started_spoils_nobody_elses_drafts() -> None:
+    drafting = Drafting((Picky("picky", (4,)),), 10, FixedLength(4))
+    assert propose(drafting, Ask(state_of("bad"), (7,)), Ask(state_of("good"), (7,))) == (None, Draft((4,), "picky"))
+    assert drafting.errors == {"picky": 1}
+    drafting.finish("bad")
+    drafting.finish("good")
+    drafting.check()

@@ -6,7 +6,7 @@ import pytest
 
 from foreword import LLM, SamplingParams
 from foreword.errors import ConfigError
-from tests.checkpoints import write_checkpoint, write_drafter
+from tests.checkpoints import VOCAB_SIZE, write_checkpoint, write_drafter
 
 PROMPTS = [{"prompt_token_ids": [40 + i, 41, 42, 43 + i]} for i in range(6)]
 
@@ -87,3 +87,21 @@ def test_another_tokenizer_is_refused_by_its_first_difference(checkpoint: Path, 
 
 def test_an_unfit_size_is_said(checkpoint: Path) -> None:
     assert any("1/1.0" in warning for warning in load(checkpoint, checkpoint).info.warnings)
+
+
+def test_vocabularies_may_be_padded_differently(checkpoint: Path, tmp_path: Path) -> None:
+    """Rows that stand for no token may be more or fewer; all tokens must be there."""
+    for name, vocab_size in (("wider", VOCAB_SIZE + 16), ("narrower", 270)):
+        other = write_checkpoint(tmp_path / name, "llama", seed=5, vocab_size=vocab_size)
+        llm = load(checkpoint, other)
+        params = SamplingParams(temperature=1.0, seed=1, max_tokens=30, ignore_eos=True)
+        outputs = llm.generate(PROMPTS, params)
+        assert [o.token_ids for o in outputs] == [o.token_ids for o in load(checkpoint, None).generate(PROMPTS, params)]
+        assert sum(o.metrics.draft_tokens or 0 for o in outputs if o.metrics) > 0
+        assert not llm.stats.drafter_errors
+
+
+def test_a_vocabulary_that_lacks_tokens_is_refused(checkpoint: Path, tmp_path: Path) -> None:
+    other = write_checkpoint(tmp_path / "short", "llama", seed=5, vocab_size=268)
+    with pytest.raises(ConfigError, match="has 268 ids; the model's tokens go up to id 269"):
+        load(checkpoint, other)

@@ -70,6 +70,9 @@ class Broken:
         if self.answer is None:
             raise RuntimeError("finish")
 
+    def check(self, live: object) -> None:
+        pass
+
     def propose(self, asks: Sequence[Ask]) -> list[Draft | None]:
         if self.answer is None:
             raise RuntimeError("propose")
@@ -136,7 +139,8 @@ def test_a_request_whose_tokens_are_all_masked_fails_alone(checkpoint: Path) -> 
     ("request_", "error", "text"),
     [
         (make_request("a", prompt=[40] * 64), ContextLengthExceeded, "64 tokens"),
-        (make_request("a", prompt=[40] * 60, delivered=[1] * 4), ContextLengthExceeded, "60 tokens"),
+        (make_request("a", prompt=[40] * 60, delivered=[1] * 4), ContextLengthExceeded, "64 tokens"),
+        (make_request("a", delivered=[1] * 20), InvalidRequest, "max_tokens 20"),
         (make_request("a", prompt=[]), InvalidRequest, "no tokens"),
         (make_request("a", prompt=[10**6]), InvalidRequest, "1000000"),
         (make_request("a", prompt=[-1]), InvalidRequest, "-1"),
@@ -211,6 +215,6 @@ def test_removing_a_request_frees_everything_at_once(checkpoint: Path) -> None:
         engine.check()
     assert engine.idle and engine.scheduler.pool.num_used == 0
     (drafter,) = engine.drafting.drafters
-    drafter.check()  # type: ignore[attr-defined]
+    drafter.check(())
     assert not drafter._tracks  # type: ignore[attr-defined]
     engine.remove("nobody")

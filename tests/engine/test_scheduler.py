@@ -199,3 +199,36 @@ def test_a_draft_is_cut_to_what_may_still_be_emitted() -> None:
     state.append([5, 5, 5])
     state.set_draft([1] * 9, "fake")
     assert state.draft == [] and state.drafter == ""
+
+
+def test_choices_do_not_slow_their_prompt_down() -> None:
+    """Those that wait for the prompt's blocks leave it the whole step."""
+    steps = []
+    for num in (1, 4):
+        simulation = Simulation(num_blocks=64, block_size=4, max_model_len=100, max_num_batched_tokens=8, max_num_seqs=8)
+        for seed in range(num):
+            simulation.add(make_request(f"x-{seed}", [i % VOCAB for i in range(64)], seed=seed, max_tokens=1, ignore_eos=True))
+        while not simulation.outputs["x-0"]:
+            simulation.step()
+        steps.append(simulation.num_steps)
+    assert steps[0] == steps[1] == 8
+
+
+def test_nobody_gives_way_to_a_request_that_waits_for_a_prompt() -> None:
+    simulation = Simulation(num_blocks=64, block_size=4, max_model_len=100, max_num_batched_tokens=8, max_num_seqs=2)
+    prompt = [i % VOCAB for i in range(64)]
+    simulation.add(make_request("bystander", [1, 2], priority=5, ignore_eos=True))
+    simulation.step()
+    for seed in range(2):
+        simulation.add(make_request(f"x-{seed}", prompt, seed=seed, priority=1, max_tokens=30, ignore_eos=True))
+    simulation.run()
+    assert simulation.scheduler.num_preemptions <= 1
+
+
+def test_what_is_found_again_after_a_preemption_was_not_cached() -> None:
+    simulation = Simulation(num_blocks=8, block_size=2, max_model_len=16, max_num_seqs=4)
+    for name in "abc":
+        simulation.add(make_request(name, [1, 2, 3, 4, ord(name) % VOCAB], seed=ord(name), ignore_eos=True))
+    simulation.run()
+    assert simulation.scheduler.num_preemptions > 0
+    assert simulation.scheduler.prefix_queries == 3 * 5

@@ -38,7 +38,7 @@ def post(served: Running, fields: dict[str, Any], path: str = CHAT) -> tuple[int
         ({"min_p": 2}, "min_p", "between 0 and 1"),
         ({"presence_penalty": 3}, "presence_penalty", "between -2 and 2"),
         ({"frequency_penalty": -3}, "frequency_penalty", "between -2 and 2"),
-        ({"repetition_penalty": 0}, "repetition_penalty", "above 0"),
+        ({"repetition_penalty": 0}, "repetition_penalty", "between 0.01 and 100"),
         ({"max_tokens": 0}, "max_tokens", "at least 1"),
         ({"max_completion_tokens": 0}, "max_completion_tokens", "at least 1"),
         ({"min_tokens": 5, "max_tokens": 2}, "min_tokens", "above max_tokens 2"),

@@ -34,7 +34,7 @@ def _card(server: Server) -> dict[str, Any]:
         "object": "model",
         "created": server.created,
         "owned_by": "foreword",
-        "root": server.config.model or server.model_name,
+        "root": server.model_name,
         "parent": None,
         "max_model_len": info.resolved.max_model_len if info is not None else None,
     }
