@@ -5,6 +5,9 @@ from pathlib import Path
 import pytest
 
 from foreword import LLM, SamplingParams
+from foreword.core.request import Request, RequestState
+from foreword.drafting.base import Ask
+from foreword.drafting.model import _Track
 from foreword.errors import ConfigError
 from tests.checkpoints import VOCAB_SIZE, write_checkpoint, write_drafter
 
@@ -105,3 +108,14 @@ def test_a_vocabulary_that_lacks_tokens_is_refused(checkpoint: Path, tmp_path: P
     other = write_checkpoint(tmp_path / "short", "llama", seed=5, vocab_size=268)
     with pytest.raises(ConfigError, match="has 268 ids; the model's tokens go up to id 269"):
         load(checkpoint, other)
+
+
+def test_rejected_guesses_are_forgotten_and_the_last_token_is_computed_again() -> None:
+    """KV of positions 3 and 4 was computed for guesses; the target said otherwise at 4."""
+    state = RequestState(Request("a", (1, 2, 3), SamplingParams(), 0), 0, 100)
+    track = _Track(computed=[1, 2, 3, 7, 8], checked=3)
+    track.keep_common(Ask(state, run=(7, 9, 5)))
+    assert (track.computed, track.checked) == ([1, 2, 3, 7], 4)
+    track = _Track(computed=[1, 2, 3], checked=3)
+    track.keep_common(Ask(state, run=()))
+    assert track.computed == [1, 2]

@@ -232,3 +232,44 @@ def test_what_is_found_again_after_a_preemption_was_not_cached() -> None:
     simulation.run()
     assert simulation.scheduler.num_preemptions > 0
     assert simulation.scheduler.prefix_queries == 3 * 5
+
+
+def test_a_block_is_found_only_when_its_last_token_is_computed() -> None:
+    """Seven prompt tokens and a sampled eighth: the second block is full, but the eighth token's KV is not there yet."""
+    simulation = Simulation(num_blocks=16, block_size=4, max_model_len=32)
+    simulation.add(make_request("a", range(7), max_tokens=8, ignore_eos=True))
+    simulation.step()
+    (state,) = simulation.scheduler.running
+    simulation.scheduler._name_blocks(state)
+    first, second = state.block_hashes
+    assert simulation.scheduler.pool.holds(first) and not simulation.scheduler.pool.holds(second)
+    simulation.step()
+    assert simulation.scheduler.pool.holds(second)
+    simulation.run()
+
+
+def test_a_draft_takes_no_new_block_while_somebody_waits() -> None:
+    """Two of four blocks are free: a draft may use them, unless a request waits."""
+
+    def planned_draft(waiting: bool) -> int:
+        simulation = Simulation(4, 4, 16, noisy_guess(1, 6, 0.0), max_num_seqs=1, max_num_batched_tokens=64)
+        simulation.add(make_request("a", [1, 2, 3, 4, 5], ignore_eos=True))
+        simulation.step()
+        (state,) = simulation.scheduler.running
+        state.set_draft([next_token(state.tokens, 0)] * 6, "fake")
+        if waiting:
+            simulation.add(make_request("b", [1], seed=7))
+        (work,) = simulation.scheduler.plan().work
+        return work.num_draft
+
+    assert planned_draft(waiting=False) == 6
+    assert planned_draft(waiting=True) == 2
+
+
+def test_who_gave_way_waits_until_others_can_grow() -> None:
+    """Without room for the others to grow a preempted request would soon have to go again (9 times here)."""
+    simulation = Simulation(num_blocks=12, block_size=2, max_model_len=20)
+    for number in range(6):
+        simulation.add(make_request(str(number), [number] * 3, seed=number, ignore_eos=True))
+    simulation.run()
+    assert simulation.scheduler.num_preemptions <= 7
