@@ -1,6 +1,6 @@
 """Make the bundled model anew: target, drafter, export, loss curve, evaluation. Repeat the command to resume.
 
-python -m training.make RUN [--minutes 66] [--drafter-minutes 12]
+python -m training.make RUN [--minutes 74] [--drafter-minutes 14]
 """
 
 import argparse
@@ -20,8 +20,8 @@ def main() -> None:
     """Run all steps in order."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, help="folder for checkpoints and logs")
-    parser.add_argument("--minutes", default="66")
-    parser.add_argument("--drafter-minutes", default="12")
+    parser.add_argument("--minutes", default="74")
+    parser.add_argument("--drafter-minutes", default="14")
     args = parser.parse_args()
     step("train", "target", args.run, "--minutes", args.minutes)
     step("train", "drafter", args.run, "--minutes", args.drafter_minutes)

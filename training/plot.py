@@ -36,10 +36,10 @@ def draw(run: Path, target: Path) -> None:
             ]
             axes.plot(millions, smooth, label=role)
     left.set(xlabel="tokens read, millions", ylabel="training loss (drafter: distillation)", yscale="log")
-    right.set(xlabel="tokens read, millions", ylabel="right answer tokens, share", ylim=(0, 1))
+    right.set(xlabel="tokens read, millions", ylabel="right answer tokens, share", ylim=(0, 1.02))
     for axes in (left, right):
         axes.grid(alpha=0.3)
-        axes.legend()
+        axes.legend(loc="center right")
     figure.savefig(target, dpi=110)
 
 

@@ -20,9 +20,12 @@ class Sample:
     chat: bool = True
 
 
-def _ask(rng: Random, instruction: str, text: str) -> str:
-    """Put the text after the instruction, or before it."""
-    if rng.random() < 0.75:
+def _ask(rng: Random, instruction: str, text: str, either: bool = False) -> str:
+    """Put the text after the instruction; in some kinds sometimes before it.
+
+    A model this small can edit a word only if it knows the word before it reads the text.
+    """
+    if not either or rng.random() < 0.75:
         return f"{instruction}:\n{text}"
     return f"{text}\n\n{instruction}."
 
@@ -31,7 +34,7 @@ def repeat(rng: Random, size: int) -> Sample:
     """Give the text back unchanged."""
     text = texts.passage(rng, size)
     say = rng.choice(("Repeat this text", "Repeat", "Copy this text", "Write this again", "Repeat the text unchanged", "Copy"))
-    return Sample("repeat", _ask(rng, say, text), text)
+    return Sample("repeat", _ask(rng, say, text, either=True), text)
 
 
 def swap(text: str, old: str, new: str) -> str:
@@ -159,7 +162,7 @@ def json_edit(rng: Random, size: int) -> Sample:
             say = rng.choice((f"Add the field {field} with the value {new}", f"Add {field} {new} to this JSON"))
         else:
             say = rng.choice((f"Set {field} to {new}", f"Change {field} to {new}", f"Change the {field} to {new} in this JSON"))
-    return Sample("json edit", _ask(rng, say, texts.as_json(before, pretty)), texts.as_json(after, pretty))
+    return Sample("json edit", _ask(rng, say, texts.as_json(before, pretty), either=True), texts.as_json(after, pretty))
 
 
 def table_edit(rng: Random, size: int) -> Sample:

@@ -1,7 +1,7 @@
 """Train the target, or the drafter by distillation. Resumable: run the same command again.
 
-    python -m training.train target  RUN --minutes 75
-    python -m training.train drafter RUN --minutes 12
+    python -m training.train target  RUN --minutes 74
+    python -m training.train drafter RUN --minutes 14
 
 RUN is a folder for the tokenizer, checkpoints (every two minutes) and a loss log. The learning rate falls to zero at the
 end of the planned time, however fast the machine is; `--steps` plans by steps instead and is repeatable.
@@ -219,7 +219,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("role", choices=("target", "drafter"))
     parser.add_argument("run", type=Path)
-    parser.add_argument("--minutes", type=float, default=75.0)
+    parser.add_argument("--minutes", type=float, default=74.0)
     parser.add_argument("--steps", type=int)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--no-distil", action="store_true", help="train the drafter on the text alone")

@@ -23,6 +23,7 @@ from foreword.errors import ConfigError, EngineDead
 __all__ = ["EngineClient", "ProcessClient"]
 
 CLOSE_TIMEOUT_S = 10.0
+ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE"}  # torch's threads that spin take the cores from those they wait for
 
 
 class EngineClient(Protocol):
@@ -89,7 +90,9 @@ class ProcessClient:
         self._ready = loop.create_future()
         ours, theirs = socket.socketpair()
         command = [sys.executable, "-m", "foreword.engine.process", str(theirs.fileno())]
-        self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, process_group=0)
+        self._process = subprocess.Popen(
+            command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, process_group=0, env={**ENVIRONMENT, **os.environ}
+        )
         theirs.close()
         self._connection = Connection(os.dup(ours.fileno()))
         ours.close()
