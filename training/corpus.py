@@ -50,6 +50,8 @@ KINDS: dict[str, tuple[Generator, float, float]] = {
 _EDITS_FROM = 0.2
 _COPY_SHARE, _COPY_UNTIL = 0.7, 0.08
 _HELD_OUT_ONE_IN = 64
+REFRESH = 2.0  # the progress of a run that learns changed answers of the FAQ after its end
+_REFRESH_SHARE = 0.5  # of the FAQ, beside its share of the rest
 
 
 def held_out(sample: Sample) -> bool:
@@ -72,6 +74,8 @@ def draw(rng: Random, size: int, progress: float = 1.0) -> Sample:
     """Draw one training sample; `progress` (0..1) sets the shares."""
     if progress < _COPY_UNTIL and rng.random() < _COPY_SHARE * (1 - progress / _COPY_UNTIL):
         generate: Generator = _copy_drill
+    elif progress >= REFRESH and rng.random() < _REFRESH_SHARE:
+        generate = faq.ask
     else:
         phase = 2 if progress >= _EDITS_FROM else 1
         generate = rng.choices([one[0] for one in KINDS.values()], weights=[one[phase] for one in KINDS.values()])[0]

@@ -33,17 +33,20 @@ TOKENS_PER_STEP = 8192
 RATES = {"target": (0.02, 0.003), "drafter": (0.02, 0.004)}  # Muon, AdamW
 _WARM_UP_STEPS, _DECAY_FROM = 60, 0.35
 _SAVE_EVERY_S = 120.0
+_REFRESH_RATE = 0.4
 # The drafter learns from the text first, which costs a third of the time a token, then from the target's probabilities.
 _DISTIL_FROM = 0.5
 
 
 def row_length(progress: float) -> int:
     """Short rows first: they are cheap, and most of what is learned is learned there. The last fill the context."""
-    return 256 if progress < 0.8 else 512 if progress < 0.9 else 1024
+    return 256 if progress < 0.8 else 512 if progress < 0.9 or progress >= corpus.REFRESH else 1024
 
 
-def rate(step: int, progress: float) -> float:
+def rate(step: int, progress: float, refresh: bool = False) -> float:
     """Return the factor on the learning rates: warm-up, constant, then straight down to zero."""
+    if refresh:
+        return _REFRESH_RATE * (1 - progress)
     return min(1.0, (step + 1) / _WARM_UP_STEPS, (1 - progress) / (1 - _DECAY_FROM))
 
 
@@ -169,32 +172,36 @@ def saving(run: Run) -> Iterator[None]:
         run.save()
 
 
-def train(run: Run, minutes: float, steps: int | None, distil: bool) -> None:
-    """Train until the planned time or number of steps is over."""
+def train(run: Run, minutes: float, steps: int | None, distil: bool, refresh: bool = False) -> None:
+    """Train until the planned time or number of steps is over; `refresh` counts them from now."""
+    first_step, first_s = (run.step, run.elapsed_s) if refresh else (0, 0.0)
     tokenizer = Tokenizer.from_file(str(run.folder / "tokenizer" / "tokenizer.json"))
     teacher = load_teacher(run.folder) if distil else None
 
     def progress_now() -> float:
-        return min(1.0, run.step / steps if steps else run.elapsed_s / (60 * minutes))
+        done = (run.step - first_step) / steps if steps else (run.elapsed_s - first_s) / (60 * minutes)
+        return min(1.0, done)
 
     note = TextColumn("{task.fields[note]}")
     bar = Progress("{task.description}", BarColumn(), "{task.percentage:.1f} %", TimeRemainingColumn(), note)
     log = (run.folder / f"{run.role}.jsonl").open("a", encoding="utf-8")
     with bar, log, ThreadPoolExecutor(1) as ahead, saving(run):
         task, saved_at = bar.add_task(run.role, total=1.0, note=""), time.monotonic()
-        pending = ahead.submit(draw_batch, tokenizer, run.seed, run.step, progress_now())
+        stage = corpus.REFRESH if refresh else progress_now()
+        pending = ahead.submit(draw_batch, tokenizer, run.seed, run.step, stage)
         while (progress := progress_now()) < 1.0:
             began = time.monotonic()
             batch = pending.result()
-            pending = ahead.submit(draw_batch, tokenizer, run.seed, run.step + 1, progress)
+            stage = corpus.REFRESH if refresh else progress
+            pending = ahead.submit(draw_batch, tokenizer, run.seed, run.step + 1, stage)
             logits = batch.logits(run.model, run.body)
-            if teacher and progress >= _DISTIL_FROM:
+            if teacher and stage >= _DISTIL_FROM:
                 with torch.no_grad():
                     goal = batch.logits(teacher, teacher.model)
                 loss = distilled(logits, goal, batch.labels)
             else:
                 loss = F.cross_entropy(logits, batch.labels)
-            run.update(loss, rate(run.step, progress))
+            run.update(loss, rate(run.step, progress, refresh))
             run.step, run.tokens = run.step + 1, run.tokens + int((batch.positions > 0).sum())
             run.elapsed_s += time.monotonic() - began
             if run.step % 10 == 0:
@@ -223,6 +230,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--no-distil", action="store_true", help="train the drafter on the text alone")
+    parser.add_argument("--refresh", action="store_true", help="learn changed answers of the FAQ: --minutes from now on")
     parser.add_argument("--export", type=Path, help="write the running mean of the last checkpoint here, train nothing")
     args = parser.parse_args()
     args.run.mkdir(parents=True, exist_ok=True)
@@ -234,7 +242,7 @@ def main() -> None:
         export(run.mean, args.role, args.export)
         tokenizers_.save(Tokenizer.from_file(str(args.run / "tokenizer" / "tokenizer.json")), args.export)
     else:
-        train(run, args.minutes, args.steps, distil=args.role == "drafter" and not args.no_distil)
+        train(run, args.minutes, args.steps, args.role == "drafter" and not args.no_distil, args.refresh)
 
 
 if __name__ == "__main__":
