@@ -22,7 +22,7 @@ class SamplingFlag:
 
 
 FLAGS = (
-    SamplingFlag("max_tokens", int, None, "longest answer in tokens (default: to the end of the context)"),
+    SamplingFlag("max_tokens", int, 512, "longest answer in tokens (default 512)"),
     SamplingFlag("temperature", float, 0.0, "0, the default, takes the likeliest token"),
     SamplingFlag("top_p", float, 1.0, "keep the likeliest tokens up to this probability"),
     SamplingFlag("top_k", int, 0, "keep this many of the likeliest tokens; 0 keeps all"),

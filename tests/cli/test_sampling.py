@@ -12,8 +12,9 @@ def parse(*words: str) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
-def test_greedy_unless_asked_otherwise() -> None:
-    assert read_params(parse()) == SamplingParams(temperature=0.0)
+def test_greedy_and_bounded_unless_asked_otherwise() -> None:
+    """A person at a terminal wants neither surprises nor an answer that fills the whole context."""
+    assert read_params(parse()) == SamplingParams(temperature=0.0, max_tokens=512)
 
 
 def test_every_flag_arrives() -> None:
@@ -23,6 +24,6 @@ def test_every_flag_arrives() -> None:
     assert (params.stop, params.speculation) == (("a", "b"), Speculation("off"))
 
 
-def test_defaults_are_those_of_the_sampler() -> None:
-    plain = SamplingParams(temperature=0.0)
+def test_other_defaults_are_those_of_the_sampler() -> None:
+    plain = SamplingParams(temperature=0.0, max_tokens=512)
     assert all(item.default == getattr(plain, item.name) for item in FLAGS)
