@@ -21,10 +21,12 @@ from random import Random
 import torch
 import torch.nn.functional as F
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
+from foreword import demo
 from training import corpus
 from training import tokenizer as tokenizers_
 from training.model import build, export
@@ -33,6 +35,7 @@ TOKENS_PER_STEP = 8192
 RATES = {"target": (0.02, 0.003), "drafter": (0.02, 0.004)}  # Muon, AdamW
 _WARM_UP_STEPS, _DECAY_FROM = 60, 0.35
 _SAVE_EVERY_S = 120.0
+BUNDLED = {"target": demo.MODEL, "drafter": demo.DRAFTER}
 _REFRESH_RATE = 0.4
 # The drafter learns from the text first, which costs a third of the time a token, then from the target's probabilities.
 _DISTIL_FROM = 0.5
@@ -109,6 +112,13 @@ class Run:
         self.path = folder / f"{role}.pt"
         if self.path.exists():
             self._load()
+
+    def start_from_bundled(self) -> None:
+        """Begin with the weights of the bundled model; the optimizers begin anew."""
+        weights = load_file(BUNDLED[self.role] / "model.safetensors")
+        missing = self.model.load_state_dict({name: tensor.float() for name, tensor in weights.items()}, strict=False)
+        assert set(missing.missing_keys) <= {"lm_head.weight"} and not missing.unexpected_keys  # the head is the embedding
+        self.mean = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
 
     def _load(self) -> None:
         saved = torch.load(self.path)
@@ -230,13 +240,21 @@ def main() -> None:
     parser.add_argument("--steps", type=int)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--no-distil", action="store_true", help="train the drafter on the text alone")
-    parser.add_argument("--refresh", action="store_true", help="learn changed answers of the FAQ: --minutes from now on")
+    parser.add_argument(
+        "--refresh",
+        action="store_true",
+        help="learn changed answers of the FAQ: --minutes from now on; from the bundled weights where RUN has none",
+    )
     parser.add_argument("--export", type=Path, help="write the running mean of the last checkpoint here, train nothing")
     args = parser.parse_args()
     args.run.mkdir(parents=True, exist_ok=True)
     if not (args.run / "tokenizer" / "tokenizer.json").exists():
-        tokenizers_.save(tokenizers_.train(args.seed), args.run / "tokenizer")
+        bundled = str(demo.MODEL / "tokenizer.json")
+        tokenizer = Tokenizer.from_file(bundled) if args.refresh else tokenizers_.train(args.seed)
+        tokenizers_.save(tokenizer, args.run / "tokenizer")
     run = Run(args.role, args.run, args.seed)
+    if args.refresh and not run.path.exists():
+        run.start_from_bundled()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     if args.export:
         export(run.mean, args.role, args.export)
