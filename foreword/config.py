@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from foreword.errors import ConfigError, InvalidRequest
@@ -195,9 +195,6 @@ class Resolved:
     prompt_lookup_max: int
     fast_math: bool
     test_mode: bool
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
     def check_method(self, method: str) -> None:
         """Raises InvalidRequest if a request asks for a drafter that does not run."""

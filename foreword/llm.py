@@ -128,7 +128,7 @@ class LLM:
     ) -> None:
         started = time.perf_counter()
         config = Config(model=None if model is None else str(model), speculate=speculate, draft_model=draft_model, **options)
-        prepared = prepare(config.with_speculative_config())
+        prepared = prepare(config)
         self.config = prepared.config
         self.tokenizer = prepared.tokenizer
         self.stats = StepStats()

@@ -28,7 +28,11 @@ class Prepared:
 
 
 def directories(config: Config) -> Config:
-    """`config` with local directories as `model` and `draft_model`; no model means the bundled demo."""
+    """`config` with local directories as `model` and `draft_model`; no model means the bundled demo.
+
+    vLLM's `speculative_config` is spread over the fields that it stands for.
+    """
+    config = config.with_speculative_config()
     path = MODEL if config.model in (None, DEMO) else resolve_path(str(config.model))
     if config.draft_model is None or "draft" not in config.drafter_names():
         return replace(config, model=str(path))

@@ -47,8 +47,7 @@ def load(config: Config, unused_ids: Sequence[int], resolved: Resolved | None = 
     resolved    choices of an engine that this one replaces
     Raises ConfigError or CheckpointError.
     """
-    config = config.with_speculative_config()
-    assert config.model is not None
+    assert config.model is not None and config.speculative_config is None, "a config that was not prepared"
     target = read_facts(Path(config.model))
     wants_draft_model = "draft" in config.drafter_names() and config.draft_model is not None
     drafter = read_facts(Path(config.draft_model)) if wants_draft_model and config.draft_model else None
