@@ -7,16 +7,36 @@ depend on how many other rows there are, on what they hold, or on the row's plac
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from foreword.core.batch import Batch
+from foreword.core.kv import KVLayer
 
-__all__ = ["AttentionPlan", "Ops", "PackedLinear"]
+__all__ = ["AttentionPlan", "Blocks", "Matrix", "Ops", "PackedLinear"]
 
 PackedLinear = Any  # what pack_linear() of the same backend made
 AttentionPlan = Any  # what plan_attention() of the same backend made
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """A quantized matrix [N, columns] as it stands in a file.
+
+    kind  "q8_0", "q5_0", "q4_0", "q4_k", "q5_k" or "q6_k": the blocks of GGUF
+    data  uint8 [N, bytes of one row]
+    """
+
+    kind: str
+    data: Tensor
+    columns: int
+
+
+Matrix = Tensor | Blocks  # [N, K]
 
 
 class Ops(Protocol):
@@ -32,26 +52,43 @@ class Ops(Protocol):
     def threads(self, wanted: int) -> int:
         """Threads that torch may use without changing bits, at most `wanted`."""
 
-    def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
-        """weight [N, K], bias [N] -> what `linear` wants, laid out once at load."""
+    def compile(self, forward: Callable[[Batch], Tensor]) -> Callable[[Batch], Tensor]:
+        """The same function, perhaps faster from its second call on. What it computes must go through these
+        operations and views of tensors, the same ones for every batch."""
 
-    def linear(self, x: Tensor, weight: PackedLinear) -> Tensor:
-        """x [T, K] -> [T, N]. The reduction over K has one order whatever T."""
+    def pack_linear(self, parts: Sequence[Matrix], kind: str, bias: Tensor | None = None) -> PackedLinear:
+        """A matrix [N, K], given as parts one below the other, laid out once at load; bias [N].
+
+        kind  what tensors become: "float32", "bfloat16", "float16", "int8" (a scale for each row) or "int4" (a
+              scale for each 32 values of a row). Blocks keep what they are.
+        """
+
+    def linear(self, x: Tensor, weight: PackedLinear, dtype: torch.dtype | None = None) -> Tensor:
+        """x [T, K] -> [T, N] of `dtype` (that of x if None). The reduction over K has one order whatever T."""
+
+    def embedding(self, ids: Tensor, weight: PackedLinear, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
+        """ids int64 [T], weight [V, H] -> [T, H] of `dtype`, times scale."""
+
+    def add(self, a: Tensor, b: Tensor) -> Tensor:
+        """a + b, both [T, H]."""
+
+    def take_rows(self, x: Tensor, rows: Tensor) -> Tensor:
+        """x [T, H], rows int64 [R] -> [R, H]."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """x [..., H], weight [H] -> x / sqrt(mean(x^2) + eps) * weight, computed in float32."""
+        """x [T, ..., H], weight float32 [H] -> x / sqrt(mean(x^2) + eps) * weight, computed in float32."""
 
-    def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """x [T, heads, D], cos and sin float32 [T, D_rot] -> x rotated in halves over its first D_rot values."""
+    def rope(self, x: Tensor, table: Tensor, positions: Tensor) -> Tensor:
+        """x [T, heads, D] rotated in halves over its first D_rot values.
+
+        table float32 [positions, D_rot]: cosines of D_rot / 2 angles, then their sines.
+        """
 
     def gated(self, gate_up: Tensor, activation: str) -> Tensor:
         """gate_up [T, 2I] -> activation(gate) * up [T, I]; activation is "silu", "gelu" or "gelu_tanh"."""
 
-    def embedding(self, ids: Tensor, weight: Tensor) -> Tensor:
-        """ids int64 [T], weight [V, H] -> [T, H]."""
-
-    def write_kv(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
-        """k, v [T, Hk, D] into k_cache, v_cache [S, Hk, D] at slots [T]."""
+    def write_kv(self, k: Tensor, v: Tensor, cache: KVLayer, slots: Tensor) -> None:
+        """k, v [T, Hk, D] into the cache at slots [T]."""
 
     def plan_attention(self, batch: Batch, window: int | None = None) -> AttentionPlan:
         """What the attention of all layers with this window shares in one forward pass."""
@@ -59,8 +96,7 @@ class Ops(Protocol):
     def attention(
         self,
         q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
+        cache: KVLayer,
         batch: Batch,
         scale: float,
         window: int | None = None,
