@@ -1,0 +1,126 @@
+// Blocks of files, taken apart; and every type of a file as float32.
+#include "packing.h"
+#include "quantized_blocks.h"
+#include "quantized_half.h"
+
+namespace foreword {
+namespace {
+
+// 16 bytes -> 32 values: the low halves, then the high halves.
+void split_nibbles(const uint8_t* bytes, int count, uint8_t* q) {
+    for (int i = 0; i < count; i++) {
+        q[i] = bytes[i] & 15;
+        q[i + count] = bytes[i] >> 4;
+    }
+}
+
+void read_q8_0(const uint8_t* bytes, SmallBlock& block) {
+    for (int i = 0; i < SMALL; i++) block.q[i] = bytes[2 + i] ^ 0x80;
+}
+
+void read_q4_0(const uint8_t* bytes, SmallBlock& block) { split_nibbles(bytes + 2, SMALL / 2, block.q); }
+
+void read_q5_0(const uint8_t* bytes, SmallBlock& block) {
+    uint32_t fifth;
+    std::memcpy(&fifth, bytes + 2, sizeof fifth);
+    split_nibbles(bytes + 6, SMALL / 2, block.q);
+    for (int i = 0; i < SMALL; i++) block.q[i] |= (fifth >> i & 1) << 4;
+}
+
+// Eight scales and eight minimums of 6 bits in 12 bytes.
+void read_scales(const uint8_t* bytes, SuperBlock& block) {
+    for (int i = 0; i < 4; i++) {
+        block.scales[i] = bytes[i] & 63;
+        block.mins[i] = bytes[i + 4] & 63;
+        block.scales[i + 4] = static_cast<uint8_t>((bytes[i + 8] & 15) | (bytes[i] >> 6) << 4);
+        block.mins[i + 4] = static_cast<uint8_t>(bytes[i + 8] >> 4 | (bytes[i + 4] >> 6) << 4);
+    }
+}
+
+void read_q4_k(const uint8_t* bytes, SuperBlock& block) {
+    read_scales(bytes + 4, block);
+    for (int part = 0; part < 4; part++) split_nibbles(bytes + 16 + 32 * part, 32, block.q + 64 * part);
+}
+
+void read_q5_k(const uint8_t* bytes, SuperBlock& block) {
+    read_scales(bytes + 4, block);
+    for (int part = 0; part < 4; part++) split_nibbles(bytes + 48 + 32 * part, 32, block.q + 64 * part);
+    for (int i = 0; i < SUPER; i++) block.q[i] |= (bytes[16 + i % 32] >> (i / 32) & 1) << 4;
+}
+
+void read_q6_k(const uint8_t* bytes, SuperBlock& block) {
+    for (int half = 0; half < 2; half++) {
+        uint8_t* q = block.q + 128 * half;
+        split_nibbles(bytes + 64 * half, 64, q);
+        for (int i = 0; i < 128; i++) q[i] |= (bytes[128 + 32 * half + i % 32] >> (i / 32 * 2) & 3) << 4;
+    }
+    std::memcpy(block.scales, bytes + 192, 16);
+}
+
+template <class Block, class Read>
+void dequantize_blocks(Kind kind, const void* row, int64_t k, float* out, const Read& read) {
+    constexpr int64_t values = sizeof Block::q;
+    const auto* bytes = static_cast<const uint8_t*>(row);
+    Block block;
+    for (int64_t i = 0; i < k / values; i++) {
+        read(kind, bytes + i * file_block_bytes(kind), block);
+        block_values(kind, block, out + i * values);
+    }
+}
+
+template <float (*CONVERT)(uint16_t)>
+void widen(const void* row, int64_t k, float* out) {
+    const auto* values = static_cast<const uint16_t*>(row);
+    for (int64_t i = 0; i < k; i++) out[i] = CONVERT(values[i]);
+}
+
+}  // namespace
+
+void read_small_block(Kind kind, const uint8_t* bytes, SmallBlock& block) {
+    block.d = read_half(bytes);
+    if (kind == Kind::Q8_0) return read_q8_0(bytes, block);
+    if (kind == Kind::Q5_0) return read_q5_0(bytes, block);
+    read_q4_0(bytes, block);
+}
+
+void read_super_block(Kind kind, const uint8_t* bytes, SuperBlock& block) {
+    block.d = read_half(kind == Kind::Q6_K ? bytes + 208 : bytes);
+    block.dmin = read_half(bytes + 2);
+    if (kind == Kind::Q4_K) return read_q4_k(bytes, block);
+    if (kind == Kind::Q5_K) return read_q5_k(bytes, block);
+    read_q6_k(bytes, block);
+}
+
+void block_values(Kind kind, const SmallBlock& block, float* out) {
+    const float d = half_to_float(block.d);
+    for (int i = 0; i < SMALL; i++) out[i] = d * static_cast<float>(block.q[i] - zero_of(kind));
+}
+
+void block_values(Kind kind, const SuperBlock& block, float* out) {
+    const float d = half_to_float(block.d), dmin = half_to_float(block.dmin);
+    for (int part = 0; part < 16; part++) {
+        const int place = kind == Kind::Q6_K ? part : part / 2;
+        const int scale = kind == Kind::Q6_K ? static_cast<int8_t>(block.scales[place]) : block.scales[place];
+        const float step = d * static_cast<float>(scale);
+        const float least = kind == Kind::Q6_K ? 0.0f : dmin * static_cast<float>(block.mins[place]);
+        for (int i = 16 * part; i < 16 * part + 16; i++) {
+            out[i] = step * static_cast<float>(block.q[i] - zero_of(kind)) - least;
+        }
+    }
+}
+
+void dequantize(Kind source, const void* row, int64_t k, float* out) {
+    if (source == Kind::F32) {
+        std::memcpy(out, row, k * sizeof(float));
+    } else if (source == Kind::BF16) {
+        widen<bfloat_to_float>(row, k, out);
+    } else if (source == Kind::F16) {
+        widen<half_to_float>(row, k, out);
+    } else if (is_super(source)) {
+        dequantize_blocks<SuperBlock>(source, row, k, out, read_super_block);
+    } else {
+        dequantize_blocks<SmallBlock>(source, row, k, out, read_small_block);
+    }
+}
+
+}  // namespace foreword

@@ -1,0 +1,37 @@
+// How quantized weights lie in a tile: TILE columns (rows of the weight), block after block of k.
+//
+// 32 values of each column are a group: 64 bytes for every bit of a value. Numbered by quads of consecutive k,
+//   bytes [4][16][4]  the low halves: quad j in bits 0-3, quad j + 4 in bits 4-7          (8 bits: [8][16][4], whole bytes)
+//   bytes [16][4]     the fifth bits: that of quad j in bit j                             (5 bits)
+//   bytes [2][16][4]  the fifth and sixth bits: of quads j and j + 4 in bits 2j, 2j + 1   (6 bits)
+//
+// I8                float32 scale [16] after all groups
+// I4, Q4_0 .. Q8_0  two groups at a time, after their float16 scales [2][16]; the last one may be alone
+// Q4_K, Q5_K        float16 d [16], dmin [16], uint8 scales [8][16], minimums [4][16][2], then 8 groups
+// Q6_K              float32 d [16], int8 scales [16][16], then 8 groups
+#pragma once
+
+#include <cstdint>
+
+#include "packing.h"
+#include "quantized_blocks.h"
+
+namespace foreword {
+
+constexpr int64_t I8_MULTIPLE = 64;  // k of I8 is filled up to a multiple of this
+
+constexpr int64_t group_bytes(Kind kind) { return 64 * bits_of(kind); }
+
+// Kinds with a scale for each 32 values: bytes of the tile before the quants and the scales of a block.
+constexpr int64_t pair_bytes(Kind kind) { return 64 + 2 * group_bytes(kind); }
+constexpr int64_t quants_at(Kind kind, int64_t block) {
+    return block / 2 * pair_bytes(kind) + 64 + block % 2 * group_bytes(kind);
+}
+constexpr int64_t scales_at(Kind kind, int64_t block) { return block / 2 * pair_bytes(kind) + block % 2 * 32; }
+
+// Kinds with blocks of 256: where things are in a block.
+constexpr int64_t SUPER_SCALES = 64, SUPER_MINS = 192;
+constexpr int64_t SUPER_QUANTS = 320;
+constexpr int64_t super_bytes(Kind kind) { return SUPER_QUANTS + 8 * group_bytes(kind); }
+
+}  // namespace foreword
