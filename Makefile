@@ -34,7 +34,17 @@ $(VENV)/tested: $(VENV)/installed
 clean:
 	rm -rf $(VENV) build *.egg-info foreword/kernels/_native*.so
 
-native: foreword/kernels/_native.so  ## build the sampler in place (needs g++ only)
+# The same library with an object for each source, so that only what changed is compiled (needs g++ only).
+NATIVE_FLAGS := -O3 -std=c++17 -ffp-contract=off -fno-math-errno -fno-trapping-math
+NATIVE_OBJECTS := $(patsubst foreword/kernels/csrc/%.cpp,build/native/%.o,$(wildcard foreword/kernels/csrc/*.cpp))
 
-foreword/kernels/_native.so: $(wildcard foreword/kernels/csrc/*)
-	$(CXX) -shared -fPIC -O3 -std=c++17 -ffp-contract=off -fno-math-errno -fno-trapping-math -o $@ foreword/kernels/csrc/sampler.cpp
+native: foreword/kernels/_native.so  ## build the native kernels in place
+
+foreword/kernels/_native.so: $(NATIVE_OBJECTS)
+	$(CXX) -shared -pthread -o $@.new $^ && mv $@.new $@
+
+build/native/%.o: foreword/kernels/csrc/%.cpp
+	@mkdir -p $(@D)
+	$(CXX) -c -fPIC -pthread -MMD -MP $(NATIVE_FLAGS) -o $@ $<
+
+-include $(NATIVE_OBJECTS:.o=.d)

@@ -204,8 +204,6 @@ using namespace foreword;
 extern "C" {
 
 // Changed with every signature below: a library of another version is not used.
-int64_t foreword_native_version() { return 1; }
-
 void foreword_log_sum_exp(const float* logits, int64_t num_rows, int64_t width, float* out) {
     for (int64_t r = 0; r < num_rows; r++) {
         const Row row = row_at(logits, width, r);

@@ -3,47 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-from ctypes import c_int64, c_void_p
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from foreword.kernels.reference_sampling import ReferenceSampling
 
-__all__ = ["NativeSampling", "load_library"]
-
-VERSION = 1  # of the signatures below, as in sampler.cpp
-ROWS = (c_void_p, c_int64, c_int64)  # logits, rows, width
-SIGNATURES = {
-    "foreword_log_sum_exp": (*ROWS, c_void_p),
-    "foreword_top_ids": (*ROWS, c_int64, c_void_p),
-    "foreword_keep_top_k": (*ROWS, c_void_p),
-    "foreword_keep_top_p": (*ROWS, c_void_p),
-    "foreword_keep_min_p": (*ROWS, c_void_p),
-    "foreword_sample": (*ROWS, c_void_p, c_void_p, c_void_p, c_void_p),
-    "foreword_noise": (c_void_p, c_int64, c_void_p, c_void_p),
-}
-
-
-def load_library(folder: Path | None = None) -> tuple[ctypes.CDLL | None, str]:
-    """The compiled library beside this module (or in `folder`), or None and a reason that can be read."""
-    paths = list((folder or Path(__file__).parent).glob("_native*.so"))
-    if not paths:
-        return None, "no compiler was found when Foreword was installed; sampling runs in torch, slower"
-    path = max(paths, key=lambda path: path.stat().st_mtime)
-    try:
-        library = ctypes.CDLL(str(path))
-        version = int(library.foreword_native_version())
-    except (OSError, AttributeError) as error:
-        return None, f"{path.name} cannot be loaded ({error}); sampling runs in torch, slower"
-    if version != VERSION:
-        return None, f"{path.name} is of another version of Foreword; sampling runs in torch, slower, until it is built again"
-    for name, arguments in SIGNATURES.items():
-        function = getattr(library, name)
-        function.argtypes = arguments
-        function.restype = None
-    return library, ""
+__all__ = ["NativeSampling"]
 
 
 class NativeSampling(ReferenceSampling):

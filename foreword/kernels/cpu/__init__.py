@@ -1,0 +1,1 @@
+"""The operations on the CPU, in C++ (`csrc/`), called through ctypes."""

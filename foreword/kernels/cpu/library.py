@@ -1,0 +1,180 @@
+"""The compiled library, and its structures as ctypes sees them (csrc/program.h, csrc/kernels.h)."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from ctypes import POINTER, c_float, c_int32, c_int64, c_void_p
+from enum import IntEnum
+from pathlib import Path
+from types import MappingProxyType
+
+import torch
+
+__all__ = [
+    "ISAS",
+    "KINDS",
+    "NUM_SPACES",
+    "TYPES",
+    "Command",
+    "Inputs",
+    "KVPointers",
+    "Op",
+    "Operand",
+    "Space",
+    "Weight",
+    "isas",
+    "load_library",
+]
+
+VERSION = 2  # of the signatures and structures below, as in api.cpp
+ISAS = ("portable", "avx2", "avx512", "amx")  # enum Isa
+KIND_NAMES = ("float32", "bfloat16", "float16", "int8", "int4", "q8_0", "q5_0", "q4_0", "q4_k", "q5_k", "q6_k")
+KINDS = MappingProxyType({name: number for number, name in enumerate(KIND_NAMES)})  # enum Kind
+TYPES = MappingProxyType({torch.float32: 0, torch.bfloat16: 1, torch.int8: 2})  # enum Type
+
+
+class Op(IntEnum):
+    LINEAR = 0
+    EMBEDDING = 1
+    ADD = 2
+    TAKE_ROWS = 3
+    NORM = 4
+    ROPE = 5
+    GATED = 6
+    WRITE_KV = 7
+    ATTENTION = 8
+    SOFTCAP = 9
+
+
+class Space(IntEnum):
+    ABSOLUTE = 0
+    ARENA = 1
+    TOKEN_IDS = 2
+    POSITIONS = 3
+    SLOTS = 4
+    BLOCK_TABLES = 5
+    ROW_STARTS = 6
+    SAMPLE_ROWS = 7
+    OUTPUT = 8
+
+
+NUM_SPACES = len(Space)
+
+
+class Operand(ctypes.Structure):
+    """Rows of `stride` bytes from spaces[space] + address + per_row * (rows of the batch) on."""
+
+    _fields_ = (("space", c_int64), ("address", c_int64), ("per_row", c_int64), ("stride", c_int64))
+
+
+class Command(ctypes.Structure):
+    """One operation; program.cpp tells what its fields hold."""
+
+    _fields_ = (
+        ("op", c_int32),
+        ("sampled", c_int32),
+        ("type", c_int32),
+        ("out_type", c_int32),
+        ("inputs", Operand * 3),
+        ("out", Operand),
+        ("object", c_void_p),
+        ("sizes", c_int64 * 4),
+        ("numbers", c_float * 2),
+    )
+
+
+class Inputs(ctypes.Structure):
+    """What differs from one run to the next."""
+
+    _fields_ = (
+        ("num_rows", c_int64),
+        ("num_sampled", c_int64),
+        ("num_requests", c_int64),
+        ("table_width", c_int64),
+        ("block_size", c_int64),
+        ("spaces", c_void_p * NUM_SPACES),
+    )
+
+
+class Weight(ctypes.Structure):
+    """A packed weight [n, k]."""
+
+    _fields_ = (
+        ("kind", c_int32),
+        ("reserved", c_int32),
+        ("n", c_int64),
+        ("k", c_int64),
+        ("tiles", c_void_p),
+        ("bias", c_void_p),
+    )
+
+
+class KVPointers(ctypes.Structure):
+    """K and V of one layer."""
+
+    _fields_ = (
+        ("type", c_int32),
+        ("reserved", c_int32),
+        ("k", c_void_p),
+        ("v", c_void_p),
+        ("k_scale", c_void_p),
+        ("v_scale", c_void_p),
+        ("heads", c_int64),
+        ("dim", c_int64),
+    )
+
+
+ROWS = (c_void_p, c_int64, c_int64)  # logits, rows, width
+SIGNATURES = MappingProxyType(
+    {
+        "foreword_log_sum_exp": (None, *ROWS, c_void_p),
+        "foreword_top_ids": (None, *ROWS, c_int64, c_void_p),
+        "foreword_keep_top_k": (None, *ROWS, c_void_p),
+        "foreword_keep_top_p": (None, *ROWS, c_void_p),
+        "foreword_keep_min_p": (None, *ROWS, c_void_p),
+        "foreword_sample": (None, *ROWS, c_void_p, c_void_p, c_void_p, c_void_p),
+        "foreword_noise": (None, c_void_p, c_int64, c_void_p, c_void_p),
+        "foreword_supported": (c_int32, c_int32),
+        "foreword_machine_new": (c_void_p, c_int32, c_int32),
+        "foreword_machine_delete": (None, c_void_p),
+        "foreword_run": (None, c_void_p, POINTER(Command), c_int64, POINTER(Inputs)),
+        "foreword_packed_bytes": (c_int64, c_int32, c_int64, c_int64),
+        "foreword_pack": (None, c_void_p, c_int32, c_int32, c_void_p, c_int64, c_int64, c_void_p),
+        "foreword_unpack": (None, c_void_p, POINTER(Weight), c_void_p),
+        "foreword_dequantize": (None, c_void_p, c_int32, c_void_p, c_int64, c_int64, c_int64, c_void_p),
+        "foreword_release_pages": (None, c_void_p, c_int64),
+    }
+)
+
+
+def load_library(folder: Path | None = None) -> tuple[ctypes.CDLL | None, str]:
+    """The compiled library beside this package (or in `folder`), or None and a reason that can be read."""
+    paths = list((folder or Path(__file__).parents[1]).glob("_native*.so"))
+    if not paths:
+        return None, "no compiler was found when Foreword was installed; everything runs in torch, much slower"
+    path = max(paths, key=lambda path: path.stat().st_mtime)
+    try:
+        library = ctypes.CDLL(str(path))
+        version = int(library.foreword_native_version())
+    except (OSError, AttributeError) as error:
+        return None, f"{path.name} cannot be loaded ({error}); everything runs in torch, much slower"
+    if version != VERSION:
+        return (
+            None,
+            f"{path.name} is of another version of Foreword; everything runs in torch, much slower, until it is built again",
+        )
+    for name, (result, *arguments) in SIGNATURES.items():
+        function = getattr(library, name)
+        function.argtypes = arguments
+        function.restype = result
+    return library, ""
+
+
+@functools.cache
+def isas() -> tuple[str, ...]:
+    """Names of the instruction sets that this processor runs, the best one last; none without the library."""
+    library, _ = load_library()
+    if library is None:
+        return ()
+    return tuple(name for number, name in enumerate(ISAS) if library.foreword_supported(number))
