@@ -1,0 +1,160 @@
+"""Quantized weights in plain torch: what the blocks of files stand for, and what int8 and int4 make of a tensor.
+
+The native kernels multiply with exactly these values; tests demand equality.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from foreword.kernels.ops import Blocks
+
+__all__ = ["BLOCK", "Block", "dequantize", "rounded"]
+
+TINY = 2.0**-100  # a largest magnitude below this counts as zero: its inverse could not be written
+INT4_GROUP = 32
+# The value of largest magnitude in a group becomes one of these; the one with the least squared error wins.
+INT4_ENDS = (-8.0, -8.5, -7.5, -9.0, -7.0, -9.5, -6.5)
+HALF_MAX = 65504.0
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """values  that stand together in a file
+    size    bytes of them
+    """
+
+    values: int
+    size: int
+
+
+BLOCK = {
+    "q8_0": Block(32, 34),
+    "q5_0": Block(32, 22),
+    "q4_0": Block(32, 18),
+    "q4_k": Block(256, 144),
+    "q5_k": Block(256, 176),
+    "q6_k": Block(256, 210),
+}
+
+
+def dequantize(blocks: Blocks) -> Tensor:
+    """float32 [N, K]"""
+    block = BLOCK[blocks.kind]
+    rows = blocks.data.shape[0]
+    assert blocks.columns % block.values == 0 and blocks.data.shape[1] == blocks.columns // block.values * block.size
+    values = READERS[blocks.kind](blocks.data.reshape(-1, block.size))
+    return values.reshape(rows, blocks.columns)
+
+
+def rounded(weight: Tensor, kind: str) -> Tensor:
+    """The float32 [N, K] that `weight` [N, K] becomes as "int8" (a scale for each row) or "int4" (for each 32 values)."""
+    return {"int8": _as_int8, "int4": _as_int4}[kind](weight.to(torch.float32))
+
+
+def _as_int8(weight: Tensor) -> Tensor:
+    largest = weight.abs().amax(1, keepdim=True)
+    inverse = torch.where(largest < TINY, 0.0, 127.0 / largest)
+    values = torch.round(weight * inverse) * torch.where(largest < TINY, 0.0, largest / 127.0)
+    return torch.where(torch.isfinite(largest), values, torch.nan)
+
+
+def _as_int4(weight: Tensor) -> Tensor:
+    padding = -weight.shape[1] % INT4_GROUP
+    groups = torch.nn.functional.pad(weight, (0, padding)).reshape(-1, INT4_GROUP)
+    low, high = groups.aminmax(dim=1, keepdim=True)
+    peak = torch.where(-low >= high, low, high)
+    best = torch.zeros_like(groups)
+    least = torch.full_like(peak, torch.inf)
+    for end in INT4_ENDS:
+        values, error = _round_groups(groups, (peak / end).clamp(-HALF_MAX, HALF_MAX).to(torch.float16).to(torch.float32))
+        best = torch.where(error < least, values, best)
+        least = torch.minimum(error, least)
+    best = torch.where(torch.isfinite(groups).all(1, keepdim=True), best, torch.nan)
+    return best.reshape(weight.shape[0], -1)[:, : weight.shape[1]]
+
+
+def _round_groups(groups: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Groups [G, 32] as multiples of their scale [G, 1], and the squared error [G, 1], summed from the first value on."""
+    inverse = torch.where(scale == 0, 0.0, 1.0 / scale)
+    values = torch.round(groups * inverse).clamp(-8, 7) * scale
+    squares = (groups - values).square().t().contiguous()
+    error = squares[0]
+    for square in squares[1:]:
+        error = error + square
+    return values, error[:, None]
+
+
+def _halves(data: Tensor) -> Tensor:
+    """uint8 [G, 2n] -> the float16 that stand there, as float32 [G, n]"""
+    return data.contiguous().view(torch.float16).to(torch.float32)
+
+
+def _nibbles(data: Tensor, run: int) -> Tensor:
+    """uint8 [G, n] -> uint8 [G, 2n]: of each `run` bytes the low halves, then the high halves."""
+    runs = data.reshape(len(data), -1, 1, run)
+    return torch.cat((runs & 15, runs >> 4), 2).reshape(len(data), -1)
+
+
+def _bits(data: Tensor, width: int) -> Tensor:
+    """uint8 [G, n] -> uint8 [G, 8 / width * n]: the lowest `width` bits of all bytes, then the next ones."""
+    shifts = torch.arange(0, 8, width, dtype=torch.uint8)
+    return (data[:, None] >> shifts[:, None] & (1 << width) - 1).flatten(1)
+
+
+def _q8_0(data: Tensor) -> Tensor:
+    return _halves(data[:, :2]) * data[:, 2:].view(torch.int8)
+
+
+def _q4_0(data: Tensor) -> Tensor:
+    return _halves(data[:, :2]) * (_nibbles(data[:, 2:], 16).to(torch.float32) - 8)
+
+
+def _q5_0(data: Tensor) -> Tensor:
+    fifth = (data[:, 2:6, None] >> torch.arange(8, dtype=torch.uint8) & 1).flatten(1)
+    values = _nibbles(data[:, 6:], 16) | fifth << 4
+    return _halves(data[:, :2]) * (values.to(torch.float32) - 16)
+
+
+def _scales_and_minimums(data: Tensor) -> tuple[Tensor, Tensor]:
+    """The first 16 bytes of a block of Q4_K or Q5_K -> what its eight parts are multiplied with, and what is then taken away."""
+    d, d_min = torch.split(_halves(data[:, :4]), 1, 1)
+    scale, minimum, rest = torch.split(data[:, 4:16], 4, 1)
+    scales = torch.cat((scale & 63, rest & 15 | scale >> 6 << 4), 1)
+    minimums = torch.cat((minimum & 63, rest >> 4 | minimum >> 6 << 4), 1)
+    return d * scales, d_min * minimums
+
+
+def _parts(data: Tensor, values: Tensor) -> Tensor:
+    """values uint8 [G, 256] -> float32, by the scales and minimums of eight parts."""
+    scales, minimums = _scales_and_minimums(data)
+    return scales[..., None] * values.reshape(-1, 8, 32) - minimums[..., None]
+
+
+def _q4_k(data: Tensor) -> Tensor:
+    return _parts(data, _nibbles(data[:, 16:], 32))
+
+
+def _q5_k(data: Tensor) -> Tensor:
+    return _parts(data, _nibbles(data[:, 48:], 32) | _bits(data[:, 16:48], 1) << 4)
+
+
+def _q6_k(data: Tensor) -> Tensor:
+    low = _nibbles(data[:, :128], 64)
+    high = torch.cat([_bits(half, 2) for half in torch.split(data[:, 128:192], 32, 1)], 1)
+    scales = _halves(data[:, 208:]) * data[:, 192:208].view(torch.int8)
+    return scales[..., None] * ((low | high << 4).to(torch.float32) - 32).reshape(-1, 16, 16)
+
+
+READERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "q8_0": _q8_0,
+    "q5_0": _q5_0,
+    "q4_0": _q4_0,
+    "q4_k": _q4_k,
+    "q5_k": _q5_k,
+    "q6_k": _q6_k,
+}
