@@ -1,9 +1,286 @@
 // Quantized rows to tiles and back. quantized_layout.h says how tiles look.
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
 #include "packing.h"
 #include "quantized_half.h"
 #include "quantized_layout.h"
 
 namespace foreword {
+namespace {
+
+constexpr float TINY = 0x1p-100f;          // a largest magnitude below this counts as zero: its inverse could not be written
+constexpr float ROUNDER = 0x1.8p23f;       // added to a small float, leaves it rounded in the lowest bits
+constexpr float HALF_MAX = 65504.0f;
+// Int4: the value of largest magnitude in a group becomes one of these; the one with the least squared error wins.
+constexpr float INT4_ENDS[] = {-8.0f, -8.5f, -7.5f, -9.0f, -7.0f, -9.5f, -6.5f};
+
+uint32_t read_quad(const uint8_t* bytes) {
+    uint32_t quad;
+    std::memcpy(&quad, bytes, sizeof quad);
+    return quad;
+}
+
+template <class T>
+void put(uint8_t* bytes, T value) {
+    std::memcpy(bytes, &value, sizeof value);
+}
+
+template <class T>
+T get(const uint8_t* bytes) {
+    T value;
+    std::memcpy(&value, bytes, sizeof value);
+    return value;
+}
+
+constexpr uint32_t LOW_HALVES = 0x0f0f0f0f;
+
+// 32 values of one column to its place in a group: `group` points to the column's first quad, quads are 64 bytes apart.
+void put_group(int bits, const uint8_t* q, uint8_t* group) {
+    if (bits == 8) {
+        for (int j = 0; j < 8; j++) put(group + 64 * j, read_quad(q + 4 * j));
+        return;
+    }
+    uint32_t upper[2] = {0, 0};
+    for (int j = 0; j < 8; j++) {
+        const uint32_t high = read_quad(q + 4 * j) >> 4 & LOW_HALVES;
+        if (bits == 5) upper[0] |= high << j;
+        if (bits == 6) upper[j / 4] |= high << (2 * (j % 4));
+    }
+    for (int j = 0; j < 4; j++) {
+        put(group + 64 * j, (read_quad(q + 4 * j) & LOW_HALVES) | (read_quad(q + 4 * j + 16) & LOW_HALVES) << 4);
+    }
+    for (int plane = 0; plane < bits - 4; plane++) put(group + 256 + 64 * plane, upper[plane]);
+}
+
+// The bits above the fourth of quad j.
+uint32_t upper_bits(int bits, const uint8_t* group, int j) {
+    if (bits == 5) return read_quad(group + 256) >> j & 0x01010101;
+    if (bits == 6) return read_quad(group + 256 + 64 * (j / 4)) >> (2 * (j % 4)) & 0x03030303;
+    return 0;
+}
+
+void get_group(int bits, const uint8_t* group, uint8_t* q) {
+    for (int j = 0; j < 8; j++) {
+        const uint32_t whole = read_quad(group + 64 * (bits == 8 ? j : j % 4));
+        const uint32_t low = whole >> (j / 4 * 4) & LOW_HALVES;
+        put(q + 4 * j, bits == 8 ? whole : low | upper_bits(bits, group, j) << 4);
+    }
+}
+
+void put_small(Kind kind, const SmallBlock& block, int64_t index, int64_t column, uint8_t* tile) {
+    put(tile + scales_at(kind, index) + 2 * column, block.d);
+    put_group(bits_of(kind), block.q, tile + quants_at(kind, index) + 4 * column);
+}
+
+void get_small(Kind kind, const uint8_t* tile, int64_t index, int64_t column, SmallBlock& block) {
+    block.d = get<uint16_t>(tile + scales_at(kind, index) + 2 * column);
+    get_group(bits_of(kind), tile + quants_at(kind, index) + 4 * column, block.q);
+}
+
+// Of Q4_K and Q5_K: d, the least, and eight scales and minimums. Minimums stand in pairs.
+void put_parts(const SuperBlock& block, int64_t column, uint8_t* super) {
+    put(super + 2 * column, block.d);
+    put(super + 32 + 2 * column, block.dmin);
+    for (int part = 0; part < 8; part++) {
+        super[SUPER_SCALES + TILE * part + column] = block.scales[part];
+        super[SUPER_MINS + part / 2 * 32 + 2 * column + part % 2] = block.mins[part];
+    }
+}
+
+void get_parts(const uint8_t* super, int64_t column, SuperBlock& block) {
+    block.d = get<uint16_t>(super + 2 * column);
+    block.dmin = get<uint16_t>(super + 32 + 2 * column);
+    for (int part = 0; part < 8; part++) {
+        block.scales[part] = super[SUPER_SCALES + TILE * part + column];
+        block.mins[part] = super[SUPER_MINS + part / 2 * 32 + 2 * column + part % 2];
+    }
+}
+
+void put_super(Kind kind, const SuperBlock& block, int64_t column, uint8_t* super) {
+    if (kind == Kind::Q6_K) {
+        put(super + 2 * column, block.d);
+        for (int part = 0; part < 16; part++) super[SUPER_SCALES + TILE * part + column] = block.scales[part];
+    } else {
+        put_parts(block, column, super);
+    }
+    for (int group = 0; group < 8; group++) {
+        put_group(bits_of(kind), block.q + SMALL * group, super + SUPER_QUANTS + group * group_bytes(kind) + 4 * column);
+    }
+}
+
+void get_super(Kind kind, const uint8_t* super, int64_t column, SuperBlock& block) {
+    if (kind == Kind::Q6_K) {
+        block.d = get<uint16_t>(super + 2 * column);
+        block.dmin = 0;
+        for (int part = 0; part < 16; part++) block.scales[part] = super[SUPER_SCALES + TILE * part + column];
+    } else {
+        get_parts(super, column, block);
+    }
+    for (int group = 0; group < 8; group++) {
+        get_group(bits_of(kind), super + SUPER_QUANTS + group * group_bytes(kind) + 4 * column, block.q + SMALL * group);
+    }
+}
+
+void pack_file_row(Kind kind, const uint8_t* row, int64_t k, int64_t column, uint8_t* tile) {
+    if (is_super(kind)) {
+        SuperBlock block;
+        for (int64_t i = 0; i < k / SUPER; i++) {
+            read_super_block(kind, row + i * file_block_bytes(kind), block);
+            put_super(kind, block, column, tile + i * super_bytes(kind));
+        }
+        return;
+    }
+    SmallBlock block;
+    for (int64_t i = 0; i < k / SMALL; i++) {
+        read_small_block(kind, row + i * file_block_bytes(kind), block);
+        put_small(kind, block, i, column, tile);
+    }
+}
+
+// The bits of the largest magnitude: order of the bits is order of the values, with infinity and NaN last.
+uint32_t largest_magnitude(const float* values, int64_t count) {
+    uint32_t largest = 0;
+    for (int64_t i = 0; i < count; i++) largest = std::max(largest, bits_of_float(values[i]) & 0x7fffffff);
+    return largest;
+}
+
+// k values (`values` is filled up with zeros to a multiple of 64) as bytes of the tile; returns their scale.
+float pack_int8_row(const float* values, int64_t k, uint8_t* quads) {
+    const float largest = float_of_bits(largest_magnitude(values, k));
+    const bool writable = largest >= TINY && std::isfinite(largest);
+    const float inverse = writable ? 127.0f / largest : 0.0f;
+    for (int64_t i = 0; i < round_up(k, I8_MULTIPLE); i += 4) {
+        uint8_t quad[4];
+        for (int j = 0; j < 4; j++) {
+            const float value = writable ? values[i + j] * inverse : 0.0f;
+            quad[j] = static_cast<uint8_t>(bits_of_float(value + ROUNDER) + 128);
+        }
+        std::memcpy(quads + i / 4 * 64, quad, 4);
+    }
+    if (!std::isfinite(largest)) return float_of_bits(0x7fc00000);
+    return writable ? largest / 127.0f : 0.0f;
+}
+
+void pack_int8_tile(Kind source, const void* const* rows, int64_t count, int64_t k, uint8_t* tile) {
+    std::vector<float> values(round_up(k, I8_MULTIPLE));
+    for (int64_t column = 0; column < count; column++) {
+        dequantize(source, rows[column], k, values.data());
+        const float scale = pack_int8_row(values.data(), k, tile + 4 * column);
+        put(tile + round_up(k, I8_MULTIPLE) * TILE + 4 * column, scale);
+    }
+}
+
+// One group of int4 of all columns: [32][16] floats, so that columns are computed side by side.
+struct Int4Group {
+    float x[SMALL][TILE];
+    float scale[TILE];  // of the best rounding so far
+    float error[TILE];
+};
+
+float int4_value(float x, float inverse) {
+    const float value = (x * inverse + ROUNDER) - ROUNDER;
+    return std::min(std::max(value, -8.0f), 7.0f);
+}
+
+float inverse_of(float scale) { return scale == 0.0f ? 0.0f : 1.0f / scale; }
+
+// Keeps `scale` [16] for the columns where its squared error, summed from the first value on, is the least.
+void try_scales(Int4Group& group, const float* scale) {
+    float inverse[TILE], error[TILE] = {};
+    for (int c = 0; c < TILE; c++) inverse[c] = inverse_of(scale[c]);
+    for (int i = 0; i < SMALL; i++) {
+        for (int c = 0; c < TILE; c++) {
+            const float missed = group.x[i][c] - int4_value(group.x[i][c], inverse[c]) * scale[c];
+            error[c] += missed * missed;
+        }
+    }
+    for (int c = 0; c < TILE; c++) {
+        if (!(error[c] < group.error[c])) continue;
+        group.error[c] = error[c];
+        group.scale[c] = scale[c];
+    }
+}
+
+void choose_scales(Int4Group& group) {
+    float peak[TILE], scale[TILE];
+    for (int c = 0; c < TILE; c++) {
+        float low = group.x[0][c], high = low;
+        for (int i = 1; i < SMALL; i++) {
+            low = std::min(low, group.x[i][c]);
+            high = std::max(high, group.x[i][c]);
+        }
+        peak[c] = -low >= high ? low : high;
+        group.scale[c] = 0.0f;
+        group.error[c] = HUGE_VALF;
+    }
+    for (const float end : INT4_ENDS) {
+        for (int c = 0; c < TILE; c++) {
+            const float wanted = std::min(std::max(peak[c] / end, -HALF_MAX), HALF_MAX);
+            scale[c] = half_to_float(float_to_half(wanted));
+        }
+        try_scales(group, scale);
+    }
+}
+
+bool finite_column(const Int4Group& group, int c) {
+    bool finite = true;
+    for (int i = 0; i < SMALL; i++) finite &= std::isfinite(group.x[i][c]);
+    return finite;
+}
+
+void put_int4_group(const Int4Group& group, int64_t index, uint8_t* tile) {
+    for (int c = 0; c < TILE; c++) {
+        SmallBlock block;
+        const float inverse = inverse_of(group.scale[c]);
+        const bool finite = finite_column(group, c);
+        for (int i = 0; i < SMALL; i++) {
+            block.q[i] = static_cast<uint8_t>(8 + static_cast<int>(finite ? int4_value(group.x[i][c], inverse) : 0.0f));
+        }
+        block.d = finite ? float_to_half(group.scale[c]) : 0x7e00;
+        put_small(Kind::I4, block, index, c, tile);
+    }
+}
+
+void pack_int4_tile(Kind source, const void* const* rows, int64_t count, int64_t k, uint8_t* tile) {
+    const int64_t width = round_up(k, SMALL);
+    std::vector<float> values(width * TILE);
+    for (int64_t column = 0; column < count; column++) dequantize(source, rows[column], k, &values[column * width]);
+    Int4Group group;
+    for (int64_t index = 0; index < width / SMALL; index++) {
+        for (int i = 0; i < SMALL; i++) {
+            for (int c = 0; c < TILE; c++) group.x[i][c] = values[c * width + index * SMALL + i];
+        }
+        choose_scales(group);
+        put_int4_group(group, index, tile);
+    }
+}
+
+void unpack_int8_row(const uint8_t* tile, int64_t column, int64_t k, float* out) {
+    const float scale = get<float>(tile + round_up(k, I8_MULTIPLE) * TILE + 4 * column);
+    for (int64_t i = 0; i < k; i++) out[i] = scale * static_cast<float>(tile[i / 4 * 64 + 4 * column + i % 4] - 128);
+}
+
+void unpack_small_row(Kind kind, const uint8_t* tile, int64_t column, int64_t k, float* out) {
+    SmallBlock block;
+    float values[SMALL];
+    for (int64_t i = 0; i < k; i += SMALL) {
+        get_small(kind, tile, i / SMALL, column, block);
+        block_values(kind, block, values);
+        std::copy_n(values, std::min<int64_t>(SMALL, k - i), out + i);
+    }
+}
+
+void unpack_super_row(Kind kind, const uint8_t* tile, int64_t column, int64_t k, float* out) {
+    SuperBlock block;
+    for (int64_t i = 0; i < k / SUPER; i++) {
+        get_super(kind, tile + i * super_bytes(kind), column, block);
+        block_values(kind, block, out + i * SUPER);
+    }
+}
+
+}  // namespace
 
 int64_t tile_bytes(Kind kind, int64_t k) {
     if (kind == Kind::F32) return TILE * 4 * round_up(k, 32);
@@ -12,6 +289,22 @@ int64_t tile_bytes(Kind kind, int64_t k) {
     if (is_super(kind)) return k / SUPER * super_bytes(kind);
     const int64_t blocks = (k + SMALL - 1) / SMALL;
     return (blocks + 1) / 2 * 64 + blocks * group_bytes(kind);
+}
+
+void pack_quantized_tile(Kind kind, Kind source, const void* const* rows, int64_t count, int64_t k, uint8_t* tile) {
+    std::memset(tile, 0, tile_bytes(kind, k));
+    if (kind == Kind::I8) return pack_int8_tile(source, rows, count, k, tile);
+    if (kind == Kind::I4) return pack_int4_tile(source, rows, count, k, tile);
+    for (int64_t column = 0; column < count; column++) {
+        pack_file_row(kind, static_cast<const uint8_t*>(rows[column]), k, column, tile);
+    }
+}
+
+void unpack_quantized_row(const Weight& weight, int64_t row, float* out) {
+    const uint8_t* tile = weight.tiles + row / TILE * tile_bytes(weight.kind, weight.k);
+    if (weight.kind == Kind::I8) return unpack_int8_row(tile, row % TILE, weight.k, out);
+    if (is_super(weight.kind)) return unpack_super_row(weight.kind, tile, row % TILE, weight.k, out);
+    unpack_small_row(weight.kind, tile, row % TILE, weight.k, out);
 }
 
 }  // namespace foreword

@@ -3,12 +3,13 @@
 // 32 values of each column are a group: 64 bytes for every bit of a value. Numbered by quads of consecutive k,
 //   bytes [4][16][4]  the low halves: quad j in bits 0-3, quad j + 4 in bits 4-7          (8 bits: [8][16][4], whole bytes)
 //   bytes [16][4]     the fifth bits: that of quad j in bit j                             (5 bits)
-//   bytes [2][16][4]  the fifth and sixth bits: of quads j and j + 4 in bits 2j, 2j + 1   (6 bits)
+//   bytes [2][16][4]  the fifth and sixth bits: first those of quads 0-3, then 4-7, of the
+//                     j-th in bits 2j and 2j + 1                                          (6 bits)
 //
 // I8                float32 scale [16] after all groups
 // I4, Q4_0 .. Q8_0  two groups at a time, after their float16 scales [2][16]; the last one may be alone
 // Q4_K, Q5_K        float16 d [16], dmin [16], uint8 scales [8][16], minimums [4][16][2], then 8 groups
-// Q6_K              float32 d [16], int8 scales [16][16], then 8 groups
+// Q6_K              float16 d [16], nothing [16], int8 scales [16][16], then 8 groups
 #pragma once
 
 #include <cstdint>
