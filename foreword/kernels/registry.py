@@ -58,8 +58,8 @@ def select(device: str, fast_math: bool = False, threads: int = 1, isa: str = "a
     if library is None:
         return FastMath() if fast_math else Reference()
     if fast_math:
-        return NativeFastMath(library)
-    return NativeReference(library) if isa == "reference" else CpuOps(isa, threads)
+        return NativeFastMath(library, threads=threads)
+    return NativeReference(library, threads=threads) if isa == "reference" else CpuOps(isa, threads)
 
 
 def describe() -> list[Backend]:

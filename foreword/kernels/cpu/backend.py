@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import weakref
 from collections.abc import Callable, Sequence
 from types import MappingProxyType
 
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from foreword.core.batch import Batch, Chunk, build_batch
 from foreword.core.kv import KVLayer
-from foreword.kernels.cpu.library import ISAS, TYPES, Command, Inputs, KVPointers, Op, Operand, Space, isas, load_library
+from foreword.kernels.cpu.library import TYPES, Command, Inputs, KVPointers, Op, Operand, Space, isas, load_library
 from foreword.kernels.cpu.packing import CpuLinear, Packer
 from foreword.kernels.cpu.recording import TRACE_ROWS, TRACE_SAMPLED, Program, Recorder, inputs_of
 from foreword.kernels.cpu.sampling import NativeSampling
@@ -37,13 +36,10 @@ class CpuOps(NativeSampling):
         library, reason = load_library()
         if library is None:
             raise RuntimeError(reason)
-        super().__init__(library)
         self.isa = isas()[-1] if isa == "auto" else isa
         assert self.isa in isas(), f"{self.isa} does not run here"
+        super().__init__(library, self.isa, threads)
         self.name = f"cpu-{self.isa}"
-        self._machine = library.foreword_machine_new(ISAS.index(self.isa), threads)
-        assert self._machine, "the system grants no more threads"
-        weakref.finalize(self, library.foreword_machine_delete, self._machine)
         self._packer = Packer(library, self._machine)
         self._recorder: Recorder | None = None
 

@@ -125,7 +125,7 @@ class KVPointers(ctypes.Structure):
     )
 
 
-ROWS = (c_void_p, c_int64, c_int64)  # logits, rows, width
+ROWS = (c_void_p, c_void_p, c_int64, c_int64)  # machine, logits, rows, width
 SIGNATURES = MappingProxyType(
     {
         "foreword_log_sum_exp": (None, *ROWS, c_void_p),

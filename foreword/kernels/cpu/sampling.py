@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import weakref
 
 import torch
 from torch import Tensor
 
+from foreword.kernels.cpu.library import ISAS
 from foreword.kernels.reference_sampling import ReferenceSampling
 
 __all__ = ["NativeSampling"]
@@ -15,16 +17,19 @@ __all__ = ["NativeSampling"]
 class NativeSampling(ReferenceSampling):
     """Overrides the operations on rows of logits; what is not float32, contiguous and on the CPU goes to torch."""
 
-    def __init__(self, library: ctypes.CDLL) -> None:
+    def __init__(self, library: ctypes.CDLL, isa: str = "portable", threads: int = 1) -> None:
         super().__init__()
         self._library = library
+        self._machine: int = library.foreword_machine_new(ISAS.index(isa), threads)
+        assert self._machine, "the system grants no more threads"
+        weakref.finalize(self, library.foreword_machine_delete, self._machine)
 
     def log_sum_exp(self, logits: Tensor) -> Tensor:
         """[R, V] -> float32 [R]"""
         if not _fits(logits):
             return super().log_sum_exp(logits)
         out = torch.empty(logits.shape[0], dtype=torch.float32)
-        self._library.foreword_log_sum_exp(*_rows(logits), out.data_ptr())
+        self._library.foreword_log_sum_exp(self._machine, *_rows(logits), out.data_ptr())
         return out
 
     def top_ids(self, logits: Tensor, k: int) -> Tensor:
@@ -33,26 +38,26 @@ class NativeSampling(ReferenceSampling):
             return super().top_ids(logits, k)
         assert 0 <= k <= logits.shape[1]
         out = torch.empty(logits.shape[0], k, dtype=torch.int64)
-        self._library.foreword_top_ids(*_rows(logits), k, out.data_ptr())
+        self._library.foreword_top_ids(self._machine, *_rows(logits), k, out.data_ptr())
         return out
 
     def keep_top_k(self, logits: Tensor, k: Tensor) -> None:
         if not _fits(logits):
             return super().keep_top_k(logits, k)
         k = _per_row(k, logits, torch.int64)
-        self._library.foreword_keep_top_k(*_rows(logits), k.data_ptr())
+        self._library.foreword_keep_top_k(self._machine, *_rows(logits), k.data_ptr())
 
     def keep_top_p(self, logits: Tensor, p: Tensor) -> None:
         if not _fits(logits):
             return super().keep_top_p(logits, p)
         p = _per_row(p, logits, torch.float64)
-        self._library.foreword_keep_top_p(*_rows(logits), p.data_ptr())
+        self._library.foreword_keep_top_p(self._machine, *_rows(logits), p.data_ptr())
 
     def keep_min_p(self, logits: Tensor, p: Tensor) -> None:
         if not _fits(logits):
             return super().keep_min_p(logits, p)
         p = _per_row(p, logits, torch.float64)
-        self._library.foreword_keep_min_p(*_rows(logits), p.data_ptr())
+        self._library.foreword_keep_min_p(self._machine, *_rows(logits), p.data_ptr())
 
     def sample(self, logits: Tensor, seeds: Tensor, positions: Tensor, greedy: Tensor) -> Tensor:
         """[R, V] -> int64 [R]"""
@@ -62,7 +67,9 @@ class NativeSampling(ReferenceSampling):
         positions = _per_row(positions, logits, torch.int64)
         greedy = _per_row(greedy, logits, torch.bool)
         out = torch.empty(logits.shape[0], dtype=torch.int64)
-        self._library.foreword_sample(*_rows(logits), seeds.data_ptr(), positions.data_ptr(), greedy.data_ptr(), out.data_ptr())
+        self._library.foreword_sample(
+            self._machine, *_rows(logits), seeds.data_ptr(), positions.data_ptr(), greedy.data_ptr(), out.data_ptr()
+        )
         return out
 
 

@@ -13,6 +13,7 @@
 
 #include "noise.h"
 #include "portable_math.h"
+#include "program.h"
 #include "selection.h"
 
 // One binary for every x86-64: the loader picks the widest version that the processor runs.
@@ -165,12 +166,13 @@ void keep_top_k_row(Row row, int64_t k) {
     if (peak.sound && k < row.width) keep(row, first_ids(row, peak.value, k));
 }
 
-void keep_top_p_row(Row row, double p, std::vector<int64_t>& weights) {
+// weights [width]: memory to work in
+void keep_top_p_row(Row row, double p, int64_t* weights) {
     const Peak peak = find_peak(row.values, row.width);
     if (!peak.sound || p >= 1) return;
-    const int64_t total = masses(row, peak.value, weights.data());
+    const int64_t total = masses(row, peak.value, weights);
     const int64_t need = std::min(static_cast<int64_t>(std::ceil(static_cast<double>(total) * p)), total);
-    auto kept = candidates(row, peak.value, need, [&](float floor) { return weight_above(row, floor, weights.data()); });
+    auto kept = candidates(row, peak.value, need, [&](float floor) { return weight_above(row, floor, weights); });
     kept.resize(partition_run(kept, need, [&](const Entry& entry) { return weights[entry.id]; }));
     keep(row, kept);
 }
@@ -194,7 +196,27 @@ void top_ids_row(Row row, int64_t k, int64_t* ids) {
         if (!peak.sound || row.values[id] == MASKED) ids[filled++] = id;
 }
 
-Row row_at(const float* logits, int64_t width, int64_t r) { return {const_cast<float*>(logits) + r * width, width}; }
+void min_p_row(Row row, double p) {
+    const Peak peak = find_peak(row.values, row.width);
+    if (peak.sound && p > 0) keep_min_p_row(row, peak.value, portable_log(std::max(p, DBL_MIN)));
+}
+
+float log_sum_exp_row(Row row) {
+    const Peak peak = find_peak(row.values, row.width);
+    if (!peak.sound) return std::numeric_limits<float>::quiet_NaN();
+    const double total = static_cast<double>(masses(row, peak.value, nullptr));
+    return static_cast<float>(static_cast<double>(peak.value) + portable_log(total * FRACTION));
+}
+
+constexpr int64_t WORTH_SHARING = 1 << 15;  // values; with fewer, waking a thread takes longer than it would work
+
+// body(row, number, thread) for every row, by several threads where it pays.
+template <class Body>
+void each_row(Machine* machine, const float* logits, int64_t num_rows, int64_t width, const Body& body) {
+    const auto one = [&](int64_t r, int thread) { body(Row{const_cast<float*>(logits) + r * width, width}, r, thread); };
+    if (num_rows * width >= WORTH_SHARING) return machine->pool().run(num_rows, one);
+    for (int64_t r = 0; r < num_rows; r++) one(r, 0);
+}
 
 }  // namespace
 }  // namespace foreword
@@ -203,45 +225,34 @@ using namespace foreword;
 
 extern "C" {
 
-// Changed with every signature below: a library of another version is not used.
-void foreword_log_sum_exp(const float* logits, int64_t num_rows, int64_t width, float* out) {
-    for (int64_t r = 0; r < num_rows; r++) {
-        const Row row = row_at(logits, width, r);
-        const Peak peak = find_peak(row.values, width);
-        out[r] = std::numeric_limits<float>::quiet_NaN();
-        if (!peak.sound) continue;
-        const double total = static_cast<double>(masses(row, peak.value, nullptr));
-        out[r] = static_cast<float>(static_cast<double>(peak.value) + portable_log(total * FRACTION));
-    }
+void foreword_log_sum_exp(Machine* machine, const float* logits, int64_t num_rows, int64_t width, float* out) {
+    each_row(machine, logits, num_rows, width, [&](Row row, int64_t r, int) { out[r] = log_sum_exp_row(row); });
 }
 
-void foreword_top_ids(const float* logits, int64_t num_rows, int64_t width, int64_t k, int64_t* ids) {
-    for (int64_t r = 0; r < num_rows; r++) top_ids_row(row_at(logits, width, r), k, ids + r * k);
+void foreword_top_ids(Machine* machine, const float* logits, int64_t num_rows, int64_t width, int64_t k, int64_t* ids) {
+    each_row(machine, logits, num_rows, width, [&](Row row, int64_t r, int) { top_ids_row(row, k, ids + r * k); });
 }
 
-void foreword_keep_top_k(float* logits, int64_t num_rows, int64_t width, const int64_t* k) {
-    for (int64_t r = 0; r < num_rows; r++) keep_top_k_row(row_at(logits, width, r), k[r]);
+void foreword_keep_top_k(Machine* machine, float* logits, int64_t num_rows, int64_t width, const int64_t* k) {
+    each_row(machine, logits, num_rows, width, [&](Row row, int64_t r, int) { keep_top_k_row(row, k[r]); });
 }
 
-void foreword_keep_top_p(float* logits, int64_t num_rows, int64_t width, const double* p) {
-    std::vector<int64_t> weights(width);
-    for (int64_t r = 0; r < num_rows; r++) keep_top_p_row(row_at(logits, width, r), p[r], weights);
+void foreword_keep_top_p(Machine* machine, float* logits, int64_t num_rows, int64_t width, const double* p) {
+    each_row(machine, logits, num_rows, width, [&](Row row, int64_t r, int thread) {
+        keep_top_p_row(row, p[r], reinterpret_cast<int64_t*>(machine->pool().scratch(thread, width * 8)));
+    });
 }
 
-void foreword_keep_min_p(float* logits, int64_t num_rows, int64_t width, const double* p) {
-    for (int64_t r = 0; r < num_rows; r++) {
-        const Row row = row_at(logits, width, r);
-        const Peak peak = find_peak(row.values, width);
-        if (peak.sound && p[r] > 0) keep_min_p_row(row, peak.value, portable_log(std::max(p[r], DBL_MIN)));
-    }
+void foreword_keep_min_p(Machine* machine, float* logits, int64_t num_rows, int64_t width, const double* p) {
+    each_row(machine, logits, num_rows, width, [&](Row row, int64_t r, int) { min_p_row(row, p[r]); });
 }
 
-void foreword_sample(const float* logits, int64_t num_rows, int64_t width, const int64_t* seeds, const int64_t* positions,
-                     const uint8_t* greedy, int64_t* out) {
-    for (int64_t r = 0; r < num_rows; r++) {
+void foreword_sample(Machine* machine, const float* logits, int64_t num_rows, int64_t width, const int64_t* seeds,
+                     const int64_t* positions, const uint8_t* greedy, int64_t* out) {
+    each_row(machine, logits, num_rows, width, [&](Row row, int64_t r, int) {
         const Key key = {static_cast<uint64_t>(seeds[r]), static_cast<uint32_t>(positions[r])};
-        out[r] = sample_row(row_at(logits, width, r), key, greedy[r] != 0);
-    }
+        out[r] = sample_row(row, key, greedy[r] != 0);
+    });
 }
 
 // Noise of given words, and the bound that sampling skips by: for the tests.

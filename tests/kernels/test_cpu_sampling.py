@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-import shutil
-import subprocess
-import tomllib
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,20 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from foreword.kernels.native import NativeSampling, load_library
+from foreword.kernels.cpu.library import load_library
+from foreword.kernels.cpu.sampling import NativeSampling
 from foreword.kernels.reference_sampling import ReferenceSampling, noise
-from foreword.kernels.registry import describe, select
 from tests.kernels.rows import KINDS, UNSOUND, make_row, rows, same_bits
 
-ROOT = Path(__file__).parents[2]
 REFERENCE = ReferenceSampling()
 WIDTHS = (1, 3, 4, 63, 64, 65, 255, 256, 257, 511, 512, 513, 5000)
-
-
-def compile_flags() -> list[str]:
-    (extension,) = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["ext-modules"]
-    flags: list[str] = extension["extra-compile-args"]
-    return flags
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -42,24 +31,14 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    """Built from the sources as they are, so that a stale build is not what is tested."""
-    if not shutil.which("g++"):
-        pytest.skip("g++ is not installed: there is no native sampler to test")
-    folder = tmp_path_factory.mktemp("native")
-    source = ROOT / "foreword/kernels/csrc/sampler.cpp"
-    subprocess.run(
-        ["g++", "-shared", "-fPIC", *compile_flags(), "-Wall", "-Wextra", "-o", folder / "_native.so", source],
-        check=True,
-    )
-    built, reason = load_library(folder)
-    assert built is not None, reason
-    return built
+def library() -> ctypes.CDLL:
+    built, reason = load_library()
+    return built or pytest.skip(reason)
 
 
-@pytest.fixture(scope="module")
-def native(library: ctypes.CDLL) -> NativeSampling:
-    return NativeSampling(library)
+@pytest.fixture(scope="module", params=[1, 3])
+def native(library: ctypes.CDLL, request: pytest.FixtureRequest) -> NativeSampling:
+    return NativeSampling(library, threads=request.param)
 
 
 def assert_equal(native: NativeSampling, logits: Tensor, k: int, p: float, seed: int, position: int) -> None:
@@ -139,27 +118,3 @@ def test_what_it_does_not_fit_goes_to_torch(native: NativeSampling) -> None:
 def test_bounds_of_another_type_are_our_own_bug(native: NativeSampling) -> None:
     with pytest.raises(AssertionError, match=r"torch.int64 \[2\]"):
         native.keep_top_k(torch.zeros(2, 9), torch.tensor([1, 2, 3]))
-
-
-def test_a_missing_or_broken_library_is_explained(tmp_path: Path) -> None:
-    assert load_library(tmp_path) == (
-        None,
-        "no compiler was found when Foreword was installed; sampling runs in torch, slower",
-    )
-    (tmp_path / "_native.so").write_bytes(b"not a library")
-    library, reason = load_library(tmp_path)
-    assert library is None
-    assert reason.startswith("_native.so cannot be loaded")
-
-
-def test_the_makefile_builds_it_as_the_package_does() -> None:
-    assert " ".join(compile_flags()) in (ROOT / "Makefile").read_text()
-
-
-def test_the_registry_selects_what_it_describes() -> None:
-    available = [backend.name for backend in describe() if backend.available]
-    exact = [name for name in available if not name.startswith("fast-math")]
-    assert select("cpu").name == exact[0]
-    assert select("cpu", fast_math=True).name == next(name for name in available if name.startswith("fast-math"))
-    assert select("cuda").name == "reference"
-    assert all(backend.reason for backend in describe())

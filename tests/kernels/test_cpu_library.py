@@ -1,0 +1,54 @@
+"""How the compiled library is built and found."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from foreword.kernels.cpu.library import ISAS, isas, load_library
+
+ROOT = Path(__file__).parents[2]
+CSRC = ROOT / "foreword/kernels/csrc"
+
+
+def extension() -> dict[str, Any]:
+    (extension,) = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["ext-modules"]
+    assert isinstance(extension, dict)
+    return extension
+
+
+def test_the_package_builds_every_source() -> None:
+    assert sorted(extension()["sources"]) == sorted(str(path.relative_to(ROOT)) for path in CSRC.glob("*.cpp"))
+    headers = sorted(str(path.relative_to(ROOT)) for pattern in ("*.h", "*.inc") for path in CSRC.glob(pattern))
+    assert sorted(extension()["depends"]) == headers
+
+
+def test_the_makefile_builds_it_as_the_package_does() -> None:
+    assert " ".join(extension()["extra-compile-args"]) in (ROOT / "Makefile").read_text()
+
+
+def test_the_library_is_not_older_than_its_sources() -> None:
+    """Or every other test of it would test something else; `make native` builds it again."""
+    library, reason = load_library()
+    if library is None:
+        pytest.skip(reason)
+    assert Path(library._name).stat().st_mtime >= max(path.stat().st_mtime for path in CSRC.iterdir())
+
+
+def test_a_missing_or_broken_library_is_explained(tmp_path: Path) -> None:
+    assert load_library(tmp_path) == (
+        None,
+        "no compiler was found when Foreword was installed; everything runs in torch, much slower",
+    )
+    (tmp_path / "_native.so").write_bytes(b"not a library")
+    library, reason = load_library(tmp_path)
+    assert library is None
+    assert reason.startswith("_native.so cannot be loaded")
+
+
+def test_instruction_sets_stand_in_order() -> None:
+    assert isas() == tuple(isa for isa in ISAS if isa in isas())
+    assert not isas() or isas()[0] == "portable"
