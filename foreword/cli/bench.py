@@ -1,4 +1,4 @@
-"""`foreword bench latency|throughput|serve`: what speculation is worth here, as ratios within one run.
+"""`foreword bench latency|throughput|serve|kernels`: what speculation and the kernels are worth here, as ratios within one run.
 
 Each prints a table and then one JSON line. A single figure of tokens per second says more about the
 machine's mood than about the program, so every figure stands beside its plain twin of the same run.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import importlib
 
+from foreword.cli.bench_shapes import KINDS, PARTS, SHAPES
 from foreword.cli.options import ENGINE_GROUPS, GROUPS, add_config_options
 
 __all__ = ["add_arguments"]
@@ -17,7 +18,11 @@ MODULES = {
     "latency": "foreword.cli.bench_latency",
     "throughput": "foreword.cli.bench_throughput",
     "serve": "foreword.cli.bench_serve",
+    "kernels": "foreword.cli.bench_kernels",
 }
+KINDS_BY_DEFAULT = "bfloat16,int8,int4,q8_0,q4_0,q4_k,q6_k"
+ROWS_BY_DEFAULT = "1,2,4,8,16,64,512"
+ISAS = ("auto", "amx", "avx512", "avx2", "portable", "reference")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,6 +43,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         sub.add_argument("--prompts", metavar="FILE", help='JSON lines {"kind": ..., "prompt": ...} (default: those of the demo)')
         add_config_options(sub, GROUPS if sub is serve else ENGINE_GROUPS, more=("log_level",))
         sub.set_defaults(run=run)
+    kernels = kinds.add_parser("kernels", help="the CPU's operations against its memory bandwidth and product rate")
+    _add_kernels(kernels)
+    kernels.set_defaults(run=run)
+
+
+def _add_kernels(parser: argparse.ArgumentParser) -> None:
+    all_kinds, parts = ", ".join(KINDS), ", ".join(PARTS)
+    parser.add_argument(
+        "--shape", default="qwen2.5-0.5b", metavar="NAME", help=f"{', '.join(SHAPES)}, or one matrix NxK (default: qwen2.5-0.5b)"
+    )
+    parser.add_argument("--kinds", default=KINDS_BY_DEFAULT, metavar="LIST", help=f"of {all_kinds} (default: {KINDS_BY_DEFAULT})")
+    parser.add_argument("--rows", default=ROWS_BY_DEFAULT, metavar="LIST", help=f"of linear layers (default: {ROWS_BY_DEFAULT})")
+    parser.add_argument("--parts", default=",".join(PARTS), metavar="LIST", help=f"of {parts} (default: all)")
+    parser.add_argument("--isa", default="auto", choices=ISAS, help="instruction set (default: the best that runs here)")
+    parser.add_argument("--threads", type=int, metavar="N", help="threads of the kernels, and of torch (default: all cores)")
+    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="how often each is measured (default: 5)")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -1,0 +1,63 @@
+"""What the machine allows, measured beside whatever is held against it: reading memory, and products.
+
+Both by torch, which has no part in Foreword's own kernels.
+"""
+
+from __future__ import annotations
+
+import mmap
+import time
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+__all__ = ["PEAKS", "Memory", "product_rate", "seconds"]
+
+HUGE_PAGES = getattr(mmap, "MADV_HUGEPAGE", None)  # Linux only
+
+
+def seconds(call: Callable[[], object]) -> float:
+    """How long one call takes."""
+    started = time.perf_counter()
+    call()
+    return time.perf_counter() - started
+
+
+class Memory:
+    """A run of memory larger than the caches, over huge pages where the system has them."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self._map = mmap.mmap(-1, num_bytes)
+        if HUGE_PAGES is not None:
+            self._map.madvise(HUGE_PAGES)
+        self._values = torch.frombuffer(self._map, dtype=torch.float64).fill_(1.0)
+
+    def read(self) -> float:
+        """Bytes a second of adding it all up, on torch's threads."""
+        return self._values.nbytes / seconds(self._values.sum)
+
+
+def _bfloat16(size: int) -> Callable[[], Tensor]:
+    left = torch.randn(size, size).bfloat16()
+    return lambda: left @ left
+
+
+def _float32(size: int) -> Callable[[], Tensor]:
+    left = torch.randn(size, size)
+    return lambda: left @ left
+
+
+def _int8(size: int) -> Callable[[], Tensor]:
+    left = torch.randint(-127, 128, (size, size), dtype=torch.int8)
+    return lambda: torch._int_mm(left, left)
+
+
+PEAKS: Mapping[str, Callable[[int], Callable[[], Tensor]]] = {"bfloat16": _bfloat16, "int8": _int8, "float32": _float32}
+
+
+def product_rate(kind: str, size: int, rounds: int) -> float:
+    """Operations a second (a multiply-add is two) of torch's product of square matrices, the best of the rounds."""
+    product = PEAKS[kind](size)
+    product()
+    return 2 * size**3 / min(seconds(product) for _ in range(rounds))

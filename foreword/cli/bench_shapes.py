@@ -1,0 +1,110 @@
+"""Matrices of known models, and kinds of weights. Nothing heavy is imported here."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from foreword.errors import ConfigError
+
+__all__ = ["KINDS", "PARTS", "SHAPES", "Kind", "Shape", "WeightMatrix", "read_shape"]
+
+
+@dataclass(frozen=True, slots=True)
+class WeightMatrix:
+    """A weight [n, k], and how many of it are read in turn, so that none is still in a cache."""
+
+    name: str
+    n: int
+    k: int
+    copies: int
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """The sizes of a model; heads 0: nothing but one matrix is known."""
+
+    name: str
+    matrices: tuple[WeightMatrix, ...]
+    layers: int = 0
+    hidden: int = 0
+    intermediate: int = 0
+    heads: int = 0
+    kv_heads: int = 0
+    head_dim: int = 0
+    vocab: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """How a weight lies in memory.
+
+    values, size  values and bytes of one block
+    peak          the product that bounds it with many rows, as in bench_machine
+    scales        byte offsets of the float16 scales of a GGUF block; () where pack_linear() rounds tensors
+    """
+
+    values: int
+    size: int
+    peak: str
+    scales: tuple[int, ...] = ()
+
+    @property
+    def is_blocks(self) -> bool:
+        return bool(self.scales)
+
+    def num_bytes(self, matrix: WeightMatrix) -> float:
+        return matrix.n * matrix.k * self.size / self.values
+
+    def fits(self, matrix: WeightMatrix) -> bool:
+        return not self.is_blocks or matrix.k % self.values == 0
+
+
+KINDS: Mapping[str, Kind] = {
+    "float32": Kind(1, 4, "float32"),
+    "bfloat16": Kind(1, 2, "bfloat16"),
+    "float16": Kind(1, 2, "float32"),
+    "int8": Kind(1, 1, "int8"),
+    "int4": Kind(32, 18, "int8"),
+    "q8_0": Kind(32, 34, "int8", (0,)),
+    "q5_0": Kind(32, 22, "int8", (0,)),
+    "q4_0": Kind(32, 18, "int8", (0,)),
+    "q4_k": Kind(256, 144, "int8", (0, 2)),
+    "q5_k": Kind(256, 176, "int8", (0, 2)),
+    "q6_k": Kind(256, 210, "int8", (208,)),
+}
+
+
+def _model(name: str, layers: int, hidden: int, intermediate: int, heads: int, kv_heads: int, vocab: int) -> Shape:
+    head_dim = 64
+    matrices = (
+        WeightMatrix("qkv", (heads + 2 * kv_heads) * head_dim, hidden, layers),
+        WeightMatrix("o", hidden, heads * head_dim, layers),
+        WeightMatrix("gate_up", 2 * intermediate, hidden, layers),
+        WeightMatrix("down", hidden, intermediate, layers),
+        WeightMatrix("head", vocab, hidden, 1),
+    )
+    return Shape(name, matrices, layers, hidden, intermediate, heads, kv_heads, head_dim, vocab)
+
+
+SHAPES: Mapping[str, Shape] = {
+    shape.name: shape
+    for shape in (
+        _model("qwen2.5-0.5b", 24, 896, 4864, 14, 2, 151936),
+        _model("llama-3.2-1b", 16, 2048, 8192, 32, 8, 128256),
+    )
+}
+
+PARTS = ("linear", "attention", "rows", "sampler")
+
+
+def read_shape(text: str, working_set: int) -> Shape:
+    """A name of SHAPES, or "NxK": one matrix, as often as fills `working_set` bytes of bfloat16. Raises ConfigError."""
+    if text in SHAPES:
+        return SHAPES[text]
+    n, _, k = text.partition("x")
+    if not (n.isdecimal() and k.isdecimal() and int(n) and int(k)):
+        raise ConfigError(f"--shape must be {', '.join(SHAPES)} or NxK such as 4864x896, got {text!r}")
+    copies = math.ceil(working_set / (2 * int(n) * int(k)))
+    return Shape(text, (WeightMatrix(text, int(n), int(k), copies),))
