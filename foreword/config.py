@@ -14,7 +14,7 @@ from typing import Any
 
 from foreword.errors import ConfigError, InvalidRequest
 
-__all__ = ["Config", "EngineInfo", "Machine", "ModelFacts", "Resolved", "option_fields", "resolve"]
+__all__ = ["Config", "EngineInfo", "Machine", "ModelFacts", "Resolved", "kv_bytes_per_token", "option_fields", "resolve"]
 
 DRAFTERS = ("ngram", "draft", "replay")
 GIB = 1 << 30
@@ -40,6 +40,21 @@ class Config:
         "data type of weights, activations and KV cache",
         group="model",
         choices=("auto", "float32", "bfloat16", "float16"),
+    )
+    quantization: str | None = option(
+        None,
+        "round weights while loading: int8, or int4 (the embedding and the head stay in 8 bits)",
+        group="model",
+        choices=("int8", "int4"),
+    )
+    kv_cache_dtype: str = option(
+        "auto", "data type of the KV cache, if not that of the activations", group="model", choices=("auto", "int8")
+    )
+    cpu_isa: str = option(
+        "auto",
+        "instruction set of the CPU kernels (default: the best here); reference computes in torch",
+        group="model",
+        choices=("auto", "amx", "avx512", "avx2", "portable", "reference"),
     )
     max_model_len: int | None = option(
         None, "context limit in tokens (default: the checkpoint's, as the cache allows)", group="model"
@@ -90,7 +105,7 @@ class Config:
         for item in fields(self):
             _check_type(item.name, getattr(self, item.name), str(item.type))
             choices = item.metadata["choices"]
-            if choices and getattr(self, item.name) not in choices:
+            if choices and getattr(self, item.name) not in (*choices, item.default):
                 raise ConfigError(f"{item.name} must be one of {', '.join(choices)}, got {getattr(self, item.name)!r}", item.name)
         _between("block_size", self.block_size, 1, 256)
         if self.block_size & (self.block_size - 1):
@@ -164,6 +179,9 @@ class ModelFacts:
     dtype               of its weights
     parameters          number of weights (tied ones once)
     kv_values_per_token numbers that one token keeps in the KV cache (all layers, K and V)
+    kv_vectors_per_token  vectors that those numbers make up, one for each head: int8 has a scale for each
+    embedding_parameters  parameters of the embedding and of the head
+    weight_bytes        of weights that keep the form they have in the file; None: as the data type says
     """
 
     architecture: str
@@ -172,14 +190,29 @@ class ModelFacts:
     parameters: int
     vocab_size: int
     kv_values_per_token: int
+    kv_vectors_per_token: int = 0
+    embedding_parameters: int = 0
+    weight_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """Every choice made. `num_blocks` counts usable blocks of the cache, for target and drafter alike."""
+    """Every choice made.
+
+    dtype           of activations
+    weight_dtype    of weights that are not quantized
+    quantization    what weights are rounded to while loading, "int8" or "int4", or None
+    kv_cache_dtype  of the KV cache
+    cpu_isa         instruction set of the CPU kernels: "auto" or a forced one
+    num_blocks      usable blocks of the cache, for target and drafter alike
+    """
 
     device: str
     dtype: str
+    weight_dtype: str
+    quantization: str | None
+    kv_cache_dtype: str
+    cpu_isa: str
     threads: int
     max_model_len: int
     max_num_seqs: int
@@ -228,7 +261,10 @@ class EngineInfo:
     warnings: tuple[str, ...] = ()
 
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+# A value's bytes by data type; int4 has a scale of 16 bits for each 32 values, and int8 one of 32 bits for each row or
+# vector, which is counted apart where there are many.
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "int4": 18 / 32}
+SCALE_BYTES = 4
 
 
 def resolve(config: Config, machine: Machine, model: ModelFacts, drafter: ModelFacts | None = None) -> Resolved:
@@ -237,17 +273,21 @@ def resolve(config: Config, machine: Machine, model: ModelFacts, drafter: ModelF
     Raises ConfigError, with the estimate, where the model does not fit.
     """
     gpu = machine.device == "cuda"
-    dtype = _dtype(config, machine, model)
-    weights = (model.parameters + (drafter.parameters if drafter else 0)) * DTYPE_BYTES[dtype]
+    dtype, weight_dtype = _dtypes(config, machine, model)
+    kv_dtype = dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
+    models = [model] if drafter is None else [model, drafter]
+    weights = sum(_weight_bytes(facts, weight_dtype, config.quantization) for facts in models)
     max_num_seqs, max_num_batched_tokens = _rows(config, gpu)
-    per_block = (
-        config.block_size * DTYPE_BYTES[dtype] * (model.kv_values_per_token + (drafter.kv_values_per_token if drafter else 0))
-    )
+    per_block = config.block_size * sum(kv_bytes_per_token(facts, kv_dtype) for facts in models)
     wanted = config.max_model_len or model.context
     num_blocks = _num_blocks(config, machine, weights, per_block, max_num_seqs * _blocks(wanted, config.block_size))
     return Resolved(
         device=machine.device,
         dtype=dtype,
+        weight_dtype=weight_dtype,
+        quantization=config.quantization,
+        kv_cache_dtype=kv_dtype,
+        cpu_isa=config.cpu_isa,
         threads=config.threads or (machine.cores if weights >= WORTH_THREADS else 1),
         max_model_len=_max_model_len(config, model, num_blocks),
         max_num_seqs=max_num_seqs,
@@ -266,6 +306,12 @@ def resolve(config: Config, machine: Machine, model: ModelFacts, drafter: ModelF
     )
 
 
+def kv_bytes_per_token(facts: ModelFacts, kv_dtype: str) -> int:
+    """Of one token in the KV cache, scales included."""
+    scales = facts.kv_vectors_per_token * SCALE_BYTES if kv_dtype == "int8" else 0
+    return int(facts.kv_values_per_token * DTYPE_BYTES[kv_dtype]) + scales
+
+
 def option_fields() -> tuple[Any, ...]:
     """The dataclass fields of Config, in order, for whoever derives flags or docs from them."""
     return fields(Config)
@@ -279,12 +325,24 @@ def _rows(config: Config, gpu: bool) -> tuple[int, int]:
     return num_seqs, num_tokens or max(8192 if gpu else 512, num_seqs)
 
 
-def _dtype(config: Config, machine: Machine, model: ModelFacts) -> str:
-    if config.dtype != "auto":
-        return config.dtype
-    if machine.device == "cpu" and (model.dtype == "float16" or not machine.bfloat16):
-        return "float32"
-    return "float16" if model.dtype == "bfloat16" and not machine.bfloat16 else model.dtype
+def _dtypes(config: Config, machine: Machine, model: ModelFacts) -> tuple[str, str]:
+    """Of activations and of weights. A CPU computes with float16 weights in float32: exactly, and from half the bytes."""
+    dtype = model.dtype if config.dtype == "auto" else config.dtype
+    if machine.device == "cpu" and dtype == "float16":
+        return "float32", "float16"
+    if config.dtype == "auto" and dtype == "bfloat16" and not machine.bfloat16:
+        dtype = "float32" if machine.device == "cpu" else "float16"
+    return dtype, dtype
+
+
+def _weight_bytes(facts: ModelFacts, weight_dtype: str, quantization: str | None) -> int:
+    """The embedding and the head are never rounded to less than 8 bits."""
+    if facts.weight_bytes is not None:
+        return facts.weight_bytes
+    linear = quantization or weight_dtype
+    embedding = "int8" if quantization else weight_dtype
+    layers = facts.parameters - facts.embedding_parameters
+    return int(layers * DTYPE_BYTES[linear] + facts.embedding_parameters * DTYPE_BYTES[embedding])
 
 
 def _num_blocks(config: Config, machine: Machine, weights: int, per_block: int, useful: int) -> int:

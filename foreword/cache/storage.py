@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+
+from foreword.core.kv import KVLayer
 
 __all__ = ["KVStorage"]
 
@@ -15,7 +16,7 @@ class KVStorage:
 
     num_blocks  usable blocks; their ids are 1..num_blocks
     layers      (heads, head dimension) of each layer
-    dtype       "float32", "bfloat16" or "float16"
+    dtype       "float32", "bfloat16", "float16" or "int8"
     """
 
     def __init__(
@@ -26,16 +27,21 @@ class KVStorage:
         self.block_size = block_size
         self.device = device
         slots = (num_blocks + 1) * block_size
-        kind: torch.dtype = getattr(torch, dtype)
-        self._layers = tuple(
-            (torch.zeros(slots, *shape, dtype=kind, device=device), torch.zeros(slots, *shape, dtype=kind, device=device))
-            for shape in layers
-        )
+        self._layers = tuple(_layer((slots, *shape), getattr(torch, dtype), device) for shape in layers)
 
-    def layer(self, index: int) -> tuple[Tensor, Tensor]:
-        """K and V of one layer, each [S, Hk, D]."""
+    def layer(self, index: int) -> KVLayer:
+        """K and V of one layer."""
         return self._layers[index]
 
     @property
     def nbytes(self) -> int:
-        return sum(k.nbytes + v.nbytes for k, v in self._layers)
+        tensors = [tensor for layer in self._layers for tensor in (layer.k, layer.v, layer.k_scale, layer.v_scale)]
+        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+
+
+def _layer(shape: tuple[int, int, int], dtype: torch.dtype, device: str) -> KVLayer:
+    """shape (S, Hk, D)"""
+    k, v = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
+    if dtype != torch.int8:
+        return KVLayer(k, v)
+    return KVLayer(k, v, *(torch.zeros(shape[:2], dtype=torch.float32, device=device) for _ in range(2)))

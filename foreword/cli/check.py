@@ -14,7 +14,7 @@ from rich.console import Console
 
 from foreword.cli.options import ENGINE_GROUPS, add_config_options, read_config
 from foreword.cli.terminal import bytes_text, count_text
-from foreword.config import DTYPE_BYTES, Config, ModelFacts, Resolved, resolve
+from foreword.config import Config, ModelFacts, Resolved, kv_bytes_per_token, resolve
 from foreword.engine.load import FIT_DRAFTER
 from foreword.errors import ForewordError
 from foreword.hardware import machine, probe
@@ -110,7 +110,9 @@ def _fit(config: Config, target: ModelFacts, drafter: ModelFacts | None) -> Iter
         yield Finding(False, f"memory: {error}")
         return
     yield Finding(
-        True, f"memory: weights {bytes_text(chosen.weight_bytes)} in {chosen.dtype}, {bytes_text(hardware.free_bytes)} free"
+        True,
+        f"memory: weights {bytes_text(chosen.weight_bytes)} in {chosen.quantization or chosen.weight_dtype}, "
+        f"{bytes_text(hardware.free_bytes)} free",
     )
     yield _cache(chosen, target, drafter)
     whole = chosen.max_model_len >= target.context
@@ -118,7 +120,9 @@ def _fit(config: Config, target: ModelFacts, drafter: ModelFacts | None) -> Iter
 
 
 def _cache(chosen: Resolved, target: ModelFacts, drafter: ModelFacts | None) -> Finding:
-    values = target.kv_values_per_token + (drafter.kv_values_per_token if drafter else 0)
-    per_token = bytes_text(values * DTYPE_BYTES[chosen.dtype])
+    models = [target] if drafter is None else [target, drafter]
+    per_token = bytes_text(sum(kv_bytes_per_token(facts, chosen.kv_cache_dtype) for facts in models))
     tokens = chosen.num_blocks * chosen.block_size
-    return Finding(True, f"KV cache: {per_token} a token, {bytes_text(chosen.kv_bytes)} for {tokens} tokens")
+    return Finding(
+        True, f"KV cache: {per_token} a token in {chosen.kv_cache_dtype}, {bytes_text(chosen.kv_bytes)} for {tokens} tokens"
+    )

@@ -70,6 +70,7 @@ class ModelDrafter:
     ) -> None:
         self._model = model
         self._kv = kv
+        self._logits = model.compiled(kv)
         self._sampler = sampler
         self._pool = pool
         self._block_size = block_size
@@ -148,8 +149,7 @@ class ModelDrafter:
     def _forward(self, chunks: list[Chunk]) -> Tensor:
         batch = build_batch(chunks, self._block_size, self._model.ops.row_tile, self._kv.device)
         with torch.inference_mode():
-            hidden = self._model.forward(batch, self._kv)
-            return self._model.logits(hidden[batch.sample_rows])
+            return self._logits(batch)
 
     def _reserve(self, track: _Track, num_tokens: int, keep: set[str] | None) -> bool:
         """Hold blocks for `num_tokens`, taking them from requests that do not draft now; `keep` None takes from nobody."""

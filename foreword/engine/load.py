@@ -13,7 +13,7 @@ import torch
 from foreword.cache.blocks import BlockPool
 from foreword.cache.storage import KVStorage
 from foreword.config import Config, EngineInfo, ModelFacts, Resolved, resolve
-from foreword.core.batch import Chunk, build_batch
+from foreword.core.batch import SCRATCH_BLOCK, Chunk, build_batch
 from foreword.drafting.base import Drafter
 from foreword.drafting.drafting import Drafting
 from foreword.drafting.model import ModelDrafter
@@ -30,7 +30,7 @@ from foreword.errors import ConfigError
 from foreword.hardware import machine, probe
 from foreword.kernels.ops import Ops
 from foreword.kernels.registry import select
-from foreword.models.base import Model
+from foreword.models.base import Model, Precision
 from foreword.models.loader import load_model, read_facts
 from foreword.sampling.sampler import Sampler
 
@@ -62,7 +62,7 @@ class _Loader:
         self.resolved = resolved
         self.unused_ids = unused_ids
         self.progress = progress
-        self.ops = select(resolved.device, resolved.fast_math)
+        self.ops = select(resolved.device, resolved.fast_math, resolved.threads, resolved.cpu_isa)
         self.seconds: dict[str, float] = {}
 
     def engine(self, target: ModelFacts, drafter: ModelFacts | None) -> Engine:
@@ -79,7 +79,7 @@ class _Loader:
         drafting = Drafting(drafters, model.vocab_size, FixedLength(resolved.num_speculative_tokens))
         runner = Runner(model, kv, sampler, drafting, stages)
         started = time.perf_counter()
-        _warm_up(model, kv, self.ops, resolved)
+        runner.warm_up(build_batch([Chunk([0], 0, [SCRATCH_BLOCK], 1)], resolved.block_size, self.ops.row_tile, resolved.device))
         self.seconds["warmup"] = time.perf_counter() - started
         return Engine(
             self.info(target, drafter),
@@ -103,11 +103,12 @@ class _Loader:
 
     def model(self, path: str, max_model_len: int) -> Model:
         resolved = self.resolved
-        return load_model(Path(path), self.ops, resolved.dtype, resolved.device, max_model_len, self.progress)
+        precision = Precision.of(resolved.dtype, resolved.weight_dtype, resolved.quantization)
+        return load_model(Path(path), self.ops, precision, resolved.device, max_model_len, self.progress)
 
     def storage(self, model: Model) -> KVStorage:
         resolved = self.resolved
-        return KVStorage(resolved.num_blocks, resolved.block_size, model.kv_layers, resolved.dtype, resolved.device)
+        return KVStorage(resolved.num_blocks, resolved.block_size, model.kv_layers, resolved.kv_cache_dtype, resolved.device)
 
     def drafter(self, name: str, vocab_size: int) -> Drafter:
         """The one place that knows every drafter's constructor."""
@@ -156,14 +157,6 @@ class _Loader:
         )
 
 
-def _warm_up(model: Model, kv: KVStorage, ops: Ops, resolved: Resolved) -> None:
-    """One pass over the scratch block: allocators and kernels are ready before the first request."""
-    chunk = Chunk([0], 0, [0], 1)
-    batch = build_batch([chunk], resolved.block_size, ops.row_tile, resolved.device)
-    with torch.inference_mode():
-        model.logits(model.forward(batch, kv)[batch.sample_rows])
-
-
 def _warnings(resolved: Resolved, target: ModelFacts, drafter: ModelFacts | None) -> tuple[str, ...]:
     warnings = []
     if drafter is not None:
@@ -181,16 +174,19 @@ def _warnings(resolved: Resolved, target: ModelFacts, drafter: ModelFacts | None
 def _fingerprint(config: Config, resolved: Resolved, ops: Ops) -> str:
     """Equal fingerprints promise equal answers: weights, kernels, types, RoPE and thread layout in one name."""
     assert config.model is not None
-    weights = [_ends(path) for path in sorted(Path(config.model).glob("*.safetensors"))]
+    path = Path(config.model)
+    files = [path] if path.is_file() else [path / "config.json", *sorted(path.glob("*.safetensors"))]
     facts = (
-        weights,
-        (Path(config.model) / "config.json").read_text(),
+        [_ends(file) for file in files],
         ops.name,
         torch.__version__,
         torch.get_num_threads(),
         torch.backends.cpu.get_cpu_capability(),
         torch.cuda.get_device_name() if resolved.device == "cuda" else resolved.device,
         resolved.dtype,
+        resolved.weight_dtype,
+        resolved.quantization,
+        resolved.kv_cache_dtype,
         resolved.max_model_len,
     )
     return "fw_" + hashlib.blake2b(json.dumps(facts).encode(), digest_size=8).hexdigest()

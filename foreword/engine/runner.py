@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from foreword.cache.storage import KVStorage
+from foreword.core.batch import Batch
 from foreword.core.draft import Outcome, Verdict
 from foreword.core.events import TokenLogprob
 from foreword.drafting.base import Ask
@@ -28,18 +29,21 @@ class Runner:
     """The model with its KV, its sampler and its drafters."""
 
     def __init__(self, model: Model, kv: KVStorage, sampler: Sampler, drafting: Drafting, stages: Stages) -> None:
-        self.model = model
-        self.kv = kv
         self.sampler = sampler
         self.drafting = drafting
         self.stages = stages
+        self._logits = model.compiled(kv)
+
+    def warm_up(self, batch: Batch) -> None:
+        """One pass: allocators and kernels are ready before the first request."""
+        with torch.inference_mode():
+            self._logits(batch)
 
     def run(self, batch: StepBatch) -> Verdict:
         """Verify what was planned and draft what comes next."""
         with torch.inference_mode():
             with self.stages("forward"):
-                hidden = self.model.forward(batch.forward, self.kv)
-                logits = self.model.logits(hidden[batch.forward.sample_rows])
+                logits = self._logits(batch.forward)
             with self.stages("sample"):
                 scored = self._score_prompts(batch, logits)
                 sampled = self.sampler(_lines(logits, batch.lines), batch.rows)

@@ -7,14 +7,17 @@ the bits of a row depend on nothing but the row.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from foreword.core.batch import Batch
+from foreword.core.kv import KVLayer
+from foreword.kernels.ops import Blocks, Matrix
+from foreword.kernels.quantization import dequantize, rounded
 from foreword.kernels.reference_attention import Plan, attend, plan_attention
 from foreword.kernels.reference_sampling import ReferenceSampling
 
@@ -38,15 +41,24 @@ def reference_threads(cores: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Packed:
-    """weight [N, K] (float32: [K, N], which torch multiplies sooner), bias [N] or None
+class Layout:
+    """A weight for activations of one type: matrix [N, K], bias [N] or None.
 
     by_row  this machine's product rounds by a row's place in the tile: each row is computed alone
     """
 
-    weight: Tensor
+    matrix: Tensor
     bias: Tensor | None
     by_row: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """values [N, K] that the weight stands for, bias [N] or None, and what was made of them so far."""
+
+    values: Tensor
+    bias: Tensor | None
+    layouts: dict[torch.dtype, Layout] = field(default_factory=dict)
 
 
 class Reference(ReferenceSampling):
@@ -57,29 +69,59 @@ class Reference(ReferenceSampling):
     def __init__(self, row_tile: int = 16) -> None:
         self.row_tile = row_tile
 
-    def threads(self, cores: int) -> int:
+    def threads(self, wanted: int) -> int:
         """Torch threads to use on so many cores."""
-        return reference_threads(cores)
+        return reference_threads(wanted)
 
-    def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> Packed:
+    def compile(self, forward: Callable[[Batch], Tensor]) -> Callable[[Batch], Tensor]:
+        """Torch computes it as it stands."""
+        return forward
+
+    def pack_linear(self, parts: Sequence[Matrix], kind: str, bias: Tensor | None = None) -> Packed:
         """See Packed."""
-        packed = Packed(weight.t().contiguous() if weight.dtype == torch.float32 else weight, bias)
-        return replace(packed, by_row=self._place_matters(packed, weight[0]))
+        return Packed(torch.cat([_values(part, kind) for part in parts]), bias)
 
-    def linear(self, x: Tensor, weight: Packed) -> Tensor:
-        """x [T, K] -> [T, N]"""
-        matrix = weight.weight.t() if x.dtype == torch.float32 else weight.weight
-        if weight.by_row:
-            return torch.cat([F.linear(row, matrix, weight.bias) for row in torch.split(x.contiguous(), 1)])
-        return self._tiled(lambda rows: F.linear(rows, matrix, weight.bias), x)
+    def linear(self, x: Tensor, weight: Packed, dtype: torch.dtype | None = None) -> Tensor:
+        """x [T, K] -> [T, N] of `dtype`"""
+        layout = self._layout(weight, x.dtype)
+        product = self._product(x, layout)
+        return product if dtype is None else product.to(dtype)
 
-    def _place_matters(self, packed: Packed, like: Tensor) -> bool:
+    def embedding(self, ids: Tensor, weight: Packed, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
+        """ids [T], weight [V, H] -> [T, H], scaled in float32"""
+        rows = weight.values.index_select(0, ids)
+        return (rows if scale == 1.0 else rows.to(torch.float32) * scale).to(dtype)
+
+    def add(self, a: Tensor, b: Tensor) -> Tensor:
+        """a + b"""
+        return a + b
+
+    def take_rows(self, x: Tensor, rows: Tensor) -> Tensor:
+        """x [T, H], rows [R] -> [R, H]"""
+        return x.index_select(0, rows)
+
+    def _layout(self, weight: Packed, dtype: torch.dtype) -> Layout:
+        """The weight for activations of this type, made when they first come."""
+        layout = weight.layouts.get(dtype)
+        if layout is None:
+            bias = None if weight.bias is None else weight.bias.to(dtype)
+            layout = Layout(weight.values.to(dtype), bias)
+            layout = weight.layouts[dtype] = replace(layout, by_row=self._place_matters(layout))
+        return layout
+
+    def _product(self, x: Tensor, layout: Layout) -> Tensor:
+        if layout.by_row:
+            return torch.cat([F.linear(row, layout.matrix, layout.bias) for row in torch.split(x.contiguous(), 1)])
+        return self._tiled(lambda rows: F.linear(rows, layout.matrix, layout.bias), x)
+
+    def _place_matters(self, layout: Layout) -> bool:
         """Whether one row, put at every place of a tile, comes out with different bits (some BLAS round their
         first and last rows differently)."""
+        like = layout.matrix[0]
         ramp = torch.arange(like.numel(), dtype=torch.float32, device=like.device)
         for step in (0.7, 1.9, 3.1):
             row = torch.sin(ramp * step).to(like.dtype)
-            tile = self.linear(row.expand(self.row_tile, -1).contiguous(), packed)
+            tile = self._product(row.expand(self.row_tile, -1).contiguous(), layout)
             if not torch.equal(tile, tile[:1].expand_as(tile)):
                 return True
         return False
@@ -95,12 +137,12 @@ class Reference(ReferenceSampling):
 
         return self._tiled(norm, x)
 
-    def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """x [T, heads, D], cos and sin [T, D_rot] -> [T, heads, D]. Products and sums of single values: exact for any T."""
-        rotary = cos.shape[-1]
-        wide = x[..., :rotary].to(torch.float32)
-        left, right = wide.chunk(2, -1)
-        turned = torch.cat((-right, left), -1).mul_(sin[:, None]).add_(wide * cos[:, None]).to(x.dtype)
+    def rope(self, x: Tensor, table: Tensor, positions: Tensor) -> Tensor:
+        """x [T, heads, D], table [positions, D_rot] -> [T, heads, D]. Products and sums of single values: exact for any T."""
+        rotary = table.shape[1]
+        cos, sin = table.index_select(0, positions)[:, None].chunk(2, -1)
+        left, right = x[..., :rotary].to(torch.float32).chunk(2, -1)
+        turned = torch.cat((left * cos - right * sin, right * cos + left * sin), -1).to(x.dtype)
         return turned if rotary == x.shape[-1] else torch.cat((turned, x[..., rotary:]), -1)
 
     def gated(self, gate_up: Tensor, activation: str) -> Tensor:
@@ -111,14 +153,15 @@ class Reference(ReferenceSampling):
         pieces = [act(piece) for piece in torch.split(gate, _rows_a_call(gate.shape[1], self.row_tile))]
         return (pieces[0] if len(pieces) == 1 else torch.cat(pieces)).mul_(up).to(gate_up.dtype)
 
-    def embedding(self, ids: Tensor, weight: Tensor) -> Tensor:
-        """ids [T], weight [V, H] -> [T, H]"""
-        return weight.index_select(0, ids)
-
-    def write_kv(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
-        """k, v [T, Hk, D] into the caches [S, Hk, D]"""
-        k_cache.index_copy_(0, slots, k)
-        v_cache.index_copy_(0, slots, v)
+    def write_kv(self, k: Tensor, v: Tensor, cache: KVLayer, slots: Tensor) -> None:
+        """k, v [T, Hk, D] into the cache"""
+        for vectors, values, scales in ((k, cache.k, cache.k_scale), (v, cache.v, cache.v_scale)):
+            if scales is None:
+                values.index_copy_(0, slots, vectors)
+            else:
+                rounded, scale = _round_to_int8(vectors)
+                values.index_copy_(0, slots, rounded)
+                scales.index_copy_(0, slots, scale)
 
     def plan_attention(self, batch: Batch, window: int | None = None) -> Plan:
         """See reference_attention."""
@@ -127,8 +170,7 @@ class Reference(ReferenceSampling):
     def attention(
         self,
         q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
+        cache: KVLayer,
         batch: Batch,
         scale: float,
         window: int | None = None,
@@ -136,7 +178,7 @@ class Reference(ReferenceSampling):
         plan: Plan | None = None,
     ) -> Tensor:
         """q [T, Hq, D] -> [T, Hq, D]; see reference_attention"""
-        return attend(q, k_cache, v_cache, plan or plan_attention(batch, window), scale, softcap)
+        return attend(q, cache, plan or plan_attention(batch, window), scale, softcap)
 
     def softcap(self, x: Tensor, cap: float) -> Tensor:
         """cap * tanh(x / cap)"""
@@ -159,3 +201,19 @@ def _rows_a_call(width: int, most: int) -> int:
     if width % VECTOR:
         return 1
     return max(min(most, GRAIN // width), 1)
+
+
+def _values(part: Matrix, kind: str) -> Tensor:
+    """What a part stands for once it is of this kind."""
+    if isinstance(part, Blocks):
+        return dequantize(part)
+    return rounded(part, kind) if kind in ("int8", "int4") else part.to(getattr(torch, kind))
+
+
+def _round_to_int8(vectors: Tensor) -> tuple[Tensor, Tensor]:
+    """[T, Hk, D] -> int8 [T, Hk, D], and a scale for each vector [T, Hk]: not finite where the vector is not."""
+    wide = vectors.to(torch.float32)
+    scale = wide.abs().amax(-1, keepdim=True) / 127.0
+    usable = (scale > 0) & scale.isfinite()
+    values = torch.where(usable, wide / scale, 0.0).round_().clamp_(-127, 127)
+    return values.to(torch.int8), scale.squeeze(-1)

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from foreword.core.batch import SCRATCH_BLOCK, Batch
+from foreword.core.kv import KVLayer
 
 __all__ = ["Plan", "attend", "plan_attention"]
 
@@ -181,7 +182,7 @@ def _has_blind_row(tile: QueryTile, kv_tile: int, window: int | None) -> bool:
     return ahead or (window is not None and (kv_tile + 1) * WIDTH - 1 <= tile.end - 1 - window)
 
 
-def attend(q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: Plan, scale: float, softcap: float | None) -> Tensor:
+def attend(q: Tensor, cache: KVLayer, plan: Plan, scale: float, softcap: float | None) -> Tensor:
     """q [T, Hq, D] -> [T, Hq, D]; zeros where the plan has no row.
 
     What a row must not see is masked by adding -inf to its score, and then weighs 0: exact, and it says nothing
@@ -190,10 +191,10 @@ def attend(q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: Plan, scale: float
     """
     out = q.new_zeros(q.shape)
     for group in plan.groups:
-        queries = _lay_out(q, k_cache.shape[1], group) * (scale if softcap is not None else scale * LOG2_E)
-        result = _attend_group(queries, k_cache, v_cache, plan.block_size, group, softcap, select=False)
+        queries = _lay_out(q, cache.k.shape[1], group) * (scale if softcap is not None else scale * LOG2_E)
+        result = _attend_group(queries, cache, plan.block_size, group, softcap, select=False)
         if not math.isfinite(result.sum().item()):
-            result = _attend_group(queries, k_cache, v_cache, plan.block_size, group, softcap, select=True)
+            result = _attend_group(queries, cache, plan.block_size, group, softcap, select=True)
         tiles = result.permute(0, 2, 1, 3, 4).reshape(-1, *q.shape[1:])
         out.index_copy_(0, group.rows, tiles.index_select(0, group.places).to(q.dtype))
     return out
@@ -206,13 +207,12 @@ def _lay_out(q: Tensor, kv_heads: int, group: Group) -> Tensor:
     return tiles.permute(0, 2, 1, 3, 4).contiguous().to(torch.float32)
 
 
-def _attend_group(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_size: int, group: Group, softcap: float | None, select: bool
-) -> Tensor:
+def _attend_group(q: Tensor, cache: KVLayer, block_size: int, group: Group, softcap: float | None, select: bool) -> Tensor:
     """float32 [n, Hk, ROWS, G, D] -> the same"""
     state: Partial | None = None
     for step in group.steps:
-        keys, values = _gather(k_cache, block_size, step), _gather(v_cache, block_size, step)
+        keys = _gather(cache.k, cache.k_scale, block_size, step)
+        values = _gather(cache.v, cache.v_scale, block_size, step)
         part = _tile(q[: step.count], keys, values, step, softcap, select)
         if state is None:
             state = part
@@ -235,11 +235,16 @@ def _tile(q: Tensor, keys: Tensor, values: Tensor, step: Step, softcap: float | 
     return Partial(top, weights.sum(-1, keepdim=True), weigh(weights, values.permute(0, 2, 1, 3), step))
 
 
-def _gather(cache: Tensor, block_size: int, step: Step) -> Tensor:
-    """[S, Hk, D] -> float32 [different KV tiles, WIDTH, Hk, D]"""
-    heads, dim = cache.shape[1:]
-    blocks = cache.view(-1, block_size, heads, dim).index_select(0, step.blocks)
-    return blocks.view(-1, WIDTH, heads, dim).to(torch.float32)
+def _gather(cache: Tensor, scales: Tensor | None, block_size: int, step: Step) -> Tensor:
+    """[S, Hk, D], perhaps with scales [S, Hk] -> float32 [different KV tiles, WIDTH, Hk, D]"""
+    values = _tiles(cache, block_size, step).to(torch.float32)
+    return values if scales is None else values.mul_(_tiles(scales, block_size, step)[..., None])
+
+
+def _tiles(cache: Tensor, block_size: int, step: Step) -> Tensor:
+    """[S, ...] -> [different KV tiles, WIDTH, ...]"""
+    blocks = cache.view(-1, block_size, *cache.shape[1:]).index_select(0, step.blocks)
+    return blocks.view(-1, WIDTH, *cache.shape[1:])
 
 
 def _products(rows: Tensor, columns: Tensor, sources: tuple[int, ...]) -> Tensor:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from foreword.core.batch import Batch
+from foreword.core.kv import KVLayer
 from foreword.kernels.ops import AttentionPlan, Ops
 from foreword.layers.linear import Linear
 from foreword.layers.norm import RMSNorm
@@ -29,11 +29,10 @@ class AttentionConfig:
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """What all layers of one kind share in one forward pass: cos and sin are float32 [T, D_rot]."""
+    """What all layers of one kind share in one forward pass: `table` as in Ops.rope."""
 
     batch: Batch
-    cos: Tensor
-    sin: Tensor
+    table: Tensor
     plan: AttentionPlan
 
 
@@ -56,21 +55,17 @@ class Attention:
         self._q_norm = q_norm
         self._k_norm = k_norm
 
-    def __call__(self, x: Tensor, shared: Pass, cache: tuple[Tensor, Tensor]) -> Tensor:
+    def __call__(self, x: Tensor, shared: Pass, cache: KVLayer) -> Tensor:
         """x [T, H] -> [T, H]. K and V go to the cache first: rows of one step see each other only there."""
-        config = self._config
+        config, batch = self._config, shared.batch
         heads, all_heads = config.heads, config.heads + config.kv_heads
         qkv = self._qkv(x).view(x.shape[0], all_heads + config.kv_heads, config.head_dim)
-        turned = self._ops.rope(self._normed(qkv[:, :all_heads]), shared.cos, shared.sin)
-        self._ops.write_kv(turned[:, heads:], qkv[:, all_heads:], *cache, shared.batch.slots)
-        seen = self._ops.attention(
-            turned[:, :heads], *cache, shared.batch, config.scale, config.window, config.softcap, shared.plan
-        )
-        return self._out(seen.reshape(x.shape[0], -1))
+        q = self._turned(qkv[:, :heads], self._q_norm, shared)
+        k = self._turned(qkv[:, heads:all_heads], self._k_norm, shared)
+        self._ops.write_kv(k, qkv[:, all_heads:], cache, batch.slots)
+        seen = self._ops.attention(q, cache, batch, config.scale, config.window, config.softcap, shared.plan)
+        return self._out(seen.flatten(1))
 
-    def _normed(self, qk: Tensor) -> Tensor:
-        """[T, Hq + Hk, D] -> the same"""
-        if self._q_norm is None or self._k_norm is None:
-            return qk
-        heads = self._config.heads
-        return torch.cat((self._q_norm(qk[:, :heads]), self._k_norm(qk[:, heads:])), 1)
+    def _turned(self, x: Tensor, norm: RMSNorm | None, shared: Pass) -> Tensor:
+        """[T, heads, D] -> the same, normed if there is a norm, and rotated"""
+        return self._ops.rope(x if norm is None else norm(x), shared.table, shared.batch.positions)

@@ -4,27 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor
 
-from foreword.kernels.ops import Ops
+from foreword.kernels.ops import Ops, PackedLinear
 from foreword.layers.weights import Weights
 
 __all__ = ["Linear", "load_linear"]
 
 
 class Linear:
-    """y = x W^T + b; weight [N, K], bias [N]."""
+    """y = x W^T + b, of x's data type unless another is named."""
 
-    def __init__(self, ops: Ops, weight: Tensor, bias: Tensor | None = None) -> None:
+    def __init__(self, ops: Ops, weight: PackedLinear, dtype: torch.dtype | None = None) -> None:
         self._ops = ops
-        self._packed = ops.pack_linear(weight, bias)
+        self._weight = weight
+        self._dtype = dtype
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, K] -> [T, N]"""
-        return self._ops.linear(x, self._packed)
+        return self._ops.linear(x, self._weight, self._dtype)
 
 
-def load_linear(ops: Ops, weights: Weights, inputs: int, outputs: Mapping[str, int], bias: bool = False) -> Linear:
-    """The layers of these names and numbers of outputs as one, in this order."""
-    weight = weights.take_rows({f"{name}.weight": size for name, size in outputs.items()}, inputs)
-    return Linear(ops, weight, weights.take_rows({f"{name}.bias": size for name, size in outputs.items()}) if bias else None)
+def load_linear(
+    ops: Ops, weights: Weights, kind: str, inputs: int, outputs: Mapping[str, int], bias: bool = False
+) -> PackedLinear:
+    """The layers of these names and numbers of outputs as one, in this order; kind as in Ops.pack_linear."""
+    biases = torch.cat([weights.take(f"{name}.bias", size) for name, size in outputs.items()]) if bias else None
+    with weights.matrices({f"{name}.weight": size for name, size in outputs.items()}, inputs) as parts:
+        return ops.pack_linear(parts, kind, biases)

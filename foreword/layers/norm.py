@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from foreword.kernels.ops import Ops
@@ -11,11 +10,14 @@ __all__ = ["RMSNorm"]
 
 
 class RMSNorm:
-    """x / sqrt(mean(x^2) + eps) * (weight + offset) over the last dimension. Gemma's weights have offset 1."""
+    """x / sqrt(mean(x^2) + eps) * (weight + offset) over the last dimension. Gemma's weights have offset 1.
+
+    weight  float32 [H]
+    """
 
     def __init__(self, ops: Ops, weight: Tensor, eps: float, offset: float = 0.0) -> None:
         self._ops = ops
-        self._weight = weight.to(torch.float32) + offset
+        self._weight = weight + offset
         self._eps = eps
 
     def __call__(self, x: Tensor) -> Tensor:

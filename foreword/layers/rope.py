@@ -42,17 +42,15 @@ class RopeConfig:
 
 
 class Rope:
-    """Cosine and sine for every position below `max_len`."""
+    """Cosines and sines of every position below `max_len`.
+
+    table  float32 [max_len, D_rot]: cosines of D_rot / 2 angles, then their sines
+    """
 
     def __init__(self, config: RopeConfig, max_len: int, device: str) -> None:
         inverse, scale = frequencies(config, max_len)
         angles = torch.arange(max_len, dtype=torch.float32)[:, None] * inverse
-        self._table = torch.cat((angles.cos() * scale, angles.sin() * scale), -1).to(device)
-
-    def rows(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """int64 [T] -> cos and sin, float32 [T, D_rot] each; both halves of a row are alike."""
-        cos, sin = self._table.index_select(0, positions).chunk(2, -1)
-        return torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)
+        self.table = torch.cat((angles.cos() * scale, angles.sin() * scale), -1).to(device)
 
 
 def frequencies(config: RopeConfig, max_len: int) -> tuple[Tensor, float]:

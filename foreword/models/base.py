@@ -2,22 +2,47 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from foreword.config import ModelFacts
 from foreword.core.batch import Batch
+from foreword.core.kv import KVLayer
 from foreword.kernels.ops import Ops
 
-__all__ = ["KV", "Model"]
+__all__ = ["KV", "Model", "Precision"]
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """How a model is held and computed; kinds of weights are those of Ops.pack_linear.
+
+    dtype      of activations
+    linear     kind of the linear layers
+    embedding  kind of the embedding and the head
+    """
+
+    dtype: torch.dtype
+    linear: str
+    embedding: str
+
+    @classmethod
+    def of(cls, dtype: str, weight_dtype: str | None = None, quantization: str | None = None) -> Precision:
+        """weight_dtype is that of activations if None. Quantized to 4 bits, the embedding and the head have 8: they
+        decide which token comes out."""
+        plain = weight_dtype or dtype
+        return cls(getattr(torch, dtype), quantization or plain, "int8" if quantization else plain)
 
 
 class KV(Protocol):
     """The KV cache as a model sees it."""
 
-    def layer(self, index: int) -> tuple[Tensor, Tensor]:
-        """K and V of one layer, each [S, Hk, D]."""
+    def layer(self, index: int) -> KVLayer:
+        """K and V of one layer."""
 
 
 class Model(Protocol):
@@ -37,3 +62,7 @@ class Model(Protocol):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[R, H] -> float32 [R, V]"""
+
+    def compiled(self, kv: KV) -> Callable[[Batch], Tensor]:
+        """forward() and the logits of the sampled rows, float32 [R, V], as one function that is made once and kept.
+        A result is valid until the next call."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from foreword.config import ModelFacts
 from foreword.core.batch import Batch
+from foreword.core.kv import KVLayer
 from foreword.kernels.ops import Ops
 from foreword.layers.attention import Attention, AttentionConfig, Pass
 from foreword.layers.embedding import Embedding
@@ -19,7 +21,7 @@ from foreword.layers.mlp import MLP
 from foreword.layers.norm import RMSNorm
 from foreword.layers.rope import Rope, RopeConfig
 from foreword.layers.weights import Weights
-from foreword.models.base import KV
+from foreword.models.base import KV, Precision
 from foreword.models.config import ConfigReader
 
 __all__ = ["Decoder", "DecoderConfig", "Kind", "Layer", "Parts"]
@@ -72,16 +74,17 @@ class DecoderConfig:
 class Layer(Protocol):
     """One layer of a model."""
 
-    def __call__(self, x: Tensor, shared: Pass, cache: tuple[Tensor, Tensor]) -> Tensor:
+    def __call__(self, x: Tensor, shared: Pass, cache: KVLayer) -> Tensor:
         """x [T, H] -> [T, H]"""
 
 
 class Parts:
     """Builds the parts of one layer from its tensors, which keep the names they have in the checkpoint."""
 
-    def __init__(self, ops: Ops, config: DecoderConfig, kind: Kind, weights: Weights) -> None:
-        self._ops = ops
+    def __init__(self, ops: Ops, config: DecoderConfig, precision: Precision, kind: Kind, weights: Weights) -> None:
+        self.ops = ops
         self._config = config
+        self._precision = precision
         self._kind = kind
         self._weights = weights
 
@@ -95,10 +98,10 @@ class Parts:
         q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
         outputs = {fused: q + 2 * kv} if fused else {"q_proj": q, "k_proj": kv, "v_proj": kv}
         return Attention(
-            self._ops,
+            self.ops,
             self._attention_config(),
-            load_linear(self._ops, weights, config.hidden, outputs, config.qkv_bias),
-            load_linear(self._ops, weights, q, {"o_proj": config.hidden}, config.out_bias),
+            self._linear(weights, config.hidden, outputs, config.qkv_bias),
+            self._linear(weights, q, {"o_proj": config.hidden}, config.out_bias),
             self._norm(weights, "q_norm", config.head_dim) if head_norms else None,
             self._norm(weights, "k_norm", config.head_dim) if head_norms else None,
         )
@@ -109,12 +112,15 @@ class Parts:
         weights = self._weights.within(f"{name}.")
         size = config.intermediate
         outputs = {fused: 2 * size} if fused else {"gate_proj": size, "up_proj": size}
-        gate_up = load_linear(self._ops, weights, config.hidden, outputs, config.mlp_bias)
-        down = load_linear(self._ops, weights, size, {"down_proj": config.hidden}, config.mlp_bias)
-        return MLP(self._ops, gate_up, down, config.activation)
+        gate_up = self._linear(weights, config.hidden, outputs, config.mlp_bias)
+        down = self._linear(weights, size, {"down_proj": config.hidden}, config.mlp_bias)
+        return MLP(self.ops, gate_up, down, config.activation)
+
+    def _linear(self, weights: Weights, inputs: int, outputs: Mapping[str, int], bias: bool) -> Linear:
+        return Linear(self.ops, load_linear(self.ops, weights, self._precision.linear, inputs, outputs, bias))
 
     def _norm(self, weights: Weights, name: str, size: int) -> RMSNorm:
-        return RMSNorm(self._ops, weights.take(f"{name}.weight", size), self._config.eps, self._config.norm_offset)
+        return RMSNorm(self.ops, weights.take(f"{name}.weight", size), self._config.eps, self._config.norm_offset)
 
     def _attention_config(self) -> AttentionConfig:
         config = self._config
@@ -131,20 +137,27 @@ class Parts:
 class Decoder(ABC):
     """A decoder-only model. A subclass, one to an architecture, reads the config and builds the layers."""
 
-    def __init__(self, config: DecoderConfig, ops: Ops, weights: Weights, device: str, max_model_len: int) -> None:
+    def __init__(
+        self, config: DecoderConfig, ops: Ops, precision: Precision, weights: Weights, device: str, max_model_len: int
+    ) -> None:
         self.ops = ops
         self.config = config
         self.vocab_size = config.vocab_size
         self.kv_layers = ((config.kv_heads, config.head_dim),) * len(config.kinds)
         body = weights.within("model.")
-        self._embedding = Embedding(ops, body.take("embed_tokens.weight", self.vocab_size, config.hidden), config.embedding_scale)
+        embedding = load_linear(ops, body, precision.embedding, config.hidden, {"embed_tokens": self.vocab_size})
+        self._embedding = Embedding(ops, embedding, precision.dtype, config.embedding_scale)
         self._kinds = tuple(dict.fromkeys(config.kinds))
         self._kind_of = tuple(self._kinds.index(kind) for kind in config.kinds)
         self._layers = [
-            self.layer(Parts(ops, config, kind, body.within(f"layers.{index}."))) for index, kind in enumerate(config.kinds)
+            self.layer(Parts(ops, config, precision, kind, body.within(f"layers.{index}.")))
+            for index, kind in enumerate(config.kinds)
         ]
         self._norm = RMSNorm(ops, body.take("norm.weight", config.hidden), config.eps, config.norm_offset)
-        self._head = self._load_head(weights)
+        head = embedding
+        if not config.tied:
+            head = load_linear(ops, weights, precision.embedding, config.hidden, {"lm_head": self.vocab_size})
+        self._head = Linear(ops, head, torch.float32)
         self._ropes = {rope: Rope(rope, max_model_len, device) for rope in {kind.rope for kind in self._kinds}}
         self.facts = _facts(config, weights.parameters)
 
@@ -167,18 +180,20 @@ class Decoder(ABC):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[R, H] -> float32 [R, V]"""
-        logits = self._head(hidden).to(torch.float32)
+        logits = self._head(hidden)
         cap = self.config.logit_softcap
         return logits if cap is None else self.ops.softcap(logits, cap)
 
-    def _shared(self, batch: Batch, kind: Kind) -> Pass:
-        cos, sin = self._ropes[kind.rope].rows(batch.positions)
-        return Pass(batch, cos, sin, self.ops.plan_attention(batch, kind.window))
+    def compiled(self, kv: KV) -> Callable[[Batch], Tensor]:
+        """Of a batch, the logits of its sampled rows, float32 [R, V], valid until the next call."""
 
-    def _load_head(self, weights: Weights) -> Linear:
-        if self.config.tied:
-            return Linear(self.ops, self._embedding.weight)
-        return load_linear(self.ops, weights, self.config.hidden, {"lm_head": self.vocab_size})
+        def sampled_logits(batch: Batch) -> Tensor:
+            return self.logits(self.ops.take_rows(self.forward(batch, kv), batch.sample_rows))
+
+        return self.ops.compile(sampled_logits)
+
+    def _shared(self, batch: Batch, kind: Kind) -> Pass:
+        return Pass(batch, self._ropes[kind.rope].table, self.ops.plan_attention(batch, kind.window))
 
 
 def _facts(config: DecoderConfig, parameters: int) -> ModelFacts:
@@ -189,4 +204,6 @@ def _facts(config: DecoderConfig, parameters: int) -> ModelFacts:
         parameters=parameters,
         vocab_size=config.vocab_size,
         kv_values_per_token=2 * len(config.kinds) * config.kv_heads * config.head_dim,
+        kv_vectors_per_token=2 * len(config.kinds) * config.kv_heads,
+        embedding_parameters=config.vocab_size * config.hidden * (1 if config.tied else 2),
     )

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
+from foreword.core.kv import KVLayer
 from foreword.layers.attention import Pass
 from foreword.layers.rope import RopeConfig
 from foreword.models.common import read_common, read_head_dim, read_windows
@@ -25,6 +26,7 @@ class Gemma3Layer:
     """Each branch: norm, attention or MLP, norm; then it is added to what it read."""
 
     def __init__(self, parts: Parts) -> None:
+        self._add = parts.ops.add
         self._before_attention = parts.norm("input_layernorm")
         self._attention = parts.attention("self_attn", head_norms=True)
         self._after_attention = parts.norm("post_attention_layernorm")
@@ -32,10 +34,10 @@ class Gemma3Layer:
         self._mlp = parts.mlp("mlp")
         self._after_mlp = parts.norm("post_feedforward_layernorm")
 
-    def __call__(self, x: Tensor, shared: Pass, cache: tuple[Tensor, Tensor]) -> Tensor:
+    def __call__(self, x: Tensor, shared: Pass, cache: KVLayer) -> Tensor:
         """x [T, H] -> [T, H]"""
-        x = x + self._after_attention(self._attention(self._before_attention(x), shared, cache))
-        return x + self._after_mlp(self._mlp(self._before_mlp(x)))
+        x = self._add(x, self._after_attention(self._attention(self._before_attention(x), shared, cache)))
+        return self._add(x, self._after_mlp(self._mlp(self._before_mlp(x))))
 
 
 class Gemma3Text(Decoder):

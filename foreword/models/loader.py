@@ -9,8 +9,7 @@ from types import MappingProxyType
 from foreword.config import ModelFacts
 from foreword.errors import CheckpointError
 from foreword.kernels.ops import Ops
-from foreword.kernels.reference import Reference
-from foreword.models.base import Model
+from foreword.models.base import Model, Precision
 from foreword.models.config import ConfigReader, read_json
 from foreword.models.decoder import Decoder, DecoderConfig
 from foreword.models.gemma2 import Gemma2
@@ -20,7 +19,7 @@ from foreword.models.mistral import Mistral
 from foreword.models.phi3 import Phi3
 from foreword.models.qwen2 import Qwen2
 from foreword.models.qwen3 import Qwen3
-from foreword.models.weights import CountedWeights, FileWeights
+from foreword.models.weights import CountedWeights, FileWeights, ShapesOnly
 
 __all__ = ["ARCHITECTURES", "load_model", "read_facts"]
 
@@ -41,26 +40,26 @@ NEEDED_FOR_FACTS = 1  # positions: tables by position are not what read_facts is
 def read_facts(path: Path) -> ModelFacts:
     """What config.json tells, without reading weights. Raises CheckpointError."""
     architecture, config = _read_config(path)
-    return architecture(config, Reference(), CountedWeights(), "cpu", NEEDED_FOR_FACTS).facts
+    return architecture(config, ShapesOnly(), Precision.of("float32"), CountedWeights(), "cpu", NEEDED_FOR_FACTS).facts
 
 
 def load_model(
     path: Path,
     ops: Ops,
-    dtype: str,
+    precision: Precision,
     device: str,
     max_model_len: int,
     progress: Callable[[int, int], None] | None = None,
 ) -> Model:
-    """The model in `path`, its weights converted to `dtype`.
+    """The model in `path`.
 
     max_model_len  longest context it will be used for
     progress       gets bytes done and bytes in all
     Raises CheckpointError, which names the option, the tensor or the file.
     """
     architecture, config = _read_config(path)
-    weights = FileWeights(path, dtype, device, progress)
-    model = architecture(config, ops, weights, device, max_model_len)
+    weights = FileWeights(path, device, progress)
+    model = architecture(config, ops, precision, weights, device, max_model_len)
     weights.finish(ignore={"lm_head.weight": "a copy of the embedding"} if config.tied else None)
     return model
 

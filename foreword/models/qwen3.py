@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from foreword.core.kv import KVLayer
 from foreword.layers.attention import Pass
 from foreword.models.common import read_common
 from foreword.models.config import ConfigReader
@@ -19,15 +20,16 @@ class Qwen3Layer:
     """Norm, attention with normed heads, norm, gated MLP; each branch is added to what it read."""
 
     def __init__(self, parts: Parts) -> None:
+        self._add = parts.ops.add
         self._attention_norm = parts.norm("input_layernorm")
         self._attention = parts.attention("self_attn", head_norms=True)
         self._mlp_norm = parts.norm("post_attention_layernorm")
         self._mlp = parts.mlp("mlp")
 
-    def __call__(self, x: Tensor, shared: Pass, cache: tuple[Tensor, Tensor]) -> Tensor:
+    def __call__(self, x: Tensor, shared: Pass, cache: KVLayer) -> Tensor:
         """x [T, H] -> [T, H]"""
-        x = x + self._attention(self._attention_norm(x), shared, cache)
-        return x + self._mlp(self._mlp_norm(x))
+        x = self._add(x, self._attention(self._attention_norm(x), shared, cache))
+        return self._add(x, self._mlp(self._mlp_norm(x)))
 
 
 class Qwen3(Decoder):

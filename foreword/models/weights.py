@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from foreword.errors import CheckpointError
+from foreword.kernels.ops import Matrix
+from foreword.kernels.reference import Packed, Reference
 from foreword.layers.weights import Weights
 from foreword.models.config import read_json
+from foreword.models.safetensors import SafetensorsFile
 
-__all__ = ["CountedWeights", "FileWeights"]
+__all__ = ["CountedWeights", "FileWeights", "ScopedWeights", "ShapesOnly"]
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-SOURCE_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 DERIVED = ("rotary_emb.inv_freq", ".masked_bias", ".attn.bias")  # buffers that old checkpoints hold
+
+
+class ShapesOnly(Reference):
+    """Builds models whose weights are CountedWeights, which nobody wants packed."""
+
+    def pack_linear(self, parts: Sequence[Matrix], kind: str, bias: Tensor | None = None) -> Packed:
+        return Packed(torch.empty(0), None)
 
 
 class CountedWeights:
@@ -34,9 +42,10 @@ class CountedWeights:
         self.parameters += tensor.numel()
         return tensor
 
-    def take_rows(self, rows: Mapping[str, int], *shape: int) -> Tensor:
+    @contextmanager
+    def matrices(self, rows: Mapping[str, int], columns: int) -> Iterator[Sequence[Matrix]]:
         """See `take`."""
-        return self.take("", sum(rows.values()), *shape)
+        yield [self.take(name, size, columns) for name, size in rows.items()]
 
     def within(self, prefix: str) -> Weights:
         """Names do not matter here."""
@@ -44,38 +53,39 @@ class CountedWeights:
 
 
 class FileWeights:
-    """Tensors of a directory's safetensors files, converted as they are taken.
+    """Tensors of a directory's safetensors files, mapped into memory.
 
     progress  gets bytes done and bytes in all
     Raises CheckpointError, here for missing or damaged files, in `take` for tensors, in `finish` for tensors left over.
     """
 
-    def __init__(self, path: Path, dtype: str, device: str, progress: Callable[[int, int], None] | None) -> None:
+    def __init__(self, path: Path, device: str, progress: Callable[[int, int], None] | None) -> None:
         self._path = path
-        self._dtype: torch.dtype = getattr(torch, dtype)
         self._device = device
         self._progress = progress
-        self._files = {name: _open(path / name) for name in _file_names(path)}
-        self._file_of = {name: file for file, handle in self._files.items() for name in handle.keys()}  # noqa: SIM118
-        self._bytes_total = sum((path / name).stat().st_size for name in self._files)
+        files = [SafetensorsFile(path / name) for name in _file_names(path)]
+        self._file_of = {name: file for file in files for name in file.entries}
+        self._bytes_total = sum(file.size for file in files)
         self._bytes_done = 0
         self._taken: set[str] = set()
         self.parameters = 0
 
     def take(self, name: str, *shape: int) -> Tensor:
-        """The tensor of this name, which must have this shape."""
-        return self.take_rows({name: shape[0]}, *shape[1:])
+        """The tensor of this name, which must have this shape, as float32."""
+        tensor = self._checked(name, shape).to(self._device, torch.float32, copy=True)
+        self._done(name)
+        return tensor
 
-    def take_rows(self, rows: Mapping[str, int], *shape: int) -> Tensor:
-        """The tensors one below the other, in memory of our own: the files may change or vanish later."""
-        result = torch.empty(sum(rows.values()), *shape, dtype=self._dtype, device=self._device)
-        for name, part in zip(rows, torch.split(result, list(rows.values())), strict=True):
-            part.copy_(self._checked(name, tuple(part.shape)))
-        return result
+    @contextmanager
+    def matrices(self, rows: Mapping[str, int], columns: int) -> Iterator[Sequence[Matrix]]:
+        """The tensors as they stand in the file; their memory is given back at the end."""
+        yield [self._checked(name, (size, columns)).to(self._device) for name, size in rows.items()]
+        for name in rows:
+            self._done(name)
 
     def within(self, prefix: str) -> Weights:
         """Names below `prefix`."""
-        return _Scope(self, prefix)
+        return ScopedWeights(self, prefix)
 
     def finish(self, ignore: Mapping[str, str] | None = None) -> None:
         """Every tensor must have been taken, but for those that `ignore` names (with the reason)."""
@@ -88,33 +98,25 @@ class FileWeights:
             self._progress(self._bytes_total, self._bytes_total)
 
     def _checked(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """The tensor as it stands in its file."""
+        """The tensor where it stands in its file."""
         if name not in self._file_of:
             raise CheckpointError(f"{self._path}: tensor `{name}` {list(shape)} is missing")
-        tensor = self._read(name)
+        tensor = self._file_of[name].tensor(name)
         if tuple(tensor.shape) != shape:
             raise CheckpointError(f"{self._path}: tensor `{name}` is {list(tensor.shape)}, the config says {list(shape)}")
-        if tensor.dtype not in SOURCE_TYPES:
-            raise CheckpointError(f"{self._path}: tensor `{name}` is of type {tensor.dtype}; weights must be f32, bf16 or f16")
         self._taken.add(name)
         self.parameters += tensor.numel()
-        self._report(tensor.nbytes)
         return tensor
 
-    def _read(self, name: str) -> Tensor:
-        try:
-            tensor: Tensor = self._files[self._file_of[name]].get_tensor(name)
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{self._path / self._file_of[name]}: tensor `{name}` cannot be read: {error}") from None
-        return tensor
-
-    def _report(self, num_bytes: int) -> None:
-        self._bytes_done += num_bytes
+    def _done(self, name: str) -> None:
+        file = self._file_of[name]
+        file.release(name)
+        self._bytes_done += file.entries[name].size
         if self._progress is not None:
             self._progress(self._bytes_done, self._bytes_total)
 
 
-class _Scope:
+class ScopedWeights:
     """A view of other weights through a prefix."""
 
     def __init__(self, weights: Weights, prefix: str) -> None:
@@ -128,11 +130,11 @@ class _Scope:
     def take(self, name: str, *shape: int) -> Tensor:
         return self._weights.take(self._prefix + name, *shape)
 
-    def take_rows(self, rows: Mapping[str, int], *shape: int) -> Tensor:
-        return self._weights.take_rows({self._prefix + name: size for name, size in rows.items()}, *shape)
+    def matrices(self, rows: Mapping[str, int], columns: int) -> AbstractContextManager[Sequence[Matrix]]:
+        return self._weights.matrices({self._prefix + name: size for name, size in rows.items()}, columns)
 
     def within(self, prefix: str) -> Weights:
-        return _Scope(self._weights, self._prefix + prefix)
+        return ScopedWeights(self._weights, self._prefix + prefix)
 
 
 def _file_names(path: Path) -> list[str]:
@@ -148,12 +150,3 @@ def _file_names(path: Path) -> list[str]:
     if pickles:
         raise CheckpointError(f"{path} holds pickled weights ({pickles[0]}), which can run code; convert them to safetensors")
     raise CheckpointError(f"{path} holds neither {SINGLE} nor {INDEX}")
-
-
-def _open(path: Path) -> Any:
-    try:
-        return safe_open(path, framework="pt")
-    except FileNotFoundError:
-        raise CheckpointError(f"{path.parent}: the file {path.name} is missing") from None
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path} is damaged or incomplete: {error}") from None

@@ -9,8 +9,18 @@ from foreword.cache.storage import KVStorage
 @pytest.mark.parametrize("dtype, size", [("float32", 4), ("bfloat16", 2), ("float16", 2)])
 def test_blocks_beside_the_scratch_block(dtype: str, size: int):
     kv = KVStorage(5, 8, [(2, 16), (1, 32)], dtype)
-    k, v = kv.layer(1)
-    assert k.shape == v.shape == (6 * 8, 1, 32)
-    assert k.dtype == getattr(torch, dtype) and not k.any()
+    layer = kv.layer(1)
+    assert layer.k.shape == layer.v.shape == (6 * 8, 1, 32)
+    assert layer.k.dtype == getattr(torch, dtype) and not layer.k.any()
+    assert layer.k_scale is None and layer.v_scale is None
     assert kv.nbytes == 2 * 48 * (2 * 16 + 32) * size
-    assert kv.layer(0)[0].data_ptr() != kv.layer(0)[1].data_ptr()
+    assert kv.layer(0).k.data_ptr() != kv.layer(0).v.data_ptr()
+
+
+def test_int8_has_a_scale_for_each_slot_and_head():
+    kv = KVStorage(5, 8, [(2, 16), (1, 32)], "int8")
+    layer = kv.layer(0)
+    assert layer.k.dtype == torch.int8
+    assert layer.k_scale is not None and layer.v_scale is not None
+    assert layer.k_scale.shape == layer.v_scale.shape == (48, 2)
+    assert kv.nbytes == 2 * 48 * (2 * 16 + 32 + 4 * (2 + 1))

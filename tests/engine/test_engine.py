@@ -11,6 +11,7 @@ from torch import Tensor
 
 from foreword import LLM, SamplingParams, Speculation
 from foreword.config import Config
+from foreword.core.batch import Batch
 from foreword.core.draft import Draft
 from foreword.core.events import Event, Failed, Tokens
 from foreword.core.request import Request
@@ -96,10 +97,10 @@ def test_a_row_without_a_token_ends_its_request_alone(checkpoint: Path) -> None:
     engine = engine_of(checkpoint)
     engine.submit(make_request("good"))
     expected = tokens_of(run(engine)["good"])
-    logits_of, poisoned = engine.runner.model.logits, 99
+    logits_of, poisoned = engine.runner._logits, 99
 
-    def logits(hidden: Tensor) -> Tensor:
-        lines = logits_of(hidden)
+    def logits(batch: Batch) -> Tensor:
+        lines = logits_of(batch)
         for line, row in enumerate(current_rows()):
             if row == "bad":
                 lines[line, poisoned] = torch.nan
@@ -117,7 +118,7 @@ def test_a_row_without_a_token_ends_its_request_alone(checkpoint: Path) -> None:
         return planned
 
     engine.assembler.build = remember  # type: ignore[method-assign]
-    engine.runner.model.logits = logits  # type: ignore[method-assign]
+    engine.runner._logits = logits
     engine.submit(make_request("bad"))
     engine.submit(make_request("good"))
     events = run(engine)

@@ -11,7 +11,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from foreword.core.batch import Batch, Chunk, build_batch
+from foreword.core.kv import KVLayer
 from foreword.kernels.fast_math import FastMath
+from foreword.kernels.ops import Blocks
+from foreword.kernels.quantization import rounded
 from foreword.kernels.reference import Reference, reference_threads
 from foreword.kernels.reference_attention import ROWS, WIDTH, plan_attention
 
@@ -44,16 +47,20 @@ def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> tor
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
+def pack(weight: torch.Tensor, bias: torch.Tensor | None = None, ops: Reference = OPS):
+    return ops.pack_linear([weight], str(weight.dtype).removeprefix("torch."), bias)
+
+
 def operations(dtype: torch.dtype, width: int):
     """(name, operation on rows [T, width]) of everything that computes row by row."""
-    packed = OPS.pack_linear(randn(40, width, seed=1, dtype=dtype), randn(40, seed=2, dtype=dtype))
-    weight = randn(width, seed=3, dtype=dtype)
-    angles = randn(1000, 8, seed=4)
+    packed = pack(randn(40, width, seed=1, dtype=dtype), randn(40, seed=2))
+    weight = randn(width, seed=3)
+    table = randn(10, 8, seed=4)
 
     def rope(x: torch.Tensor) -> torch.Tensor:
         # every row gets the same angle: the place in the batch must not matter
         count = x.shape[0]
-        return OPS.rope(x.view(count, 2, -1), angles[:1].cos().expand(count, 8), angles[:1].sin().expand(count, 8))
+        return OPS.rope(x.view(count, 2, -1), table, torch.full((count,), 7))
 
     return {
         "linear": lambda x: OPS.linear(x, packed),
@@ -82,7 +89,7 @@ def test_rows_do_not_depend_on_their_number_place_or_neighbours(dtype: torch.dty
 @pytest.mark.parametrize("inputs, outputs", [(512, 2048), (2048, 512)])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_products_large_enough_for_other_kernels(dtype: torch.dtype, inputs: int, outputs: int):
-    packed = OPS.pack_linear(randn(outputs, inputs, seed=1, dtype=dtype))
+    packed = pack(randn(outputs, inputs, seed=1, dtype=dtype))
     rows = randn(80, inputs, seed=2, dtype=dtype)
     whole = OPS.linear(rows, packed)
     for count in (1, 15, 16, 17, 33, 64):
@@ -108,7 +115,7 @@ def test_wide_activations_are_cut_where_no_thread_and_no_remainder_begins(width:
 def test_ordinary_torch_is_noticed():
     """The negative control: without row tiles the same comparison fails."""
     fast = FastMath()
-    packed = fast.pack_linear(randn(96, 512, seed=1))
+    packed = pack(randn(96, 512, seed=1), ops=fast)
     rows = randn(64, 512)
     alone = torch.cat([fast.linear(rows[index : index + 1], packed) for index in range(64)])
     assert not same_bits(fast.linear(rows, packed), alone)
@@ -119,17 +126,49 @@ def test_operations_compute_what_they_say():
     expected = x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight
     torch.testing.assert_close(OPS.rms_norm(x, weight, 1e-6), expected)
     matrix, bias = randn(24, 64, seed=2), randn(24, seed=3)
-    torch.testing.assert_close(OPS.linear(x, OPS.pack_linear(matrix, bias)), x @ matrix.T + bias)
+    torch.testing.assert_close(OPS.linear(x, pack(matrix, bias)), x @ matrix.T + bias)
     torch.testing.assert_close(OPS.gated(x, "silu"), torch.nn.functional.silu(x[:, :32]) * x[:, 32:])
     torch.testing.assert_close(OPS.softcap(x, 2.0), 2.0 * torch.tanh(x / 2.0))
-    assert torch.equal(OPS.embedding(torch.tensor([3, 0]), x), x[[3, 0]])
+    assert torch.equal(OPS.embedding(torch.tensor([3, 0]), pack(x), torch.float32), x[[3, 0]])
+    assert torch.equal(OPS.take_rows(x, torch.tensor([3, 0])), x[[3, 0]])
+    assert torch.equal(OPS.add(x, x), 2 * x)
+
+
+def test_parts_lie_one_below_the_other():
+    upper, lower, bias, x = randn(24, 64), randn(8, 64, seed=1, dtype=torch.float16), randn(32, seed=2), randn(5, 64, seed=3)
+    packed = OPS.pack_linear([upper, lower], "float32", bias)
+    torch.testing.assert_close(OPS.linear(x, packed), x @ torch.cat((upper, lower.float())).T + bias)
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_a_quantized_weight_stands_for_its_rounded_values(kind: str):
+    weight, x = randn(24, 64), randn(5, 64, seed=3)
+    packed = OPS.pack_linear([weight], kind)
+    values = rounded(weight, kind)
+    torch.testing.assert_close(OPS.linear(x, packed), x @ values.T)
+    assert same_bits(OPS.embedding(torch.tensor([3, 0]), packed, torch.bfloat16, 1.5), (values[[3, 0]] * 1.5).bfloat16())
+
+
+def test_blocks_of_a_file_keep_their_kind():
+    scales = torch.full((24, 2), 0.5, dtype=torch.float16).view(torch.uint8).view(24, 2, 2)
+    quants = torch.arange(64, dtype=torch.uint8).expand(24, 64).reshape(24, 2, 32)
+    blocks = Blocks("q8_0", torch.cat((scales, quants), 2).view(24, 68), 64)
+    packed = OPS.pack_linear([blocks], "int4")
+    assert torch.equal(OPS.embedding(torch.tensor([5]), packed, torch.float32), torch.arange(64)[None] * 0.5)
+
+
+def test_results_may_be_wider_than_activations():
+    x, packed = randn(5, 64, dtype=torch.bfloat16), pack(randn(24, 64, seed=1, dtype=torch.bfloat16))
+    wide = OPS.linear(x, packed, torch.float32)
+    assert wide.dtype == torch.float32
+    assert same_bits(wide.bfloat16(), OPS.linear(x, packed))
 
 
 def test_rope_turns_halves_and_leaves_the_rest():
     x, angles = randn(3, 2, 12), randn(3, 4, seed=1)
-    cos, sin = angles.cos().repeat(1, 2), angles.sin().repeat(1, 2)
-    turned = OPS.rope(x, cos, sin)
-    left, right = torch.complex(x[..., :4], x[..., 4:8]), torch.polar(torch.ones(3, 1, 4), angles[:, None])
+    positions = torch.tensor([2, 0, 1])
+    turned = OPS.rope(x, torch.cat((angles.cos(), angles.sin()), 1), positions)
+    left, right = torch.complex(x[..., :4], x[..., 4:8]), torch.polar(torch.ones(3, 1, 4), angles[positions, None])
     torch.testing.assert_close(torch.complex(turned[..., :4], turned[..., 4:8]), left * right)
     assert torch.equal(turned[..., 8:], x[..., 8:])
 
@@ -156,6 +195,7 @@ class Cache:
         shape = ((sum(needed) + 1) * BLOCK, kv_heads, dim)
         self.k = torch.full(shape, garbage, dtype=dtype)
         self.v = torch.full(shape, garbage, dtype=dtype)
+        self.layer = KVLayer(self.k, self.v)
         for request, length in enumerate(lengths):
             slots = self.slots(request, length)
             self.k[slots] = randn(length, kv_heads, dim, seed=100 + request, dtype=dtype)
@@ -181,7 +221,7 @@ def run(cache: Cache, spans: list[tuple[int, int, int]], heads: int, **options) 
     q = torch.full((len(batch.positions), heads, dim), math.nan, dtype=cache.k.dtype)
     for (request, start, end), row in zip(spans, batch.row_starts, strict=False):
         q[row : row + end - start] = queries(request, end, heads, dim, cache.k.dtype)[start:]
-    out = OPS.attention(q, cache.k, cache.v, batch, dim**-0.5, **options)
+    out = OPS.attention(q, cache.layer, batch, dim**-0.5, **options)
     assert not out[batch.row_starts[-1] :].any()
     return {
         (request, start + index): out[row + index]
@@ -306,8 +346,8 @@ def test_the_plan_of_all_layers_is_that_of_one():
     cache = Cache([300, 20], 2, 16)
     batch = cache.batch([(0, 290, 300), (1, 0, 20)])
     q = randn(len(batch.positions), 4, 16)
-    planned = OPS.attention(q, cache.k, cache.v, batch, 0.25, plan=plan_attention(batch))
-    assert same_bits(planned, OPS.attention(q, cache.k, cache.v, batch, 0.25))
+    planned = OPS.attention(q, cache.layer, batch, 0.25, plan=plan_attention(batch))
+    assert same_bits(planned, OPS.attention(q, cache.layer, batch, 0.25))
     (group,) = plan_attention(batch).groups
     assert group.filled.shape == (2 * ROWS + 3 * ROWS,)
     assert group.rows.tolist() == list(range(30))
@@ -323,24 +363,60 @@ def test_a_product_that_rounds_by_place_is_noticed(monkeypatch: pytest.MonkeyPat
         return out
 
     monkeypatch.setattr("foreword.kernels.reference.F", SimpleNamespace(linear=uneven))
-    packed = OPS.pack_linear(randn(24, 32))
-    assert packed.by_row
-    x = randn(40, 32)
+    packed, x = pack(randn(24, 32)), randn(40, 32)
     assert same_bits(OPS.linear(x, packed)[20:30], OPS.linear(x[20:30], packed))
+    assert packed.layouts[torch.float32].by_row
 
 
 def test_a_product_that_rounds_all_rows_alike_runs_on_tiles():
-    assert not OPS.pack_linear(randn(24, 32)).by_row
+    packed = pack(randn(24, 32))
+    OPS.linear(randn(1, 32), packed)
+    assert not packed.layouts[torch.float32].by_row
 
 
 def test_an_empty_batch_is_all_padding():
     cache = Cache([5], 1, 16)
-    assert OPS.attention(randn(0, 2, 16), cache.k, cache.v, cache.batch([]), 1.0).shape == (0, 2, 16)
+    assert OPS.attention(randn(0, 2, 16), cache.layer, cache.batch([]), 1.0).shape == (0, 2, 16)
 
 
 def test_keys_and_values_go_where_the_slots_say():
     k_cache, v_cache = torch.zeros(48, 2, 4), torch.zeros(48, 2, 4)
     qkv = randn(3, 8, 4)
-    OPS.write_kv(qkv[:, 4:6], qkv[:, 6:], k_cache, v_cache, torch.tensor([40, 17, 18]))
+    OPS.write_kv(qkv[:, 4:6], qkv[:, 6:], KVLayer(k_cache, v_cache), torch.tensor([40, 17, 18]))
     assert torch.equal(k_cache[[40, 17, 18]], qkv[:, 4:6]) and torch.equal(v_cache[[40, 17, 18]], qkv[:, 6:])
     assert k_cache.count_nonzero() == 24
+
+
+def int8_layer(slots: int, kv_heads: int, dim: int) -> KVLayer:
+    values = [torch.full((slots, kv_heads, dim), 99, dtype=torch.int8) for _ in range(2)]
+    return KVLayer(*values, *(torch.full((slots, kv_heads), math.nan) for _ in range(2)))
+
+
+def test_int8_keys_and_values_have_a_scale_for_each_vector():
+    layer = int8_layer(48, 2, 4)
+    k, v = randn(3, 2, 4), torch.zeros(3, 2, 4)
+    k[1, 0] = math.inf
+    OPS.write_kv(k, v, layer, torch.tensor([40, 17, 18]))
+    assert layer.k_scale is not None and layer.v_scale is not None
+    torch.testing.assert_close(layer.k_scale[40], k[0].abs().amax(-1) / 127)
+    kept = layer.k[[40, 18]] * layer.k_scale[[40, 18]][..., None]
+    torch.testing.assert_close(kept, k[[0, 2]], atol=float(k[[0, 2]].abs().max()) / 254 + 1e-6, rtol=0)
+    assert layer.k[40].abs().amax() == 127
+    assert not (layer.k[17, 0] * layer.k_scale[17, 0]).isfinite().any(), "what overflowed must not look sound"
+    assert not layer.v[[40, 17, 18]].any() and not layer.v_scale[[40, 17, 18]].any()
+
+
+@pytest.mark.parametrize("window", [None, 40])
+def test_attention_reads_int8_as_it_was_rounded(window: int | None):
+    """Equal in every bit to a float32 cache that holds the rounded values; slots that nobody wrote hold NaN."""
+    length = WIDTH + 37
+    cache = Cache([length], 2, 16)
+    slots = torch.tensor(cache.slots(0, length))
+    layer = int8_layer(cache.k.shape[0], 2, 16)
+    OPS.write_kv(cache.k[slots], cache.v[slots], layer, slots)
+    assert layer.k_scale is not None and layer.v_scale is not None
+    cache.k[slots] = layer.k[slots] * layer.k_scale[slots][..., None]
+    cache.v[slots] = layer.v[slots] * layer.v_scale[slots][..., None]
+    expected = run(cache, [(0, 0, length)], 4, window=window)
+    cache.layer = layer
+    agree(run(cache, [(0, 0, length)], 4, window=window), expected)

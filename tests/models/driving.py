@@ -10,6 +10,7 @@ from foreword.cache.storage import KVStorage
 from foreword.core.batch import Chunk, build_batch
 from foreword.kernels.ops import Ops
 from foreword.kernels.reference import Reference
+from foreword.models.base import Precision
 from foreword.models.loader import load_model
 
 __all__ = ["Driver"]
@@ -18,11 +19,21 @@ __all__ = ["Driver"]
 class Driver:
     """One request at a time, in blocks that are not in order."""
 
-    def __init__(self, path: Path, max_len: int = 512, dtype: str = "float32", ops: Ops | None = None, block_size: int = 16):
-        self.model = load_model(path, ops or Reference(), dtype, "cpu", max_len)
+    def __init__(
+        self,
+        path: Path,
+        max_len: int = 512,
+        dtype: str = "float32",
+        ops: Ops | None = None,
+        block_size: int = 16,
+        quantization: str | None = None,
+        kv_dtype: str | None = None,
+    ):
+        self.model = load_model(path, ops or Reference(), Precision.of(dtype, quantization=quantization), "cpu", max_len)
         self.block_size = block_size
         num_blocks = -(-max_len // block_size)
-        self.kv = KVStorage(num_blocks, block_size, self.model.kv_layers, dtype)
+        self.kv = KVStorage(num_blocks, block_size, self.model.kv_layers, kv_dtype or dtype)
+        self.compiled = self.model.compiled(self.kv)
         self.blocks = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(0)).add(1).tolist()
 
     def logits(self, token_ids: Sequence[int], start: int = 0) -> Tensor:
@@ -30,7 +41,7 @@ class Driver:
         chunk = Chunk(token_ids, start, self.blocks, len(token_ids))
         batch = build_batch([chunk], self.block_size, self.model.ops.row_tile, "cpu")
         with torch.inference_mode():
-            return self.model.logits(self.model.forward(batch, self.kv)[batch.sample_rows])
+            return self.compiled(batch).clone()
 
     def greedy(self, prompt: Sequence[int], count: int) -> list[int]:
         """The next `count` tokens."""

@@ -8,6 +8,7 @@ import torch
 import transformers
 
 from foreword.kernels.reference import Reference
+from foreword.models.base import Precision
 from foreword.models.loader import ARCHITECTURES, load_model, read_facts
 from tests.checkpoints import FAMILIES, VOCAB_SIZE, write_checkpoint
 from tests.models.driving import Driver
@@ -164,6 +165,13 @@ def test_bfloat16_weights_are_read_as_they_are(tmp_path: Path, prompt: list[int]
 
 def test_progress_ends_at_the_total(tmp_path: Path):
     seen: list[tuple[int, int]] = []
-    load_model(write_checkpoint(tmp_path), Reference(), "float32", "cpu", 64, lambda done, total: seen.append((done, total)))
+    load_model(
+        write_checkpoint(tmp_path),
+        Reference(),
+        Precision.of("float32"),
+        "cpu",
+        64,
+        lambda done, total: seen.append((done, total)),
+    )
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
     assert seen[-1][0] == seen[-1][1] and len({total for _, total in seen}) == 1

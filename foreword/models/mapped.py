@@ -1,0 +1,52 @@
+"""A file in memory whose pages come when they are read, and go when they are given back."""
+
+from __future__ import annotations
+
+import mmap
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from foreword.errors import CheckpointError
+
+__all__ = ["MappedFile"]
+
+
+class MappedFile:
+    """Raises CheckpointError if the file is missing or cannot be mapped. It must not change while it is in use."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            with path.open("rb") as file:
+                # A private copy: torch warns of memory that cannot be written to.
+                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        except FileNotFoundError:
+            raise CheckpointError(f"{path.parent}: the file {path.name} is missing") from None
+        except ValueError:
+            raise CheckpointError(f"{path} is damaged or incomplete: it is empty") from None
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from None
+
+    @property
+    def size(self) -> int:
+        """In bytes."""
+        return len(self._map)
+
+    def read(self, start: int, size: int) -> bytes:
+        """A copy of these bytes, fewer at the end of the file."""
+        return self._map[start : start + size]
+
+    def tensor(self, dtype: torch.dtype, start: int, count: int) -> Tensor:
+        """[count] values from byte `start` on, where they stand in the file."""
+        assert start >= 0 and start + count * dtype.itemsize <= self.size
+        if count == 0:
+            return torch.empty(0, dtype=dtype)
+        return torch.frombuffer(self._map, dtype=dtype, count=count, offset=start)
+
+    def release(self, start: int, size: int) -> None:
+        """Give back the memory of these bytes; who reads them again pays again."""
+        first = start // mmap.PAGESIZE * mmap.PAGESIZE
+        if size and hasattr(mmap, "MADV_DONTNEED"):
+            self._map.madvise(mmap.MADV_DONTNEED, first, start + size - first)
