@@ -1,0 +1,18 @@
+#include "rows.h"
+
+#if FOREWORD_X86
+
+#include <cmath>
+
+#include "packing.h"
+#include "vec_avx2.h"
+#include "vec_math.h"
+
+#include "rows.inc"
+
+namespace foreword {
+const RowKernels ROWS_AVX2 = {norm, rope, gated, embedding, add, softcap, write_kv};
+}
+#include "vec_end.h"
+
+#endif
