@@ -24,7 +24,7 @@ CGROUPS = (
 )
 # ISA extensions that kernels care for: x86 names as in /proc/cpuinfo, then ARM's.
 ISA = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "amx_int8", "asimd", "bf16", "i8mm", "sve")
-BFLOAT16_ISA = ("avx2", "bf16")  # half the bytes to read, and widening costs an x86 next to nothing
+BFLOAT16_ISA = ("avx2", "bf16")  # to widen bfloat16 costs next to nothing there, and it is half the bytes to read
 BFLOAT16_GPU = (8, 0)  # compute capability
 
 

@@ -1,6 +1,7 @@
 """From what was asked for to what is chosen."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,6 +22,9 @@ MODEL = ModelFacts("llama", context=4096, dtype="bfloat16", parameters=500_000_0
         ({"block_size": 512}, "block_size"),
         ({"port": 70_000}, "port"),
         ({"device": "tpu"}, "device"),
+        ({"quantization": "int3"}, "quantization"),
+        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype"),
+        ({"cpu_isa": "sse2"}, "cpu_isa"),
         ({"max_num_seqs": 0}, "max_num_seqs"),
         ({"max_model_len": "4k"}, "max_model_len"),
         ({"max_model_len": True}, "max_model_len"),
@@ -105,19 +109,45 @@ def test_small_models_run_on_one_thread() -> None:
 
 
 @pytest.mark.parametrize(
-    ("machine", "stored", "asked", "dtype"),
+    ("machine", "stored", "asked", "dtypes"),
     [
-        (CPU, "float16", "auto", "float32"),
-        (CPU, "float16", "float16", "float16"),
-        (Machine("cpu", 8, 16 * GIB, bfloat16=False), "bfloat16", "auto", "float32"),
-        (GPU, "bfloat16", "auto", "bfloat16"),
-        (Machine("cuda", 8, 16 * GIB, bfloat16=False), "bfloat16", "auto", "float16"),
-        (CPU, "float32", "auto", "float32"),
+        (CPU, "float16", "auto", ("float32", "float16")),
+        (CPU, "bfloat16", "float16", ("float32", "float16")),
+        (CPU, "float16", "float32", ("float32", "float32")),
+        (CPU, "float32", "auto", ("float32", "float32")),
+        (CPU, "float32", "bfloat16", ("bfloat16", "bfloat16")),
+        (Machine("cpu", 8, 16 * GIB, bfloat16=False), "bfloat16", "auto", ("float32", "float32")),
+        (GPU, "bfloat16", "auto", ("bfloat16", "bfloat16")),
+        (GPU, "float16", "auto", ("float16", "float16")),
+        (Machine("cuda", 8, 16 * GIB, bfloat16=False), "bfloat16", "auto", ("float16", "float16")),
     ],
 )
-def test_dtype(machine: Machine, stored: str, asked: str, dtype: str) -> None:
+def test_dtypes_of_activations_and_weights(machine: Machine, stored: str, asked: str, dtypes: tuple[str, str]) -> None:
     model = ModelFacts("llama", 1024, stored, 1000, 1000, 100)
-    assert resolve(Config(dtype=asked), machine, model).dtype == dtype
+    resolved = resolve(Config(dtype=asked), machine, model)
+    assert (resolved.dtype, resolved.weight_dtype) == dtypes
+    assert resolved.kv_cache_dtype == resolved.dtype
+
+
+SHAPED = replace(MODEL, embedding_parameters=100_000_000, kv_vectors_per_token=64)
+
+
+@pytest.mark.parametrize(
+    ("quantization", "weight_bytes"), [(None, 1_000_000_000), ("int8", 500_000_000), ("int4", 225_000_000 + 100_000_000)]
+)
+def test_quantized_weights_are_estimated_with_the_embedding_in_8_bits(quantization: str | None, weight_bytes: int) -> None:
+    resolved = resolve(Config(quantization=quantization), CPU, SHAPED)
+    assert (resolved.quantization, resolved.weight_bytes) == (quantization, weight_bytes)
+
+
+def test_weights_that_keep_their_form_are_estimated_by_their_file() -> None:
+    assert resolve(Config(quantization="int8"), CPU, replace(SHAPED, weight_bytes=77)).weight_bytes == 77
+
+
+def test_an_int8_cache_has_a_scale_for_each_vector() -> None:
+    resolved = resolve(Config(kv_cache_dtype="int8"), CPU, SHAPED)
+    assert resolved.kv_cache_dtype == "int8"
+    assert resolved.kv_bytes == resolved.num_blocks * 16 * (4096 + 64 * 4)
 
 
 def test_the_cache_bounds_the_context() -> None:
