@@ -1,0 +1,114 @@
+// Quantized products: rows are rounded once, then tiles and groups of rows are shared out among the threads.
+#include "quantized.h"
+
+#include <algorithm>
+
+namespace foreword {
+namespace {
+
+constexpr int64_t ITEM_BYTES = 96 << 10;    // of weights that one item reads
+constexpr int64_t CHUNK_BYTES = 512 << 10;  // of rounded rows that stay in a cache while all weights pass
+constexpr int64_t MIN_SHARED_VALUES = 1 << 14;  // rounding fewer is not worth waking anyone
+
+RowSize row_size(Kind kind, int64_t k) {
+    if (kind == Kind::I8) return {round_up(k, I8_MULTIPLE) / 4, 1, 1};
+    const Rounding rounding = rounding_of(kind);
+    const int64_t blocks = (k + rounding.block - 1) / rounding.block;
+    const int64_t parts = rounding.block / rounding.part;
+    return {blocks * rounding.block / 4, blocks, blocks * (rounding.weight == 0 ? parts / 2 : parts)};
+}
+
+// Where everything of one product is.
+struct Plan {
+    const QuantizedKernels& kernels;
+    const LinearArgs& args;
+    RowSize size;
+    int64_t tile_stride;   // bytes
+    int64_t item_tiles;    // tiles of one item
+    int64_t column_items;  // items that make all columns
+    int64_t chunk_rows;    // rows of one item
+    int64_t group_rows;    // rows of a group, except the last one
+    int32_t* quads;
+    float* scales;
+    int32_t* sums;
+};
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+Plan make_plan(const QuantizedKernels& kernels, Buffer& shared, const LinearArgs& args) {
+    const Weight& weight = args.weight;
+    const RowSize size = row_size(weight.kind, weight.k);
+    const int64_t stride = tile_bytes(weight.kind, weight.k);
+    const int64_t item_tiles = std::max<int64_t>(1, ITEM_BYTES / stride);
+    const int64_t group = kernels.max_group;
+    const int64_t chunk = std::max<int64_t>(1, CHUNK_BYTES / (4 * size.quads) / group) * group;
+    auto* quads = reinterpret_cast<int32_t*>(shared.get(4 * args.rows * (size.quads + size.scales + size.sums)));
+    auto* scales = reinterpret_cast<float*>(quads + args.rows * size.quads);
+    auto* sums = quads + args.rows * (size.quads + size.scales);
+    return {kernels, args, size, stride, item_tiles, ceil_div(num_tiles(weight.n), item_tiles), chunk, group, quads, scales, sums};
+}
+
+// The group that begins with row `begin`.
+Group group_at(const Plan& plan, int64_t begin) {
+    const int64_t rows = std::min(plan.group_rows, plan.args.rows - begin);
+    return {plan.quads + begin * plan.size.quads, plan.scales + begin * plan.size.scales, plan.sums + begin * plan.size.sums, rows};
+}
+
+void round_group(const Plan& plan, int64_t begin) {
+    const LinearArgs& args = plan.args;
+    const Group group = group_at(plan, begin);
+    const Rounding rounding = rounding_of(args.weight.kind);
+    for (int64_t row = 0; row < group.rows; row++) {
+        const char* x = args.x.data + (begin + row) * args.x.stride;
+        plan.kernels.round_row(rounding, plan.size, args.x_type, x, args.weight.k, row, group);
+    }
+}
+
+void round_rows(Pool& pool, const Plan& plan) {
+    const int64_t groups = ceil_div(plan.args.rows, plan.group_rows);
+    const auto round = [&](int64_t item, int) { round_group(plan, item * plan.group_rows); };
+    if (plan.args.rows * plan.args.weight.k >= MIN_SHARED_VALUES) return pool.run(groups, round);
+    for (int64_t item = 0; item < groups; item++) round(item, 0);
+}
+
+void multiply_tile(const Plan& plan, int64_t tile, int64_t row_begin, int64_t row_end) {
+    const LinearArgs& args = plan.args;
+    const int64_t column = tile * TILE;
+    const float* bias = args.weight.bias == nullptr ? nullptr : args.weight.bias + column;
+    Output out{args.y, args.y_type, std::min(TILE, args.weight.n - column), bias};
+    const auto& products = plan.kernels.products[static_cast<int>(args.weight.kind) - static_cast<int>(Kind::I8)];
+    for (int64_t row = row_begin; row < row_end; row += plan.group_rows) {
+        const Group group = group_at(plan, row);
+        out.y.data = args.y.data + row * args.y.stride + column * bytes_of(args.y_type);
+        products[group.rows - 1](args.weight.tiles + tile * plan.tile_stride, plan.size, group, out);
+    }
+}
+
+// Items run through all columns for one chunk of rows before the next chunk.
+void multiply_item(const Plan& plan, int64_t item) {
+    const int64_t tile = item % plan.column_items * plan.item_tiles, row = item / plan.column_items * plan.chunk_rows;
+    const int64_t tile_end = std::min(tile + plan.item_tiles, num_tiles(plan.args.weight.n));
+    const int64_t row_end = std::min(row + plan.chunk_rows, plan.args.rows);
+    for (int64_t t = tile; t < tile_end; t++) multiply_tile(plan, t, row, row_end);
+}
+
+template <const QuantizedKernels& (*KERNELS)()>
+void linear(Context& context, const LinearArgs& args) {
+    const Plan plan = make_plan(KERNELS(), context.shared, args);
+    round_rows(context.pool, plan);
+    const int64_t chunks = ceil_div(args.rows, plan.chunk_rows);
+    context.pool.run(plan.column_items * chunks, [&](int64_t item, int) { multiply_item(plan, item); });
+}
+
+}  // namespace
+
+Linear quantized_linear(Isa isa) {
+#if FOREWORD_X86
+    if (isa >= Isa::AVX512) return linear<quantized_avx512>;
+    if (isa == Isa::AVX2) return linear<quantized_avx2>;
+#endif
+    (void)isa;
+    return linear<quantized_portable>;
+}
+
+}  // namespace foreword
