@@ -1,12 +1,13 @@
-"""From a checkpoint directory to a model."""
+"""From a checkpoint, a directory or a GGUF file, to a model."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
-from foreword.config import ModelFacts
+from foreword.config import DTYPE_BYTES, ModelFacts
 from foreword.errors import CheckpointError
 from foreword.kernels.ops import Ops
 from foreword.models.base import Model, Precision
@@ -14,6 +15,9 @@ from foreword.models.config import ConfigReader, read_json
 from foreword.models.decoder import Decoder, DecoderConfig
 from foreword.models.gemma2 import Gemma2
 from foreword.models.gemma3_text import Gemma3Text
+from foreword.models.gguf.config import read_options
+from foreword.models.gguf.reader import GGUF, is_gguf, open_gguf
+from foreword.models.gguf.weights import GGUFWeights, check_kinds, read_factors, weight_bytes
 from foreword.models.llama import Llama
 from foreword.models.mistral import Mistral
 from foreword.models.phi3 import Phi3
@@ -37,10 +41,15 @@ ARCHITECTURES: Mapping[str, type[Decoder]] = MappingProxyType(
 NEEDED_FOR_FACTS = 1  # positions: tables by position are not what read_facts is after
 
 
-def read_facts(path: Path) -> ModelFacts:
-    """What config.json tells, without reading weights. Raises CheckpointError."""
-    architecture, config = _read_config(path)
-    return architecture(config, ShapesOnly(), Precision.of("float32"), CountedWeights(), "cpu", NEEDED_FOR_FACTS).facts
+def read_facts(path: Path, gguf_dequantize: bool = False) -> ModelFacts:
+    """What config.json or a GGUF file's metadata tell, without reading weights. Raises CheckpointError."""
+    gguf = open_gguf(path) if is_gguf(path) else None
+    architecture, config = _read_config(path) if gguf is None else _read_metadata(gguf)
+    facts = architecture(config, ShapesOnly(), Precision.of("float32"), CountedWeights(), "cpu", NEEDED_FOR_FACTS).facts
+    if gguf is None:
+        return facts
+    check_kinds(gguf, gguf_dequantize)
+    return replace(facts, weight_bytes=weight_bytes(gguf, int(DTYPE_BYTES[facts.dtype])))
 
 
 def load_model(
@@ -50,17 +59,27 @@ def load_model(
     device: str,
     max_model_len: int,
     progress: Callable[[int, int], None] | None = None,
+    gguf_dequantize: bool = False,
 ) -> Model:
     """The model in `path`.
 
-    max_model_len  longest context it will be used for
-    progress       gets bytes done and bytes in all
+    max_model_len    longest context it will be used for
+    progress         gets bytes done and bytes in all
+    gguf_dequantize  take types of a GGUF file that have no kernels, as floats
     Raises CheckpointError, which names the option, the tensor or the file.
     """
+    if is_gguf(path):
+        gguf = open_gguf(path)
+        architecture, config = _read_metadata(gguf)
+        heads = (config.heads, config.kv_heads)
+        weights = GGUFWeights(gguf, device, heads, gguf_dequantize, progress)
+        model = architecture(config, ops, precision, weights, device, max_model_len)
+        weights.finish()
+        return model
     architecture, config = _read_config(path)
-    weights = FileWeights(path, device, progress)
-    model = architecture(config, ops, precision, weights, device, max_model_len)
-    weights.finish(ignore={"lm_head.weight": "a copy of the embedding"} if config.tied else None)
+    files = FileWeights(path, device, progress)
+    model = architecture(config, ops, precision, files, device, max_model_len)
+    files.finish(ignore={"lm_head.weight": "a copy of the embedding"} if config.tied else None)
     return model
 
 
@@ -68,10 +87,21 @@ def _read_config(path: Path) -> tuple[type[Decoder], DecoderConfig]:
     file = path / "config.json"
     if not file.is_file():
         raise CheckpointError(f"{path} is not a checkpoint: it has no config.json")
-    reader = ConfigReader(read_json(file), str(file))
+    return _strictly(ConfigReader(read_json(file), str(file)))
+
+
+def _read_metadata(gguf: GGUF) -> tuple[type[Decoder], DecoderConfig]:
+    """Norms stand in these files with what their architecture adds to them."""
+    options = read_options(gguf, lambda name: read_factors(gguf, name))
+    architecture, config = _strictly(ConfigReader(options, str(gguf.path)))
+    return architecture, replace(config, norm_offset=0.0)
+
+
+def _strictly(reader: ConfigReader) -> tuple[type[Decoder], DecoderConfig]:
     model_type = reader.raw("model_type")
     if model_type not in ARCHITECTURES:
-        raise CheckpointError(f"{file}: model_type {model_type!r} is not supported; known: {', '.join(sorted(ARCHITECTURES))}")
+        known = ", ".join(sorted(ARCHITECTURES))
+        raise CheckpointError(f"{reader.source}: model_type {model_type!r} is not supported; known: {known}")
     architecture = ARCHITECTURES[model_type]
     config = architecture.read(reader)
     reader.finish()

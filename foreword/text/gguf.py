@@ -1,0 +1,114 @@
+"""The tokenizer of a GGUF file, from its metadata."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken, processors
+
+from foreword.errors import CheckpointError
+from foreword.text.checkpoint import TokenizerFiles
+from foreword.text.gguf_bpe import byte_level_backend, prepends_bos
+from foreword.text.gguf_sentencepiece import is_spaces, sentencepiece_backend
+from foreword.text.gguf_vocabulary import CONTROL, UNKNOWN, USER_DEFINED, Metadata, Vocabulary
+from foreword.text.tokenizer import Tokenizer
+
+__all__ = ["tokenizer_of"]
+
+MODELS = ("gpt2", "llama")
+SPECIAL_IDS: Mapping[str, str] = MappingProxyType(
+    {
+        "bos_token": "bos_token_id",
+        "eos_token": "eos_token_id",
+        "unk_token": "unknown_token_id",
+        "sep_token": "seperator_token_id",  # so misspelt by the format
+        "pad_token": "padding_token_id",
+        "cls_token": "cls_token_id",
+        "mask_token": "mask_token_id",
+    }
+)
+END_IDS = ("eot_token_id", "eom_token_id")
+# Control tokens that end an answer wherever they are part of a vocabulary: most files name only one of theirs.
+END_TOKENS = (
+    "<|eot_id|>",
+    "<|eom_id|>",
+    "<|im_end|>",
+    "<|end|>",
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "<end_of_turn>",
+    "<end_of_utterance>",
+    "<EOT>",
+    "<｜end▁of▁sentence｜>",
+)
+TEMPLATE = "tokenizer.chat_template"
+RIGHT_STRIPPING = "phi3"  # its control tokens swallow the spaces after them, of which no key tells
+
+
+def tokenizer_of(values: Mapping[str, Any], source: str) -> Tokenizer:
+    """The tokenizer that a file's metadata describes.
+
+    source  what error messages call the file
+    Raises CheckpointError, which names the key.
+    """
+    metadata = Metadata(values, source)
+    model = metadata.text("model")
+    if model not in MODELS:
+        raise metadata.error("model", f"{model!r:.60} is not supported; known: {', '.join(MODELS)}")
+    _refuse_extras(metadata)
+    vocabulary = Vocabulary.read(metadata)
+    backend = (byte_level_backend if model == "gpt2" else sentencepiece_backend)(metadata, vocabulary)
+    _add_tokens(backend, vocabulary, strip=values.get("general.architecture") == RIGHT_STRIPPING and model == "llama")
+    named = {name: metadata.token_id(key, vocabulary.size) for name, key in SPECIAL_IDS.items()}
+    special = {name: token for name, index in named.items() if (token := backend.id_to_token(index or 0)) and index is not None}
+    _surround(backend, metadata, special, add_bos=model == "llama" or prepends_bos(metadata))
+    ends = _end_ids(metadata, vocabulary, named["eos_token"])
+    return Tokenizer(backend, TokenizerFiles(special_tokens=special, eos_ids=ends, chat_template=_template(values, source)))
+
+
+def _refuse_extras(metadata: Metadata) -> None:
+    metadata.refuse("normalizer.lowercase", False)
+    metadata.refuse("normalizer.strip_accents", False)
+    metadata.refuse("add_sep_token", False)
+    metadata.refuse("suppress_tokens", [])
+
+
+def _add_tokens(backend: tokenizers.Tokenizer, vocabulary: Vocabulary, strip: bool) -> None:
+    """Tokens that are found in a text before anything else happens to it."""
+    control = vocabulary.of_type(CONTROL, UNKNOWN)
+    own = [token for token in vocabulary.of_type(USER_DEFINED) if not is_spaces(token)]
+    stripped = {token for token in control if strip and token.startswith("<|") and token != "<|endoftext|>"}
+    backend.add_special_tokens([AddedToken(token, special=True, normalized=False, rstrip=token in stripped) for token in control])
+    backend.add_tokens([AddedToken(token, special=False, normalized=False) for token in own])
+
+
+def _surround(backend: tokenizers.Tokenizer, metadata: Metadata, special: Mapping[str, str], add_bos: bool) -> None:
+    """What a text gets in front and behind."""
+    wanted = {"bos_token": metadata.flag("add_bos_token", add_bos), "eos_token": metadata.flag("add_eos_token", False)}
+    bos, eos = (special.get(name) if on else None for name, on in wanted.items())
+    for name, token in (("bos", bos), ("eos", eos)):
+        if metadata.flag(f"add_{name}_token", False) and token is None:
+            raise metadata.error(f"add_{name}_token", f"is true, but `{name}_token_id` is missing")
+    added = [token for token in (bos, eos) if token is not None]
+    if added:
+        pieces = [token for token in (bos, "$A", eos) if token is not None]
+        ids = [(token, backend.token_to_id(token)) for token in added]
+        backend.post_processor = processors.TemplateProcessing(single=pieces, special_tokens=ids)
+
+
+def _end_ids(metadata: Metadata, vocabulary: Vocabulary, eos: int | None) -> tuple[int, ...]:
+    """Ids that end an answer, that of the EOS token first."""
+    named = [eos, *(metadata.token_id(key, vocabulary.size) for key in END_IDS)]
+    known = [vocabulary.ids.get(token) for token in END_TOKENS]
+    control = [index for index in known if index is not None and vocabulary.types[index] == CONTROL]
+    return tuple(dict.fromkeys(index for index in (*named, *control) if index is not None))
+
+
+def _template(values: Mapping[str, Any], source: str) -> str | None:
+    template = values.get(TEMPLATE)
+    if template is not None and not isinstance(template, str):
+        raise CheckpointError(f"{source}: `{TEMPLATE}` must be a text, got {template!r:.60}", "chat_template")
+    return template or None
