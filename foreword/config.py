@@ -32,7 +32,7 @@ def option(default: Any, help_: str, *, group: str, choices: tuple[str, ...] = (
 class Config:
     """What the user asked for; None and "auto" leave the choice to `resolve()`."""
 
-    model: str | None = option(None, "checkpoint directory or hub id (default: the bundled demo)", group="model")
+    model: str | None = option(None, "checkpoint directory, GGUF file or hub id (default: the bundled demo)", group="model")
     served_model_name: str | None = option(None, "name in the API (default: the model's last part)", group="model")
     device: str = option("auto", "where to compute", group="model", choices=("auto", "cpu", "cuda"))
     dtype: str = option(
@@ -55,6 +55,9 @@ class Config:
         "instruction set of the CPU kernels (default: the best here); reference computes in torch",
         group="model",
         choices=("auto", "amx", "avx512", "avx2", "portable", "reference"),
+    )
+    gguf_dequantize: bool = option(
+        False, "take types of a GGUF file that have no kernels (Q2_K, Q3_K, Q4_1, ...) as floats of `dtype`", group="model"
     )
     max_model_len: int | None = option(
         None, "context limit in tokens (default: the checkpoint's, as the cache allows)", group="model"

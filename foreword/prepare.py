@@ -1,4 +1,4 @@
-"""What must be known before an engine can start: the directories, the tokenizer, the ids that no token has."""
+"""What must be known before an engine can start: the checkpoints, the tokenizer, the ids that no token has."""
 
 from __future__ import annotations
 
@@ -9,17 +9,20 @@ from pathlib import Path
 from foreword.config import Config
 from foreword.demo import DRAFTER, MODEL
 from foreword.errors import CheckpointError, ConfigError
+from foreword.models.gguf.reader import is_gguf, open_gguf
 from foreword.models.hub import resolve_path
+from foreword.text.gguf import tokenizer_of
 from foreword.text.tokenizer import Tokenizer
 
-__all__ = ["Prepared", "directories", "prepare", "vocab_size"]
+__all__ = ["Prepared", "directories", "prepare", "read_vocabulary"]
 
+EMBEDDING = "token_embd.weight"  # as GGUF files call it
 DEMO = "demo"  # names the bundled model, and its drafter as --draft-model
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """config has local directories for `model` and `draft_model`."""
+    """config has local directories or files for `model` and `draft_model`."""
 
     config: Config
     path: Path
@@ -28,7 +31,7 @@ class Prepared:
 
 
 def directories(config: Config) -> Config:
-    """`config` with local directories as `model` and `draft_model`; no model means the bundled demo.
+    """`config` with local directories or files as `model` and `draft_model`; no model means the bundled demo.
 
     vLLM's `speculative_config` is spread over the fields that it stands for.
     """
@@ -43,15 +46,25 @@ def directories(config: Config) -> Config:
 def prepare(config: Config) -> Prepared:
     """Find the checkpoints and read the tokenizer. Imports no torch.
 
-    Raises CheckpointError for a directory that cannot be served, ConfigError for a draft model
+    Raises CheckpointError for a checkpoint that cannot be served, ConfigError for a draft model
     whose tokenizer differs; the first difference is named.
     """
     config = directories(config)
     path = Path(str(config.model))
-    tokenizer = Tokenizer.from_directory(path)
+    tokenizer, rows = read_vocabulary(path)
     if "draft" in config.drafter_names():
-        check_same_tokenizer(tokenizer, Tokenizer.from_directory(str(config.draft_model)))
-    return Prepared(config, path, tokenizer, tokenizer.unused_ids(vocab_size(path)))
+        check_same_tokenizer(tokenizer, read_vocabulary(Path(str(config.draft_model)))[0])
+    return Prepared(config, path, tokenizer, tokenizer.unused_ids(rows))
+
+
+def read_vocabulary(path: Path) -> tuple[Tokenizer, int]:
+    """The tokenizer of a checkpoint, and the rows of its model's vocabulary. Raises CheckpointError."""
+    if not is_gguf(path):
+        return Tokenizer.from_directory(path), vocab_size(path)
+    gguf = open_gguf(path)
+    if EMBEDDING not in gguf.tensors:
+        raise CheckpointError(f"{path}: tensor `{EMBEDDING}` is missing", "model")
+    return tokenizer_of(gguf.metadata, str(path)), gguf.tensors[EMBEDDING].shape[0]
 
 
 def check_same_tokenizer(tokenizer: Tokenizer, drafter: Tokenizer) -> None:

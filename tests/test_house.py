@@ -23,7 +23,7 @@ ALLOWED = {
     "drafting": {"models", "sampling", "cache", "kernels", "core", "errors"},
     "metrics": {"core", "errors"},
     "engine": {"config", "hardware", "core", "cache", "grammar", "sampling", "drafting", "models", "kernels", "errors"},
-    "prepare": {"text", "models.hub", "config", "errors", "demo"},
+    "prepare": {"text", "models.hub", "models.gguf.reader", "config", "errors", "demo"},
     "llm": {"prepare", "engine.client", "engine.local", "text", "media", "metrics", "config", "core", "errors", "demo"},
     "serve": {"engine.client", "text", "media", "grammar.compile", "metrics", "config", "core", "errors"},
     "demo": {"errors"},

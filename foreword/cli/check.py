@@ -1,6 +1,6 @@
 """`foreword check MODEL [--draft-model D]`: can it be served here, and does the draft model belong to it?
 
-Nothing is loaded: config.json and the tokenizers are read. Exit code 1 if something is in the way.
+Nothing is loaded: config.json or the head of a GGUF file, and the tokenizers, are read. Exit code 1 if something is in the way.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from foreword.engine.load import FIT_DRAFTER
 from foreword.errors import ForewordError
 from foreword.hardware import machine, probe
 from foreword.models.loader import read_facts
-from foreword.prepare import directories, vocab_size
-from foreword.text.tokenizer import Tokenizer
+from foreword.prepare import directories, read_vocabulary
 
 __all__ = ["Finding", "add_arguments", "findings", "run"]
 
@@ -34,7 +33,7 @@ class Finding:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", nargs="?", metavar="MODEL", default=argparse.SUPPRESS, help="directory or hub id")
+    parser.add_argument("model", nargs="?", metavar="MODEL", default=argparse.SUPPRESS, help="directory, GGUF file or hub id")
     add_config_options(parser, ENGINE_GROUPS, more=("log_level",))
 
 
@@ -52,10 +51,10 @@ def run(args: argparse.Namespace) -> int:
 
 def findings(config: Config) -> Iterator[Finding]:
     """Everything that can be said without loading, in order; stops where the rest depends on what failed."""
-    target = yield from _facts("model", Path(str(config.model)))
+    target = yield from _facts("model", Path(str(config.model)), config.gguf_dequantize)
     drafter = None
     if config.draft_model is not None:
-        drafter = yield from _facts("draft model", Path(config.draft_model))
+        drafter = yield from _facts("draft model", Path(config.draft_model), config.gguf_dequantize)
     if target is None or (drafter is None and config.draft_model is not None):
         return
     yield from _tokenizers(config)
@@ -64,9 +63,9 @@ def findings(config: Config) -> Iterator[Finding]:
     yield from _fit(config, target, drafter)
 
 
-def _facts(what: str, path: Path) -> Generator[Finding, None, ModelFacts | None]:
+def _facts(what: str, path: Path, gguf_dequantize: bool) -> Generator[Finding, None, ModelFacts | None]:
     try:
-        facts = read_facts(path)
+        facts = read_facts(path, gguf_dequantize)
     except ForewordError as error:
         yield Finding(False, f"{what}: {error}")
         return None
@@ -76,14 +75,13 @@ def _facts(what: str, path: Path) -> Generator[Finding, None, ModelFacts | None]
 
 
 def _tokenizers(config: Config) -> Iterator[Finding]:
-    path = Path(str(config.model))
     try:
-        tokenizer = Tokenizer.from_directory(path)
-        drafter = Tokenizer.from_directory(config.draft_model) if config.draft_model else None
+        tokenizer, rows = read_vocabulary(Path(str(config.model)))
+        drafter = read_vocabulary(Path(config.draft_model))[0] if config.draft_model else None
     except ForewordError as error:
         yield Finding(False, f"tokenizer: {error}")
         return
-    rows, unused = vocab_size(path), len(tokenizer.unused_ids(vocab_size(path)))
+    unused = len(tokenizer.unused_ids(rows))
     yield Finding(
         tokenizer.vocab_size <= rows, f"tokenizer: {tokenizer.vocab_size} ids, {rows} rows in the model, {unused} without a token"
     )

@@ -48,9 +48,9 @@ def load(config: Config, unused_ids: Sequence[int], resolved: Resolved | None = 
     Raises ConfigError or CheckpointError.
     """
     assert config.model is not None and config.speculative_config is None, "a config that was not prepared"
-    target = read_facts(Path(config.model))
+    target = read_facts(Path(config.model), config.gguf_dequantize)
     wants_draft_model = "draft" in config.drafter_names() and config.draft_model is not None
-    drafter = read_facts(Path(config.draft_model)) if wants_draft_model and config.draft_model else None
+    drafter = read_facts(Path(config.draft_model), config.gguf_dequantize) if wants_draft_model and config.draft_model else None
     if resolved is None:
         resolved = resolve(config, machine(probe(config.device)), target, drafter)
     return _Loader(config, resolved, unused_ids, progress).engine(target, drafter)
@@ -104,7 +104,8 @@ class _Loader:
     def model(self, path: str, max_model_len: int) -> Model:
         resolved = self.resolved
         precision = Precision.of(resolved.dtype, resolved.weight_dtype, resolved.quantization)
-        return load_model(Path(path), self.ops, precision, resolved.device, max_model_len, self.progress)
+        dequantize = self.config.gguf_dequantize
+        return load_model(Path(path), self.ops, precision, resolved.device, max_model_len, self.progress, dequantize)
 
     def storage(self, model: Model) -> KVStorage:
         resolved = self.resolved
@@ -123,7 +124,7 @@ class _Loader:
 
     def model_drafter(self, path: str, vocab_size: int) -> ModelDrafter:
         resolved = self.resolved
-        max_len = min(resolved.max_model_len, read_facts(Path(path)).context)
+        max_len = min(resolved.max_model_len, read_facts(Path(path), self.config.gguf_dequantize).context)
         model = self.model(path, max_len)
         # The two vocabularies may be padded differently: what the target cannot say is not guessed.
         last = max(set(range(vocab_size)) - set(self.unused_ids))

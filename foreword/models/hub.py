@@ -1,4 +1,4 @@
-"""Where a checkpoint lies: a directory, or a model id of the Hugging Face hub. Does not import torch."""
+"""Where a checkpoint lies: a directory, a GGUF file, or a model id of the Hugging Face hub. Does not import torch."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import importlib
 from pathlib import Path
 
 from foreword.errors import CheckpointError
+from foreword.models.gguf.reader import is_gguf
 
 __all__ = ["resolve_path"]
 
@@ -13,14 +14,14 @@ WANTED_FILES = ("*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model"
 
 
 def resolve_path(name_or_path: str) -> Path:
-    """The directory itself, or where the hub's cache holds (or now gets) a model id. Raises CheckpointError."""
+    """The directory or file itself, or where the hub's cache holds (or now gets) a model id. Raises CheckpointError."""
     path = Path(name_or_path).expanduser()
-    if path.is_dir():
+    if path.is_dir() or is_gguf(path):
         return path
     if path.exists():
-        raise CheckpointError(f"{name_or_path} is a file; a checkpoint is a directory")
+        raise CheckpointError(f"{name_or_path} is a file, but not in GGUF format; other checkpoints are directories")
     if name_or_path.count("/") != 1 or name_or_path.startswith((".", "/", "~")) or name_or_path.endswith("/"):
-        raise CheckpointError(f"there is no directory {name_or_path}")
+        raise CheckpointError(f"there is no directory or file {name_or_path}")
     return _from_hub(name_or_path)
 
 

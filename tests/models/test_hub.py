@@ -16,14 +16,21 @@ def test_a_directory_is_itself(tmp_path: Path):
 @pytest.mark.parametrize("name", ["/nowhere/at/all", "./missing", "missing", "a/b/c", "missing/"])
 def test_a_missing_directory_is_not_looked_for_on_the_hub(name: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: pytest.fail("asked the hub"))
-    with pytest.raises(CheckpointError, match="there is no directory"):
+    with pytest.raises(CheckpointError, match="there is no directory or file"):
         resolve_path(name)
 
 
 def test_a_file_is_not_a_checkpoint(tmp_path: Path):
+    (tmp_path / "model.bin").touch()
+    with pytest.raises(CheckpointError, match="is a file, but not in GGUF format"):
+        resolve_path(str(tmp_path / "model.bin"))
+
+
+def test_a_gguf_file_is_itself(tmp_path: Path):
     (tmp_path / "model.gguf").touch()
-    with pytest.raises(CheckpointError, match="is a file"):
-        resolve_path(str(tmp_path / "model.gguf"))
+    (tmp_path / "blob").write_bytes(b"GGUF")
+    assert resolve_path(str(tmp_path / "model.gguf")) == tmp_path / "model.gguf"
+    assert resolve_path(str(tmp_path / "blob")) == tmp_path / "blob"
 
 
 def test_a_model_id_is_fetched_without_pickles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
