@@ -1,0 +1,77 @@
+#include "attention.h"
+
+#if FOREWORD_X86
+
+#include <cfloat>
+#include <cmath>
+
+#include "vec_avx512.h"
+#include "vec_math.h"
+
+namespace foreword {
+namespace {
+constexpr int MAX_ROWS = 7, VECS = 4;  // MAX_ROWS * VECS sums, and what they are made of, fit the 32 registers
+}
+}  // namespace foreword
+
+#include "attention.inc"
+
+namespace foreword {
+namespace {
+
+// Pairs of bfloat16; sums in float32. An int8 value is a bfloat16 exactly.
+struct Pairs {
+    using Value = Bf16;
+    static constexpr int64_t DEPTH = 2;
+
+    static __m512bh as_bf16(Vec x) { return reinterpret_cast<__m512bh>(x); }
+
+    static Vec multiply(Vec sum, float left, Vec right) { return _mm512_dpbf16_ps(sum, as_bf16(splat(left)), as_bf16(right)); }
+
+    static Vec load_pairs(const Bf16* p) { return _mm512_castsi512_ps(_mm512_loadu_si512(p)); }
+    static Vec load_pairs(const int8_t* p) { return reinterpret_cast<Vec>(_mm512_cvtne2ps_pbh(load(p + LANES), load(p))); }
+
+    template <class T>
+    static Vec elements(const T* p, int64_t left) {
+        if (left >= 2 * LANES) return load_pairs(p);
+        T padded[2 * LANES] = {};
+        std::memcpy(padded, p, left * sizeof(T));
+        return load_pairs(padded);
+    }
+
+    static void interleave(Vec (&rows)[2]) {
+        const __m512i a = _mm512_castps_si512(rows[0]), b = _mm512_castps_si512(rows[1]);
+        const __m512i order = _mm512_cvtepi8_epi16(_mm256_setr_epi8(0, 32, 1, 33, 2, 34, 3, 35, 4, 36, 5, 37, 6, 38, 7, 39, 8, 40,
+                                                                   9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47));
+        rows[0] = _mm512_castsi512_ps(_mm512_permutex2var_epi16(a, order, b));
+        rows[1] = _mm512_castsi512_ps(_mm512_permutex2var_epi16(a, _mm512_add_epi16(order, _mm512_set1_epi16(16)), b));
+    }
+
+    struct Guard {
+        __mmask32 bad = 0;
+        Vec clean(Vec x) {
+            const __m512i raw = _mm512_castps_si512(x), exponent = _mm512_set1_epi16(0x7f80);
+            const __mmask32 odd = _mm512_cmpeq_epi16_mask(_mm512_and_si512(raw, exponent), exponent);
+            bad |= odd;
+            return _mm512_castsi512_ps(_mm512_maskz_mov_epi16(~odd, raw));
+        }
+        bool any() const { return bad != 0; }
+    };
+};
+
+void attend_any(Pool& pool, int thread, const AttentionArgs& args, const Piece& piece, float* states) {
+    switch (args.kv.type) {
+        case Type::F32: return attend_piece<Wide, float>(pool, thread, args, piece, states);
+        case Type::BF16: return attend_piece<Pairs, Bf16>(pool, thread, args, piece, states);
+        case Type::I8: return attend_piece<Pairs, int8_t>(pool, thread, args, piece, states);
+    }
+}
+
+}  // namespace
+
+const AttentionKernels ATTENTION_AVX512 = {attend_any, merge_piece};
+
+}  // namespace foreword
+#include "vec_end.h"
+
+#endif
