@@ -1,0 +1,219 @@
+// BF16 weights times tiles of x: TDPBF16PS, for every number of rows. The other kinds are left to AVX-512.
+#include "dense.h"
+
+#if FOREWORD_X86
+#include <immintrin.h>
+
+#include <cstring>
+
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512bf16,avx2,fma,f16c,amx-tile,amx-bf16")
+
+namespace foreword {
+namespace {
+
+#include "dense_values.inc"
+
+constexpr int64_t LINE = 64;                         // bytes of one row of a register, 32 values of k
+constexpr int64_t HEIGHT = 16;                       // rows of a register
+constexpr int64_t STEP_VALUES = 32, STEP_PAIRS = 16;  // of k
+constexpr int64_t STEP_BYTES = HEIGHT * LINE;        // of weights in one tile
+
+struct alignas(64) TileShapes {
+    uint8_t palette = 1, start_row = 0, reserved[14] = {};
+    uint16_t row_bytes[16] = {};
+    uint8_t rows[16] = {};
+};
+
+// Registers 0..3 hold sums and 4, 5 rows of x, `height` each; 6 and 7 hold weights.
+void shape_registers(int64_t height) {
+    TileShapes shapes;
+    for (int i = 0; i < 8; i++) {
+        shapes.row_bytes[i] = LINE;
+        shapes.rows[i] = static_cast<uint8_t>(i < 6 ? height : HEIGHT);
+    }
+    _tile_loadconfig(&shapes);
+}
+
+// What one inner loop reads and writes: steps of x (one after the other) and of weights, and sums of a group of rows.
+struct Block {
+    const char *x, *next_x;  // of one group of rows, and of the one after it
+    int64_t x_step;          // bytes
+    const uint8_t* tiles[MAX_TILES];
+    int64_t steps;
+    float* sums[MAX_TILES];
+};
+
+// The compiler does not know that the instructions on tiles read and write memory.
+void settle_memory() { __asm__ volatile("" ::: "memory"); }
+
+void fetch_ahead(const uint8_t* weights) {
+#pragma GCC unroll 16
+    for (int i = 0; i < HEIGHT; i++) __builtin_prefetch(weights + AHEAD + i * LINE);
+}
+
+// One group of rows, four tiles.
+void accumulate_row_group(const Block& block) {
+    _tile_loadd(0, block.sums[0], LINE);
+    _tile_loadd(1, block.sums[1], LINE);
+    _tile_loadd(2, block.sums[2], LINE);
+    _tile_loadd(3, block.sums[3], LINE);
+    for (int64_t step = 0; step < block.steps; step++) {
+        const int64_t at = step * STEP_BYTES;
+        for (const uint8_t* tile : block.tiles) fetch_ahead(tile + at);
+        _tile_loadd(4, block.x + step * block.x_step, LINE);
+        _tile_loadd(6, block.tiles[0] + at, LINE);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_loadd(7, block.tiles[1] + at, LINE);
+        _tile_dpbf16ps(1, 4, 7);
+        _tile_loadd(6, block.tiles[2] + at, LINE);
+        _tile_dpbf16ps(2, 4, 6);
+        _tile_loadd(7, block.tiles[3] + at, LINE);
+        _tile_dpbf16ps(3, 4, 7);
+    }
+    _tile_stored(0, block.sums[0], LINE);
+    _tile_stored(1, block.sums[1], LINE);
+    _tile_stored(2, block.sums[2], LINE);
+    _tile_stored(3, block.sums[3], LINE);
+}
+
+// Two groups of rows, two tiles.
+void accumulate_square(const Block& block) {
+    _tile_loadd(0, block.sums[0], LINE);
+    _tile_loadd(1, block.sums[1], LINE);
+    _tile_loadd(2, block.sums[2], LINE);
+    _tile_loadd(3, block.sums[3], LINE);
+    for (int64_t step = 0; step < block.steps; step++) {
+        _tile_loadd(6, block.tiles[0] + step * STEP_BYTES, LINE);
+        _tile_loadd(4, block.x + step * block.x_step, LINE);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_loadd(7, block.tiles[1] + step * STEP_BYTES, LINE);
+        _tile_dpbf16ps(1, 4, 7);
+        _tile_loadd(5, block.next_x + step * block.x_step, LINE);
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_dpbf16ps(3, 5, 7);
+    }
+    _tile_stored(0, block.sums[0], LINE);
+    _tile_stored(1, block.sums[1], LINE);
+    _tile_stored(2, block.sums[2], LINE);
+    _tile_stored(3, block.sums[3], LINE);
+}
+
+// One pass: rows [first_row, first_row + rows) of x times the weights. The rows are divided into one group, or into
+// an even number of equal ones; those of padding are like the first row.
+class Pass {
+public:
+    Pass(const LinearArgs& args, int64_t first_row, int64_t rows, DenseCuts cuts)
+        : args_(args),
+          first_row_(first_row),
+          rows_(rows),
+          cuts_(cuts),
+          groups_(rows <= HEIGHT ? 1 : round_up((rows + HEIGHT - 1) / HEIGHT, 2)),
+          height_((rows + groups_ - 1) / groups_),
+          steps_((args.weight.k + STEP_VALUES - 1) / STEP_VALUES) {}
+
+    void run(Context& context) {
+        arrange(context);
+        const int64_t tiles = num_tiles(args_.weight.n), each = cuts_.item_tiles;
+        context.pool.run((tiles + each - 1) / each, [&](int64_t item, int thread) {
+            const int64_t first = item * each, count = smaller(each, tiles - first);
+            const int64_t bytes = round_up(count, MAX_TILES) * tile_sums() * 4;
+            auto* sums = reinterpret_cast<float*>(context.pool.scratch(thread, bytes));
+            std::memset(sums, 0, bytes);
+            multiply(first, count, sums);
+            finish(args_, {sums, first_row_, rows_, first, count, tile_sums()});
+        });
+    }
+
+private:
+    int64_t tile_sums() const { return groups_ * height_ * TILE; }
+    int64_t group_bytes() const { return steps_ * height_ * LINE; }
+
+    const char* row_of_x(int64_t row) const { return args_.x.data + (first_row_ + (row < rows_ ? row : 0)) * args_.x.stride; }
+
+    // Makes x_ what the inner loops read: [group][step][row of the group][STEP_VALUES].
+    void arrange(Context& context) {
+        const bool stands = args_.x_type == Type::BF16 && args_.weight.k % STEP_VALUES == 0;
+        x_ = row_of_x(0);
+        if (stands && rows_ == 1) return;
+        char* panel = context.shared.get(groups_ * group_bytes());
+        x_ = panel;
+        const auto fill = [&](int64_t row, int thread) {
+            const char* from = row_of_x(row);
+            if (!stands) {
+                auto* copy = reinterpret_cast<uint32_t*>(context.pool.scratch(thread, steps_ * LINE));
+                pair_values(from, args_.x_type, args_.weight.k, steps_ * STEP_PAIRS, copy);
+                from = reinterpret_cast<const char*>(copy);
+            }
+            char* to = panel + row / height_ * group_bytes() + row % height_ * LINE;
+            for (int64_t step = 0; step < steps_; step++) std::memcpy(to + step * height_ * LINE, from + step * LINE, LINE);
+        };
+        if (groups_ * group_bytes() > ALONE_BYTES) return context.pool.run(groups_ * height_, fill);
+        for (int64_t row = 0; row < groups_ * height_; row++) fill(row, 0);
+    }
+
+    void multiply(int64_t first, int64_t count, float* sums) const {
+        const int64_t together = groups_ == 1 ? MAX_TILES : MAX_TILES / 2;
+        shape_registers(height_);
+        settle_memory();
+        for (int64_t step = 0; step < steps_; step += cuts_.block_steps)
+            for (int64_t tile = 0; tile < count; tile += together) {
+                if (groups_ == 1) {
+                    multiply_group(step, first, tile, count, sums);
+                } else {
+                    multiply_groups(step, first, tile, count, sums);
+                }
+            }
+        settle_memory();
+        _tile_release();
+    }
+
+    // Beyond the last tile, that one is multiplied again.
+    const uint8_t* weights(int64_t step, int64_t first, int64_t tile, int64_t count) const {
+        return args_.weight.tiles + ((first + smaller(tile, count - 1)) * steps_ + step) * STEP_BYTES;
+    }
+
+    void multiply_group(int64_t step, int64_t first, int64_t tile, int64_t count, float* sums) const {
+        Block block{x_ + step * height_ * LINE, nullptr, height_ * LINE, {}, smaller(cuts_.block_steps, steps_ - step), {}};
+        for (int64_t t = 0; t < MAX_TILES; t++) {
+            block.tiles[t] = weights(step, first, tile + t, count);
+            block.sums[t] = sums + (tile + t) * tile_sums();
+        }
+        accumulate_row_group(block);
+    }
+
+    void multiply_groups(int64_t step, int64_t first, int64_t tile, int64_t count, float* sums) const {
+        Block block{nullptr, nullptr, height_ * LINE, {}, smaller(cuts_.block_steps, steps_ - step), {}};
+        for (int64_t t = 0; t < 2; t++) block.tiles[t] = weights(step, first, tile + t, count);
+        for (int64_t group = 0; group < groups_; group += 2) {
+            block.x = x_ + group * group_bytes() + step * height_ * LINE;
+            block.next_x = block.x + group_bytes();
+            for (int64_t i = 0; i < MAX_TILES; i++)
+                block.sums[i] = sums + (tile + i % 2) * tile_sums() + (group + i / 2) * height_ * TILE;
+            accumulate_square(block);
+        }
+    }
+
+    const LinearArgs& args_;
+    const int64_t first_row_, rows_;
+    const DenseCuts cuts_;
+    const int64_t groups_, height_, steps_;
+    const char* x_ = nullptr;
+};
+
+}  // namespace
+
+void dense_amx(Context& context, const LinearArgs& args) {
+    if (args.weight.kind != Kind::BF16) return dense_avx512(context, args);
+    const bool few = args.rows <= HEIGHT;
+    const DenseShape shape{args.rows,  num_tiles(args.weight.n), (args.weight.k + STEP_VALUES - 1) / STEP_VALUES,
+                           STEP_BYTES, few ? HEIGHT : 2 * HEIGHT, few ? MAX_TILES : MAX_TILES / 2};
+    const DenseCuts cuts = cut_dense(shape, context.pool.size());
+    for (int64_t row = 0; row < args.rows; row += cuts.pass_rows)
+        Pass(args, row, smaller(cuts.pass_rows, args.rows - row), cuts).run(context);
+}
+
+}  // namespace foreword
+
+#pragma GCC pop_options
+#endif

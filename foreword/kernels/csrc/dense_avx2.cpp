@@ -1,0 +1,69 @@
+#include "dense.h"
+
+#if FOREWORD_X86
+#include <immintrin.h>
+
+#include <cstring>
+
+#pragma GCC push_options
+#pragma GCC target("avx2,fma,f16c")
+
+namespace foreword {
+namespace {
+
+constexpr int64_t LANES = 2;
+
+#include "dense_values.inc"
+
+#include "dense_product.inc"
+
+#include "dense_floats.inc"
+
+struct Vector {
+    using Part = __m256;
+    static constexpr int WIDTH = 8;
+
+    static Part zero() { return _mm256_setzero_ps(); }
+    static Part load(const float* from) { return _mm256_loadu_ps(from); }
+    static void store(float* to, Part part) { _mm256_storeu_ps(to, part); }
+    static Part fill(const uint32_t* x) { return _mm256_castsi256_ps(_mm256_set1_epi32(static_cast<int>(*x))); }
+    static Part multiply_add(Part a, Part b, Part c) { return _mm256_fmadd_ps(a, b, c); }
+    static Part halves(const uint8_t* from) { return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))); }
+
+    static Part first_of_pairs(const uint8_t* from) { return _mm256_castsi256_ps(_mm256_slli_epi32(pairs(from), 16)); }
+
+    static Part second_of_pairs(const uint8_t* from) {
+        return _mm256_castsi256_ps(_mm256_and_si256(pairs(from), _mm256_set1_epi32(static_cast<int>(0xffff0000))));
+    }
+
+    static __m256i pairs(const uint8_t* from) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)); }
+};
+
+// 16 registers: two for the sums of each row and tile, two (BF16: four) for the weights, one or two for x.
+template <class Core>
+struct Loops {
+    static constexpr Loop FEW[] = {loop<Core, 1, 2>(), loop<Core, 2, 2>(), loop<Core, 4, 1>()};
+    static constexpr Loop MANY[] = {loop<Core, 6, 1>(), loop<Core, 4, 1>()};
+};
+
+template <>
+struct Loops<BF16Core<Vector>> {
+    using Core = BF16Core<Vector>;
+    static constexpr Loop FEW[] = {loop<Core, 1, 2>(), loop<Core, 2, 1>(), loop<Core, 4, 1>()};
+    static constexpr Loop MANY[] = {loop<Core, 4, 1>()};
+};
+
+}  // namespace
+
+void dense_avx2(Context& context, const LinearArgs& args) {
+    switch (args.weight.kind) {
+        case Kind::BF16: return multiply_dense<BF16Core<Vector>>(context, args);
+        case Kind::F16: return multiply_dense<F16Core<Vector>>(context, args);
+        default: return multiply_dense<F32Core<Vector>>(context, args);
+    }
+}
+
+}  // namespace foreword
+
+#pragma GCC pop_options
+#endif

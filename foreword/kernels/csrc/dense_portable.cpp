@@ -1,0 +1,75 @@
+#include <cstring>
+
+#include "dense.h"
+
+namespace foreword {
+namespace {
+
+constexpr int64_t LANES = 2;
+
+#include "dense_values.inc"
+
+#include "dense_product.inc"
+
+#include "dense_floats.inc"
+
+// Vectors of the compiler: whatever the processor makes of four floats.
+struct Vector {
+    typedef float Part __attribute__((vector_size(16)));
+    typedef uint32_t Bits __attribute__((vector_size(16)));
+    typedef uint16_t Halves __attribute__((vector_size(8)));
+    static constexpr int WIDTH = 4;
+
+    static Part zero() { return Part{}; }
+    static void store(float* to, Part part) { std::memcpy(to, &part, sizeof part); }
+    static Part multiply_add(Part a, Part b, Part c) { return a * b + c; }
+    static Part load(const float* from) { return read<Part>(from); }
+
+    static Part fill(const uint32_t* x) {
+        float value;
+        std::memcpy(&value, x, sizeof value);
+        return Part{value, value, value, value};
+    }
+
+    // Exponent and mantissa moved to their places of a float32 make it too small by 2^112, also where it is subnormal.
+    static Part halves(const uint8_t* from) {
+        const Bits half = __builtin_convertvector(read<Halves>(from), Bits);
+        const Part magnitude = reinterpret_cast<Part>((half & 0x7fff) << 13) * 0x1p112f;
+        const Bits not_finite = reinterpret_cast<Bits>((half & 0x7c00) == 0x7c00) & 0x7f800000;
+        return reinterpret_cast<Part>(reinterpret_cast<Bits>(magnitude) | not_finite | (half & 0x8000) << 16);
+    }
+
+    static Part first_of_pairs(const uint8_t* from) { return reinterpret_cast<Part>(read<Bits>(from) << 16); }
+    static Part second_of_pairs(const uint8_t* from) { return reinterpret_cast<Part>(read<Bits>(from) & 0xffff0000); }
+
+    template <class To>
+    static To read(const void* from) {
+        To value;
+        std::memcpy(&value, from, sizeof value);
+        return value;
+    }
+};
+
+#if defined(__aarch64__)
+constexpr int MOST_ROWS = 4;  // 32 registers, four for the sums of each row
+#else
+constexpr int MOST_ROWS = 2;
+#endif
+
+template <class Core>
+struct Loops {
+    static constexpr Loop FEW[] = {loop<Core, 1, 1>(), loop<Core, MOST_ROWS, 1>()};
+    static constexpr Loop MANY[] = {loop<Core, MOST_ROWS, 1>()};
+};
+
+}  // namespace
+
+void dense_portable(Context& context, const LinearArgs& args) {
+    switch (args.weight.kind) {
+        case Kind::BF16: return multiply_dense<BF16Core<Vector>>(context, args);
+        case Kind::F16: return multiply_dense<F16Core<Vector>>(context, args);
+        default: return multiply_dense<F32Core<Vector>>(context, args);
+    }
+}
+
+}  // namespace foreword
