@@ -22,6 +22,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from foreword.models.gguf.weights import file_name
+from tests.k_quants import K_QUANTS
 
 __all__ = ["Raw", "quantized", "write_byte_level", "write_gguf", "write_sentencepiece"]
 
@@ -116,24 +117,10 @@ def _add_tensor(writer: gguf.GGUFWriter, name: str, value: Array, kind: Kind) ->
 
 
 def quantized(value: Array, kind: Kind) -> Array:
-    """In the blocks of `kind`; of K-quants, which the package cannot write, blocks of about the same size as `value`."""
-    try:
-        return gguf.quantize(np.ascontiguousarray(value), kind)
-    except NotImplementedError:
-        return _k_blocks(value, kind)
-
-
-def _k_blocks(value: Array, kind: Kind) -> Array:
-    """Random blocks whose float16 scales are small enough."""
-    chance = np.random.default_rng(abs(hash(kind.name)) % 1000 + value.size)
-    values, size = gguf.GGML_QUANT_SIZES[kind]
-    blocks = chance.integers(0, 256, (value.size // values, size), dtype=np.uint8)
-    places = {Kind.Q2_K: (80, 82), Kind.Q3_K: (108,), Kind.Q4_K: (0, 2), Kind.Q5_K: (0, 2), Kind.Q6_K: (208,)}
-    steps = {Kind.Q2_K: 30, Kind.Q3_K: 60, Kind.Q4_K: 400, Kind.Q5_K: 800, Kind.Q6_K: 2000}
-    scale = np.array([float(np.abs(value).mean()) / steps[kind]], np.float16).view(np.uint8)
-    for place in places[kind]:
-        blocks[:, place : place + 2] = scale
-    return blocks.reshape(value.shape[0], -1)
+    """[N, K] in the blocks of `kind`, as bytes [N, bytes of a row] (floats as such)."""
+    if kind in K_QUANTS:
+        return K_QUANTS[kind](value).reshape(value.shape[0], -1)
+    return gguf.quantize(np.ascontiguousarray(value), kind)
 
 
 def write_byte_level(
