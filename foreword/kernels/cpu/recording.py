@@ -18,7 +18,7 @@ from torch import Tensor
 from foreword.core.batch import Batch
 from foreword.kernels.cpu.library import Command, Inputs, Operand, Space
 
-__all__ = ["Program", "Recorder", "inputs_of"]
+__all__ = ["Program", "Recorder", "Result", "inputs_of", "place"]
 
 ALIGNMENT = 64
 TRACE_ROWS = 3  # of the batch that is recorded; a result's number of rows tells whether it grows with all rows
@@ -93,7 +93,7 @@ class Program:
         self._keep = recorder.keep
         self._width, self._dtype = out.shape[1], out.dtype
         last = recorder.results.pop(_base(out))
-        self._bytes_per_row = _place(list(recorder.results.values()))
+        self._bytes_per_row = place(list(recorder.results.values()))
         self._commands = (Command * len(recorder.commands))(
             *(_placed(command, recorder.results, _base(last.tensor)) for command in recorder.commands)
         )
@@ -141,7 +141,7 @@ def _aligned(value: int) -> int:
     return -(-value // ALIGNMENT) * ALIGNMENT
 
 
-def _place(results: list[Result]) -> int:
+def place(results: list[Result]) -> int:
     """Give every result its place in the arena, first fit; returns the arena's bytes for each row of the batch."""
     size = 0
     live: list[Result] = []

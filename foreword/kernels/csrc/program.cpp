@@ -18,7 +18,9 @@ class Run {
 public:
     Run(Machine& machine, const Inputs& inputs) : machine_(machine), inputs_(inputs), context_{machine.pool_, machine.shared_} {}
 
+    // An operation on no rows (nothing of the batch is sampled) is none: kernels get at least one.
     void execute(const Command& c) {
+        if (count(c) == 0) return;
         switch (c.op) {
             case Op::LINEAR: return linear(c);
             case Op::EMBEDDING: return embedding(c);
