@@ -1,8 +1,9 @@
 // Products with dense weights (F32, BF16, F16): what the files of all instruction sets share.
 //
-// y[row, column] is one chain of multiply-adds over k, in order, from zero (AMX and VDPBF16PS: in the order of their pairs).
-// Nothing else decides its bits: how rows, columns and k are cut up, and who computes what, only moves the chain's
-// state between registers and memory.
+// y[row, column] is a sum of chains, added in order: one for each CHAIN values of k, multiplied and added one after the
+// other from zero. So errors grow with the square root of k, as those of torch do, and nothing else decides its bits: how
+// rows and columns are cut up, and who computes what, only moves sums between registers and memory. (AMX: one chain, in
+// the order of its instruction.)
 #pragma once
 
 #include "kernels.h"
@@ -17,20 +18,21 @@ void dense_avx512(Context& context, const LinearArgs& args);
 void dense_amx(Context& context, const LinearArgs& args);
 #endif
 
+constexpr int64_t CHAIN = 512;              // values of k
 constexpr int64_t MAX_TILES = 4;            // that an inner loop takes together
 constexpr int64_t AHEAD = 4096;             // bytes of weights from what is multiplied to what is fetched
 constexpr int64_t ALONE_BYTES = 64 * 1024;  // of x that one thread lays out sooner than several
 
-// How a product is cut up. Chosen for speed alone.
+// How a product is cut up, for speed alone.
 struct DenseCuts {
     int64_t pass_rows;    // rows of x laid out and multiplied before the next ones
     int64_t item_tiles;   // tiles that a thread takes at a time
-    int64_t block_steps;  // steps over k after which the next tiles and rows have their turn
+    int64_t strip_tiles;  // tiles whose chains are computed side by side, before the next ones
 };
 
-// `group_rows`, `group_tiles`: what one inner loop keeps in registers. `step_bytes`: weights of one tile and step.
+// `group_rows`, `group_tiles`: what one inner loop keeps in registers.
 struct DenseShape {
-    int64_t rows, tiles, steps, step_bytes;
+    int64_t rows, tiles, tile_bytes;
     int64_t group_rows, group_tiles;
 };
 

@@ -18,6 +18,7 @@ constexpr int64_t LINE = 64;                         // bytes of one row of a re
 constexpr int64_t HEIGHT = 16;                       // rows of a register
 constexpr int64_t STEP_VALUES = 32, STEP_PAIRS = 16;  // of k
 constexpr int64_t STEP_BYTES = HEIGHT * LINE;        // of weights in one tile
+constexpr int64_t BLOCK_STEPS = CHAIN / STEP_VALUES;  // whose weights stay in cache while all rows use them
 
 struct alignas(64) TileShapes {
     uint8_t palette = 1, start_row = 0, reserved[14] = {};
@@ -116,12 +117,15 @@ public:
         arrange(context);
         const int64_t tiles = num_tiles(args_.weight.n), each = cuts_.item_tiles;
         context.pool.run((tiles + each - 1) / each, [&](int64_t item, int thread) {
-            const int64_t first = item * each, count = smaller(each, tiles - first);
-            const int64_t bytes = round_up(count, MAX_TILES) * tile_sums() * 4;
+            const int64_t end = smaller((item + 1) * each, tiles);
+            const int64_t bytes = round_up(cuts_.strip_tiles, MAX_TILES) * tile_sums() * 4;
             auto* sums = reinterpret_cast<float*>(context.pool.scratch(thread, bytes));
-            std::memset(sums, 0, bytes);
-            multiply(first, count, sums);
-            finish(args_, {sums, first_row_, rows_, first, count, tile_sums()});
+            for (int64_t first = item * each; first < end; first += cuts_.strip_tiles) {
+                const int64_t count = smaller(cuts_.strip_tiles, end - first);
+                std::memset(sums, 0, bytes);
+                multiply(first, count, sums);
+                finish(args_, {sums, first_row_, rows_, first, count, tile_sums()});
+            }
         });
     }
 
@@ -156,7 +160,7 @@ private:
         const int64_t together = groups_ == 1 ? MAX_TILES : MAX_TILES / 2;
         shape_registers(height_);
         settle_memory();
-        for (int64_t step = 0; step < steps_; step += cuts_.block_steps)
+        for (int64_t step = 0; step < steps_; step += BLOCK_STEPS)
             for (int64_t tile = 0; tile < count; tile += together) {
                 if (groups_ == 1) {
                     multiply_group(step, first, tile, count, sums);
@@ -174,7 +178,7 @@ private:
     }
 
     void multiply_group(int64_t step, int64_t first, int64_t tile, int64_t count, float* sums) const {
-        Block block{x_ + step * height_ * LINE, nullptr, height_ * LINE, {}, smaller(cuts_.block_steps, steps_ - step), {}};
+        Block block{x_ + step * height_ * LINE, nullptr, height_ * LINE, {}, smaller(BLOCK_STEPS, steps_ - step), {}};
         for (int64_t t = 0; t < MAX_TILES; t++) {
             block.tiles[t] = weights(step, first, tile + t, count);
             block.sums[t] = sums + (tile + t) * tile_sums();
@@ -183,7 +187,7 @@ private:
     }
 
     void multiply_groups(int64_t step, int64_t first, int64_t tile, int64_t count, float* sums) const {
-        Block block{nullptr, nullptr, height_ * LINE, {}, smaller(cuts_.block_steps, steps_ - step), {}};
+        Block block{nullptr, nullptr, height_ * LINE, {}, smaller(BLOCK_STEPS, steps_ - step), {}};
         for (int64_t t = 0; t < 2; t++) block.tiles[t] = weights(step, first, tile + t, count);
         for (int64_t group = 0; group < groups_; group += 2) {
             block.x = x_ + group * group_bytes() + step * height_ * LINE;
@@ -206,8 +210,8 @@ private:
 void dense_amx(Context& context, const LinearArgs& args) {
     if (args.weight.kind != Kind::BF16) return dense_avx512(context, args);
     const bool few = args.rows <= HEIGHT;
-    const DenseShape shape{args.rows,  num_tiles(args.weight.n), (args.weight.k + STEP_VALUES - 1) / STEP_VALUES,
-                           STEP_BYTES, few ? HEIGHT : 2 * HEIGHT, few ? MAX_TILES : MAX_TILES / 2};
+    const int64_t bytes = tile_bytes(args.weight.kind, args.weight.k);
+    const DenseShape shape{args.rows, num_tiles(args.weight.n), bytes, few ? HEIGHT : 2 * HEIGHT, few ? MAX_TILES : MAX_TILES / 2};
     const DenseCuts cuts = cut_dense(shape, context.pool.size());
     for (int64_t row = 0; row < args.rows; row += cuts.pass_rows)
         Pass(args, row, smaller(cuts.pass_rows, args.rows - row), cuts).run(context);

@@ -27,6 +27,7 @@ struct Vector {
     static Part load(const float* from) { return _mm256_loadu_ps(from); }
     static void store(float* to, Part part) { _mm256_storeu_ps(to, part); }
     static Part fill(const uint32_t* x) { return _mm256_castsi256_ps(_mm256_set1_epi32(static_cast<int>(*x))); }
+    static Part plus(Part a, Part b) { return _mm256_add_ps(a, b); }
     static Part multiply_add(Part a, Part b, Part c) { return _mm256_fmadd_ps(a, b, c); }
     static Part halves(const uint8_t* from) { return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))); }
 

@@ -27,6 +27,7 @@ struct Vector {
     static Part load(const float* from) { return _mm512_loadu_ps(from); }
     static void store(float* to, Part part) { _mm512_storeu_ps(to, part); }
     static Part fill(const uint32_t* x) { return _mm512_castsi512_ps(_mm512_set1_epi32(static_cast<int>(*x))); }
+    static Part plus(Part a, Part b) { return _mm512_add_ps(a, b); }
     static Part multiply_add(Part a, Part b, Part c) { return _mm512_fmadd_ps(a, b, c); }
     static Part halves(const uint8_t* from) { return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from))); }
 };
@@ -41,6 +42,7 @@ struct PairCore {
     static Sum zero() { return _mm512_setzero_ps(); }
     static Sum load(const float* from) { return _mm512_loadu_ps(from); }
     static void store(float* to, Sum sum) { _mm512_storeu_ps(to, sum); }
+    static Sum plus(Sum a, Sum b) { return _mm512_add_ps(a, b); }
     static Weights weights(const uint8_t* step) { return reinterpret_cast<Weights>(_mm512_loadu_si512(step)); }
 
     template <int64_t LANES>

@@ -22,6 +22,7 @@ struct Vector {
 
     static Part zero() { return Part{}; }
     static void store(float* to, Part part) { std::memcpy(to, &part, sizeof part); }
+    static Part plus(Part a, Part b) { return a + b; }
     static Part multiply_add(Part a, Part b, Part c) { return a * b + c; }
     static Part load(const float* from) { return read<Part>(from); }
 
