@@ -25,16 +25,13 @@ import torch
 
 from foreword.cli.bench_cases import Case, Cases
 from foreword.cli.bench_common import show, show_json
-from foreword.cli.bench_machine import Memory, product_rate
+from foreword.cli.bench_machine import ONEDNN_ISA, Memory, product_rate
 from foreword.cli.bench_shapes import KINDS, PARTS, read_shape
 from foreword.cli.terminal import tracked
 from foreword.errors import ConfigError
 from foreword.kernels.registry import select
 
 __all__ = ["Sizes", "run"]
-
-# What oneDNN may use, so that it is measured with the same instructions.
-ONEDNN_ISA: Mapping[str, str] = {"avx512": "AVX512_CORE_BF16", "avx2": "AVX2", "portable": "SSE41"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,12 +8,15 @@ from __future__ import annotations
 import mmap
 import time
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
-__all__ = ["PEAKS", "Memory", "product_rate", "seconds"]
+__all__ = ["ONEDNN_ISA", "PEAKS", "Memory", "product_rate", "seconds"]
 
+# What oneDNN may use (ONEDNN_MAX_CPU_ISA), so that it is measured with the same instructions.
+ONEDNN_ISA: Mapping[str, str] = MappingProxyType({"avx512": "AVX512_CORE_BF16", "avx2": "AVX2", "portable": "SSE41"})
 HUGE_PAGES = getattr(mmap, "MADV_HUGEPAGE", None)  # Linux only
 
 
@@ -53,7 +56,9 @@ def _int8(size: int) -> Callable[[], Tensor]:
     return lambda: torch._int_mm(left, left)
 
 
-PEAKS: Mapping[str, Callable[[int], Callable[[], Tensor]]] = {"bfloat16": _bfloat16, "int8": _int8, "float32": _float32}
+PEAKS: Mapping[str, Callable[[int], Callable[[], Tensor]]] = MappingProxyType(
+    {"bfloat16": _bfloat16, "int8": _int8, "float32": _float32}
+)
 
 
 def product_rate(kind: str, size: int, rounds: int) -> float:

@@ -1,0 +1,64 @@
+"""`foreword serve`, asked over HTTP by as many clients as there are streams. See peers_worker.py."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+from peers_worker import peak_bytes, serve
+
+from foreword.cli.server_process import ServerProcess
+from foreword.config import Config
+
+
+class Served:
+    """Streamed completions of token ids, greedy, without speculation and prefix cache."""
+
+    def load(self, path: str, threads: int, tokens: int, streams: int, options: dict[str, Any]) -> dict[str, Any]:
+        config = Config(
+            model=path,
+            threads=threads,
+            kv_cache_memory=f"{tokens}tokens",
+            max_num_seqs=streams,
+            prefix_caching=False,
+            speculate="off",
+            served_model_name="peer",
+            **options,
+        )
+        self.server = ServerProcess(config).__enter__()
+        return {}
+
+    def streams(self, prompts: list[list[int]], tokens: int) -> dict[str, float]:
+        return {"seconds": asyncio.run(self._all(prompts, tokens))}
+
+    def peak(self) -> int:
+        """Bytes of the server's processes, each at its largest."""
+        children = Path(f"/proc/{self.server.pid}/task/{self.server.pid}/children").read_text().split()
+        return sum(peak_bytes(pid) for pid in (self.server.pid, *children))
+
+    def stop(self) -> int:
+        return self.server.stop()
+
+    async def _all(self, prompts: list[list[int]], tokens: int) -> float:
+        async with httpx.AsyncClient(base_url=self.server.url, timeout=None) as http:
+            started = time.perf_counter()
+            await asyncio.gather(*(_stream(http, prompt, tokens) for prompt in prompts))
+            return time.perf_counter() - started
+
+
+async def _stream(http: httpx.AsyncClient, prompt: list[int], tokens: int) -> None:
+    body = {"model": "peer", "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "stream": True}
+    usage: dict[str, Any] = {}
+    async with http.stream("POST", "/v1/completions", json=body | {"stream_options": {"include_usage": True}}) as response:
+        async for line in response.aiter_lines():
+            if line.startswith("data: {"):
+                usage = json.loads(line.removeprefix("data: ")).get("usage") or usage
+    assert usage.get("completion_tokens") == tokens, f"answered with {usage}"
+
+
+if __name__ == "__main__":
+    serve(Served())

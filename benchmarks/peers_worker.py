@@ -1,0 +1,75 @@
+"""One engine in a process of its own: it reads commands from stdin, one JSON array a line, and answers likewise.
+
+    ["decode", {"prompt": [...], "tokens": 64}]  ->  {"seconds": 1.5}
+
+An engine is a class whose public methods are the commands; every engine offers a part of
+
+    load(...)                  from then on it is ready
+    decode(prompt, tokens)     seconds for `tokens` greedy tokens behind the first one
+    prompt(ids)                seconds from the prompt to its first token
+    streams(prompts, tokens)   seconds for all prompts at once, `tokens` greedy tokens each
+    rows(context, counts, steps) seconds of a step that verifies so many rows behind a context, median, by count
+
+Standard library only: it runs in other environments too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+__all__ = ["Worker", "peak_bytes", "serve"]
+
+
+def serve(engine: object) -> None:
+    """Answer commands until stdin ends. What libraries print goes to stderr."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    for line in sys.stdin:
+        command, arguments = json.loads(line)
+        answers.write(json.dumps(getattr(engine, command)(**arguments)) + "\n")
+        answers.flush()
+
+
+def peak_bytes(pid: int | str) -> int:
+    """Largest resident memory that a process has had."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return int(re.findall(r"VmHWM:\s+(\d+) kB", status)[0]) << 10
+
+
+class Worker:
+    """The other end: a process with an engine in it."""
+
+    def __init__(self, python: str, script: Path, log: Path) -> None:
+        self.log = log
+        with log.open("ab") as errors:
+            self._process = subprocess.Popen(
+                [python, str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True
+            )
+
+    def __call__(self, command: str, **arguments: Any) -> Any:
+        """Raises RuntimeError, which names the log, if the process has ended."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        try:
+            self._process.stdin.write(json.dumps([command, arguments]) + "\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            raise RuntimeError(f"the process has ended; see {self.log}") from None
+        answer = self._process.stdout.readline()
+        if not answer:
+            raise RuntimeError(f"{command} failed; see {self.log}")
+        return json.loads(answer)
+
+    @property
+    def peak_bytes(self) -> int:
+        return peak_bytes(self._process.pid)
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
