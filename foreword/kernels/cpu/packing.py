@@ -43,7 +43,7 @@ class WeightMemory:
 
 def _huge_pages(num_bytes: int) -> Tensor:
     """uint8 zeros, aligned to a huge page."""
-    memory = mmap.mmap(-1, num_bytes + HUGE_PAGE)
+    memory = mmap.mmap(-1, num_bytes + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared memory has small pages
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
     whole = torch.frombuffer(memory, dtype=torch.uint8)
