@@ -45,7 +45,8 @@ def write_gguf(checkpoint: Path, path: Path, kind: Kind = Kind.F32, more: Write 
         _add(writer, f"{architecture}.{key}", value)
     backend = tokenizers.Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
     files = json.loads((checkpoint / "tokenizer_config.json").read_text())
-    write_byte_level(writer, backend, "gpt-2", bos="<bos>", eos="<eos>", add_bos=False, template=files["chat_template"])
+    template, size = files["chat_template"], config["vocab_size"]
+    write_byte_level(writer, backend, "gpt-2", bos="<bos>", eos="<eos>", add_bos=False, template=template, size=size)
     for name, tensor in load_file(checkpoint / "model.safetensors").items():
         _add_tensor(writer, file_name(name, architecture), converted(name, tensor, config), kind)
     if more is not None:
