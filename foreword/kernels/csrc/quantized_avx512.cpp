@@ -18,6 +18,10 @@ using Ints = __m512i;
 using Floats = __m512;
 using Pairs = __m512i;
 
+#ifndef AHEAD
+constexpr int64_t AHEAD = 4096;  // bytes that weights are fetched before their use
+#endif
+
 inline __mmask16 first(int64_t count) { return static_cast<__mmask16>((1u << count) - 1); }
 
 inline Ints zero_ints() { return _mm512_setzero_si512(); }
@@ -66,7 +70,10 @@ inline Ints widen_signed(const uint8_t* p) { return _mm512_cvtepi8_epi32(_mm_loa
 inline Pairs widen_pairs(const uint8_t* p) { return _mm512_cvtepu8_epi16(_mm256_load_si256(reinterpret_cast<const __m256i*>(p))); }
 inline Ints dot_pairs(Ints sum, Pairs a, int32_t pair) { return _mm512_dpwssd_epi32(sum, a, _mm512_set1_epi32(pair)); }
 
-inline Quads load_bytes(const uint8_t* p) { return _mm512_load_si512(p); }
+inline Quads load_bytes(const uint8_t* p) {
+    _mm_prefetch(reinterpret_cast<const char*>(p + AHEAD), _MM_HINT_T0);
+    return _mm512_load_si512(p);
+}
 inline void split_halves(const uint8_t* p, Quads& low, Quads& high) {
     const __m512i both = load_bytes(p), mask = _mm512_set1_epi8(15);
     low = _mm512_and_si512(both, mask);
@@ -92,11 +99,16 @@ inline Ints corrected(Ints sum, int32_t correction) {
     return add(sum, _mm512_set1_epi32(correction));
 }
 
+// sum + w . quad. As assembly: GCC 12 copies the sums of the intrinsic back and forth, and loads the quad apart.
+inline void add_dot(Ints& sum, Quads w, const int32_t& quad) {
+    __asm__("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(w), "m"(quad));
+}
+
 // sum + w . x over COUNT quads; those of x are STRIDE apart.
 template <int BITS, int COUNT, int STRIDE>
 inline Ints dot(Ints sum, const Quads (&w)[COUNT], const int32_t* x) {
 #pragma GCC unroll 8
-    for (int j = 0; j < COUNT; j++) sum = _mm512_dpbusd_epi32(sum, w[j], _mm512_set1_epi32(x[j * STRIDE]));
+    for (int j = 0; j < COUNT; j++) add_dot(sum, w[j], x[j * STRIDE]);
     return sum;
 }
 
