@@ -31,8 +31,10 @@ Array = npt.NDArray[Any]
 Write = Callable[[gguf.GGUFWriter], None]
 
 
-def write_gguf(checkpoint: Path, path: Path, kind: Kind = Kind.F32, more: Write | None = None, **metadata: Any) -> Path:
-    """A checkpoint of tests/checkpoints.py as one file; its matrices become `kind`.
+def write_gguf(
+    checkpoint: Path, path: Path, kind: Kind | Callable[[str], Kind] = Kind.F32, more: Write | None = None, **metadata: Any
+) -> Path:
+    """A checkpoint of tests/checkpoints.py as one file; its matrices become `kind`, or what it says of their names.
 
     more      writes further keys and tensors
     metadata  keys of the architecture by name, dots as two underscores; None leaves one out
@@ -48,7 +50,8 @@ def write_gguf(checkpoint: Path, path: Path, kind: Kind = Kind.F32, more: Write 
     template, size = files["chat_template"], config["vocab_size"]
     write_byte_level(writer, backend, "gpt-2", bos="<bos>", eos="<eos>", add_bos=False, template=template, size=size)
     for name, tensor in load_file(checkpoint / "model.safetensors").items():
-        _add_tensor(writer, file_name(name, architecture), converted(name, tensor, config), kind)
+        called = file_name(name, architecture)
+        _add_tensor(writer, called, converted(name, tensor, config), kind(called) if callable(kind) else kind)
     if more is not None:
         more(writer)
     finish(writer)

@@ -95,12 +95,12 @@ def open_gguf(path: Path) -> GGUF:
 
 def _read_header(path: Path) -> GGUF:
     try:
+        if path.stat().st_size == 0:
+            raise CheckpointError(f"{path} is empty", "model")
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return _Header(Cursor(data, path), path, len(data)).read()
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}", "model") from None
-    except ValueError:  # an empty file cannot be mapped
-        raise CheckpointError(f"{path} is empty", "model") from None
 
 
 class _Header:

@@ -1,0 +1,319 @@
+"""Models from GGUF files: the same bits as from the checkpoints that they were made of."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from foreword import LLM, SamplingParams
+from foreword.errors import CheckpointError
+from foreword.kernels.reference import Reference
+from foreword.models.base import Precision
+from foreword.models.loader import load_model, read_facts
+from foreword.models.mapped import MappedFile
+from tests.checkpoints import FAMILIES, write_checkpoint, write_drafter
+from tests.gguf_files import Kind, quantized, write_gguf
+from tests.models.driving import Driver
+
+PROMPT = torch.randint(0, 256, (70,), generator=torch.Generator().manual_seed(7)).tolist()
+WIDE = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 8, "head_dim": 32}  # rows of whole blocks
+ODD = {"num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 20, "hidden_size": 72, "intermediate_size": 100}
+LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+Write = Callable[[gguf.GGUFWriter], None]
+
+
+def factors(name: str, values: list[float]) -> Write:
+    return lambda writer: writer.add_tensor(name, np.array(values, np.float32))
+
+
+def both(*writes: Write) -> Write:
+    def write(writer: gguf.GGUFWriter) -> None:
+        for one in writes:
+            one(writer)
+
+    return write
+
+
+def llama3_divisors(head_dim: int) -> list[float]:
+    """What the converter makes of LLAMA3 with 32 original positions."""
+    wavelengths = 2 * np.pi * 10000.0 ** (np.arange(0, head_dim, 2) / head_dim)
+    smooth = ((32 / wavelengths - 1) / 3).clip(0, 1)
+    return (1 / ((1 - smooth) / 4 + smooth)).tolist()
+
+
+# Family, options of the checkpoint, keys of the file beyond the usual, further tensors.
+CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], Write | None]] = {
+    **{family: (family, {}, {}, None) for family in FAMILIES if family != "gemma3_text"},
+    "gemma3": ("gemma3_text", {}, {"attention__sliding_window_pattern": 2}, None),
+    "gemma3-default-pattern": ("gemma3_text", {"sliding_window_pattern": 6, "num_hidden_layers": 7}, {}, None),
+    "gemma3-listed-pattern": ("gemma3_text", {}, {"attention__sliding_window_pattern": [True, False]}, None),
+    "gemma3-rope": (
+        "gemma3_text",
+        {"rope_scaling": {"rope_type": "linear", "factor": 8.0}, "rope_local_base_freq": 5000.0},
+        {
+            "attention__sliding_window_pattern": 2,
+            "rope__scaling__type": "linear",
+            "rope__scaling__factor": 8.0,
+            "rope__freq_base_swa": 5000.0,
+        },
+        None,
+    ),
+    "llama-tied": ("llama", {"tie_word_embeddings": True}, {}, None),
+    "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True}, {}, None),
+    "llama-odd-shape": ("llama", ODD, {}, None),
+    "llama-few-keys": (
+        "llama",
+        {"num_key_value_heads": 4},
+        dict.fromkeys(
+            (
+                "attention__head_count_kv",
+                "rope__freq_base",
+                "vocab_size",
+                "attention__key_length",
+                "attention__value_length",
+                "rope__dimension_count",
+            )
+        ),
+        None,
+    ),
+    "llama-one-for-each-layer": ("llama", {}, {"attention__head_count_kv": [2, 2], "feed_forward_length": [96, 96]}, None),
+    "llama-linear": ("llama", {"rope_scaling": {"type": "linear", "factor": 2.5}}, {"rope__scaling__factor": 2.5}, None),
+    "llama-linear-old": ("llama", {"rope_scaling": {"type": "linear", "factor": 2.5}}, {"rope__scale_linear": 2.5}, None),
+    "llama-yarn": (
+        "llama",
+        {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 16}},
+        {
+            "rope__scaling__type": "yarn",
+            "rope__scaling__factor": 4.0,
+            "rope__scaling__original_context_length": 64,
+            "rope__scaling__yarn_beta_fast": 16.0,
+        },
+        None,
+    ),
+    "llama-llama3": (
+        "llama",
+        {"rope_scaling": {**LLAMA3, "original_max_position_embeddings": 32}},
+        {},
+        factors("rope_freqs.weight", llama3_divisors(16)),
+    ),
+    "phi3-partial": ("phi3", {"partial_rotary_factor": 0.5}, {}, None),
+    "phi3-no-window": ("phi3", {}, {"attention__sliding_window": None}, None),
+    "phi3-window": ("phi3", {"sliding_window": 30}, {}, None),
+    "phi3-long": (
+        "phi3",
+        {
+            "rope_scaling": {"type": "longrope", "short_factor": [1.0, 1.5, 2.0, 2.5] * 2, "long_factor": [4.0] * 8},
+            "max_position_embeddings": 1024,
+            "original_max_position_embeddings": 256,
+        },
+        {"rope__scaling__original_context_length": 256},
+        both(factors("rope_factors_short.weight", [1.0, 1.5, 2.0, 2.5] * 2), factors("rope_factors_long.weight", [4.0] * 8)),
+    ),
+}
+
+
+def pair(case: str, tmp_path: Path) -> tuple[Path, Path]:
+    family, options, keys, more = CASES[case]
+    checkpoint = write_checkpoint(tmp_path / "checkpoint", family, **options)
+    return checkpoint, write_gguf(checkpoint, tmp_path / "model.gguf", more=more, **keys)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_float32_gives_the_bits_of_the_checkpoint(case: str, tmp_path: Path) -> None:
+    checkpoint, file = pair(case, tmp_path)
+    theirs, ours = Driver(checkpoint).logits(PROMPT), Driver(file).logits(PROMPT)
+    if case == "llama-llama3":  # the divisors are rounded once more
+        torch.testing.assert_close(ours, theirs, atol=1e-3, rtol=0)
+    else:
+        assert torch.equal(ours, theirs)
+    facts = read_facts(file)
+    assert facts.parameters == read_facts(checkpoint).parameters and facts.context == read_facts(checkpoint).context
+
+
+@pytest.mark.parametrize("kind", [Kind.Q8_0, Kind.Q5_0, Kind.Q4_0, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K, Kind.BF16, Kind.F16])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "phi3", "gemma2"])
+def test_quantized_is_the_checkpoint_of_rounded_weights(family: str, kind: Kind, tmp_path: Path) -> None:
+    scalar = {"query_pre_attn_scalar": 32} if family == "gemma2" else {}
+    checkpoint = write_checkpoint(tmp_path / "checkpoint", family, **WIDE, **scalar)
+    file = write_gguf(checkpoint, tmp_path / "model.gguf", kind)
+    tensors = load_file(checkpoint / "model.safetensors")
+    for name, tensor in tensors.items():
+        if tensor.ndim == 2:
+            tensors[name] = torch.from_numpy(gguf.dequantize(quantized(tensor.numpy(), kind), kind)).view(tensor.shape)
+    save_file(tensors, checkpoint / "model.safetensors")
+    assert torch.equal(Driver(file).logits(PROMPT), Driver(checkpoint).logits(PROMPT))
+
+
+def test_mixed_kinds(tmp_path: Path) -> None:
+    """As in files called Q4_K_M: v and down in six bits, the head in eight."""
+    checkpoint = write_checkpoint(tmp_path / "checkpoint", **WIDE)
+
+    def kind(name: str) -> Kind:
+        return Kind.Q6_K if "attn_v" in name or "ffn_down" in name else Kind.Q8_0 if name == "output.weight" else Kind.Q4_K
+
+    file = write_gguf(checkpoint, tmp_path / "model.gguf", kind)
+    llm = LLM(str(file), speculate="off")
+    greedy = SamplingParams(temperature=0, max_tokens=24)
+    alone = llm.generate([{"prompt_token_ids": PROMPT[:20]}], greedy)[0].token_ids
+    crowd = llm.generate(
+        [{"prompt_token_ids": PROMPT[:20]}, *({"prompt_token_ids": PROMPT[i : 40 + i]} for i in range(5))], greedy
+    )
+    assert crowd[0].token_ids == alone and len(set(alone)) > 10
+
+
+def test_as_target_and_as_drafter(tmp_path: Path) -> None:
+    checkpoint = write_checkpoint(tmp_path / "target")
+    file, drafter = (
+        write_gguf(checkpoint, tmp_path / "target.gguf"),
+        write_gguf(write_drafter(tmp_path / "d"), tmp_path / "d.gguf"),
+    )
+    params = SamplingParams(temperature=0.8, seed=3, max_tokens=40)
+    outputs = [
+        LLM(str(model), **options).generate(["the thing"], params)[0]
+        for model in (checkpoint, file)
+        for options in ({"speculate": "off"}, {"draft_model": str(drafter)})
+    ]
+    assert len({output.token_ids for output in outputs}) == 1
+    assert outputs[0].prompt_token_ids == outputs[2].prompt_token_ids
+
+
+def test_facts(tmp_path: Path) -> None:
+    """Blocks weigh what they weigh in the file; what is computed beside them is bfloat16."""
+    checkpoint = write_checkpoint(tmp_path / "checkpoint", **WIDE)
+    facts = read_facts(write_gguf(checkpoint, tmp_path / "q.gguf", Kind.Q4_0))
+    matrices = facts.parameters - 5 * 256
+    assert (facts.dtype, facts.weight_bytes) == ("bfloat16", matrices * 18 // 32 + 5 * 256 * 2)
+    for kind, dtype in ((Kind.F32, "float32"), (Kind.F16, "float16"), (Kind.BF16, "bfloat16")):
+        facts = read_facts(write_gguf(checkpoint, tmp_path / f"{dtype}.gguf", kind))
+        assert (facts.dtype, facts.weight_bytes) == (dtype, None)
+
+
+@pytest.mark.parametrize("kind", [Kind.Q4_1, Kind.Q5_1])
+def test_other_types_on_request(kind: Kind, tmp_path: Path) -> None:
+    checkpoint = write_checkpoint(tmp_path / "checkpoint", **WIDE)
+    file = write_gguf(checkpoint, tmp_path / "model.gguf", kind)
+    for refuse in (lambda: read_facts(file), lambda: load(file)):
+        with pytest.raises(CheckpointError, match=rf"is of type {kind.name.lower()}.*--gguf-dequantize"):
+            refuse()
+    assert read_facts(file, gguf_dequantize=True).parameters > 0
+    assert load(file, gguf_dequantize=True).facts.parameters == read_facts(file, True).parameters
+
+
+def load(path: Path, **options: Any) -> Any:
+    return load_model(path, Reference(), Precision.of("float32"), "cpu", 64, **options)
+
+
+def test_pages_are_given_back_and_progress_ends_at_the_total(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    released: list[int] = []
+    monkeypatch.setattr(MappedFile, "release", lambda self, start, size: released.append(size))
+    seen: list[tuple[int, int]] = []
+    file = write_gguf(write_checkpoint(tmp_path / "checkpoint"), tmp_path / "model.gguf")
+    load(file, progress=lambda done, total: seen.append((done, total)))
+    assert sum(released) == seen[-1][0] == seen[-1][1] and seen == sorted(seen)
+
+
+# What is refused
+
+REFUSED: list[tuple[dict[str, Any], Write | None, str]] = [
+    ({"block_count": None}, None, "lacks `llama.block_count`"),
+    ({"block_count": 0}, None, "`llama.block_count` must be a whole number of at least 1"),
+    ({"block_count": 3}, None, r"tensor `blk.2.attn_norm.weight` \[64\] is missing"),
+    ({"block_count": 1}, None, "unexpected tensors: blk.1"),
+    ({"context_length": "long"}, None, "`llama.context_length` must be a whole number"),
+    ({"attention__head_count_kv": 3}, None, "num_key_value_heads"),
+    ({"attention__head_count_kv": [1, 2]}, None, "`llama.attention.head_count_kv` must be a whole number"),
+    ({"attention__value_length": 8}, None, "`llama.attention.value_length` must be 16 here, got 8"),
+    ({"attention__layer_norm_rms_epsilon": None}, None, "lacks `llama.attention.layer_norm_rms_epsilon`"),
+    ({"attention__causal": False}, None, "`llama.attention.causal` must be true here"),
+    ({"attention__sliding_window": 128}, None, "`llama.attention.sliding_window` = 128 is not supported"),
+    ({"expert_count": 8}, None, "`llama.expert_count` must be 0 here, got 8"),
+    ({"logit_scale": 0.5}, None, "`llama.logit_scale` = 0.5 is not supported"),
+    ({"rope__dimension_count": 8}, None, "`llama.rope.dimension_count` must be 16, the size of a head, got 8"),
+    ({"rope__scaling__type": "spiral"}, None, "`llama.rope.scaling.type` must be one of none, linear, yarn, longrope"),
+    ({"rope__scaling__type": "yarn"}, None, "lacks `llama.rope.scaling.factor`"),
+    ({"rope__scaling__type": "longrope"}, None, "but there is no tensor `rope_factors_long.weight`"),
+    ({"rope__scaling__yarn_log_multiplier": 0.1}, None, "yarn_log_multiplier` = 0.1"),
+    (
+        {"rope__scaling__factor": 2.0},
+        factors("rope_freqs.weight", [1.0] * 8),
+        "asks for more than the tensor `rope_freqs.weight`",
+    ),
+    ({}, factors("rope_freqs.weight", [1.0] * 7), "short_factor"),
+    ({}, factors("rope_factors_long.weight", [1.0] * 8), "tensor `rope_factors_short.weight` is missing"),
+    ({}, factors("blk.0.attn_sinks.weight", [1.0] * 8), "unexpected tensors: blk.0.attn_sinks.weight"),
+    ({}, lambda writer: writer.add_quantization_version(1), "`general.quantization_version` must be 2 here, got 1"),
+    ({}, lambda writer: writer.add_type("adapter"), '`general.type` must be "model" here'),
+    ({"embedding_length": 80}, None, r"tensor `token_embd.weight` is \[272, 64\], the metadata says \[272, 80\]"),
+]
+
+
+@pytest.mark.parametrize("keys, more, message", REFUSED)
+def test_refused_by_name(keys: dict[str, Any], more: Write | None, message: str, tmp_path: Path) -> None:
+    checkpoint = write_checkpoint(tmp_path / "checkpoint")
+    if keys.get("embedding_length"):
+        keys = {**keys, "attention__key_length": 16}
+    file = write_gguf(checkpoint, tmp_path / "model.gguf", more=more, **keys)
+    with pytest.raises(CheckpointError, match=message) as caught:
+        load(file)
+    assert str(file) in str(caught.value)
+
+
+@pytest.mark.parametrize("architecture", ["gemma", "qwen3moe", "mamba"])
+def test_another_architecture(architecture: str, tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "x.gguf", architecture)
+    writer.add_tensor("token_embd.weight", np.zeros((2, 2), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(
+        CheckpointError, match=f"`general.architecture` '{architecture}' is not supported; known: gemma2, gemma3, llama"
+    ):
+        read_facts(tmp_path / "x.gguf")
+
+
+def test_a_type_that_nobody_can_read(tmp_path: Path) -> None:
+    def more(writer: gguf.GGUFWriter) -> None:
+        writer.add_tensor("extra.weight", np.zeros((1, 66), np.uint8), raw_dtype=Kind.IQ2_XXS)
+
+    file = write_gguf(write_checkpoint(tmp_path / "checkpoint"), tmp_path / "model.gguf", more=more)
+    with pytest.raises(CheckpointError, match=r"`extra\.weight` is of type iq2_xxs.*; known: f32, f16"):
+        read_facts(file, gguf_dequantize=True)
+
+
+def test_a_norm_in_blocks(tmp_path: Path) -> None:
+    checkpoint = write_checkpoint(tmp_path / "checkpoint")
+    tensors = load_file(checkpoint / "model.safetensors")
+    norm = tensors.pop("model.norm.weight")
+    save_file(tensors, checkpoint / "model.safetensors")
+
+    def more(writer: gguf.GGUFWriter) -> None:
+        writer.add_tensor("output_norm.weight", gguf.quantize(norm.numpy(), Kind.Q8_0), raw_dtype=Kind.Q8_0)
+
+    file = write_gguf(checkpoint, tmp_path / "model.gguf", more=more)
+    with pytest.raises(CheckpointError, match=r"`output_norm\.weight` must be of type f32, f16, bf16"):
+        load(file)
+
+
+def test_weights_of_a_split_file(tmp_path: Path) -> None:
+    """Cut by hand: the second part takes every other tensor."""
+    checkpoint = write_checkpoint(tmp_path / "checkpoint")
+    whole = write_gguf(checkpoint, tmp_path / "model.gguf")
+    tensors = load_file(checkpoint / "model.safetensors")
+    parts = [dict(list(tensors.items())[number::2]) for number in range(2)]
+    files = []
+    for number, part in enumerate(parts):
+        save_file(part, checkpoint / "model.safetensors")
+
+        def more(writer: gguf.GGUFWriter, number: int = number) -> None:
+            writer.add_uint16("split.no", number)
+            writer.add_uint16("split.count", 2)
+            writer.add_int32("split.tensors.count", len(tensors))
+
+        files.append(write_gguf(checkpoint, tmp_path / f"m-{number + 1:05}-of-00002.gguf", more=more))
+    assert torch.equal(Driver(files[0]).logits(PROMPT), Driver(whole).logits(PROMPT))

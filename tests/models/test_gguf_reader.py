@@ -1,0 +1,242 @@
+"""Headers of GGUF files: sound ones, and all the ways to lie."""
+
+import resource
+import struct
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from foreword.errors import CheckpointError
+from foreword.models.gguf.kinds import KINDS
+from foreword.models.gguf.reader import is_gguf, open_gguf
+from tests.gguf_files import Raw, finish
+
+Q1_SUM = 9  # q8_1, of which the package and the C code disagree; no file holds it
+
+
+def written(path: Path, raw: Raw | bytes) -> Path:
+    path.write_bytes(raw if isinstance(raw, bytes) else raw.bytes())
+    return path
+
+
+def test_a_sound_file(tmp_path: Path) -> None:
+    opened = open_gguf(written(tmp_path / "x.gguf", Raw.small()))
+    assert opened.metadata == {
+        "general.architecture": "llama",
+        "b": "ü",
+        "texts": ["x", "yz"],
+        "numbers": [0.5, 1.0, 2.0],
+        "flag": True,
+    }
+    one, two = opened.tensors["one"], opened.tensors["two"]
+    assert (one.kind.name, one.shape, one.num_bytes) == ("f32", (2, 4), 32)
+    assert (two.kind.name, two.shape, two.row_bytes, two.num_bytes) == ("q8_0", (3, 32), 34, 102)
+    assert two.offset == one.offset + 32 and one.offset % 32 == 0
+
+
+def test_all_that_the_package_writes(tmp_path: Path) -> None:
+    path = tmp_path / "x.gguf"
+    writer = gguf.GGUFWriter(path, "qwen2")
+    numbers = {"uint8": 255, "int8": -5, "uint16": 65535, "int16": -7, "uint32": 2**32 - 1, "int32": -9, "uint64": 2**63}
+    for kind, value in numbers.items():
+        getattr(writer, f"add_{kind}")(kind, value)
+    writer.add_float32("f32", 0.5)
+    writer.add_float64("f64", 0.1)
+    writer.add_bool("no", False)
+    writer.add_array("ids", [1, 2, 3])
+    writer.add_tensor("t", np.arange(6, dtype=np.float32).reshape(2, 3))
+    finish(writer)
+    opened = open_gguf(path)
+    expected = {"general.architecture": "qwen2", **numbers, "f32": 0.5, "f64": 0.1, "no": False, "ids": [1, 2, 3]}
+    assert opened.metadata == expected
+    info = opened.tensors["t"]
+    assert path.read_bytes()[info.offset :][: info.num_bytes] == np.arange(6, dtype=np.float32).tobytes()
+
+
+def test_sizes_of_blocks_are_those_of_the_package() -> None:
+    for number, kind in KINDS.items():
+        known = gguf.GGMLQuantizationType(number)
+        assert known.name.lower() == kind.name
+        assert number == Q1_SUM or gguf.GGML_QUANT_SIZES[known] == (kind.block_values, kind.block_bytes)
+
+
+def test_alignment(tmp_path: Path) -> None:
+    raw = Raw.small()
+    raw.alignment = 128
+    raw.pairs.append(Raw.pair("general.alignment", 4, struct.pack("<I", 128)))
+    raw.tensors[1] = Raw.tensor("two", (32, 3), 8, 128)
+    raw.data = bytes(128 + 102)
+    assert open_gguf(written(tmp_path / "x.gguf", raw)).tensors["one"].offset % 128 == 0
+
+
+def test_what_is_a_gguf_file(tmp_path: Path) -> None:
+    assert is_gguf(written(tmp_path / "x.GGUF", b"anything"))
+    assert is_gguf(written(tmp_path / "blob", b"GGUF and more"))
+    assert not is_gguf(written(tmp_path / "x.bin", b"GGU"))
+    assert not is_gguf(tmp_path)
+    assert not is_gguf(tmp_path / "missing.gguf")
+
+
+def changed(**fields: Any) -> Raw:
+    raw = Raw.small()
+    for name, value in fields.items():
+        setattr(raw, name, value)
+    return raw
+
+
+def with_pair(key: str, kind: int, value: bytes) -> Raw:
+    raw = Raw.small()
+    raw.pairs.append(Raw.pair(key, kind, value))
+    return raw
+
+
+def with_tensor(*entry: Any) -> Raw:
+    raw = Raw.small()
+    raw.tensors.append(Raw.tensor(*entry))
+    raw.data += bytes(1024)
+    return raw
+
+
+HUGE = 2**62
+LIES: dict[str, tuple[Raw | bytes, str]] = {
+    "empty": (b"", "is empty"),
+    "three bytes": (b"GGU", "the magic number begins at byte 0 and takes 4 bytes, but the file ends at byte 3"),
+    "another format": (b"PK\x03\x04" + bytes(100), "is no GGUF file: it begins with b'PK"),
+    "version 1": (changed(version=1), "the version is 1; known: 2, 3"),
+    "version 9": (changed(version=9), "the version is 9"),
+    "big-endian": (changed(version=3 << 24), "big-endian"),
+    "count of pairs": (Raw.small().bytes(num_pairs=HUGE), f"the number of metadata entries is {HUGE}, but there is room for"),
+    "count of tensors": (Raw.small().bytes(num_tensors=HUGE), f"the number of tensors is {HUGE}, but there is room for"),
+    "one pair too many": (Raw.small().bytes(num_pairs=6), "the name of tensor 0 begins at byte"),
+    "one tensor too many": (Raw.small().bytes(num_tensors=3), "tensor `` has 16256 dimensions"),
+    "length of a text": (
+        with_pair("k", 8, struct.pack("<Q", HUGE)),
+        f"`k` begins at byte .* takes {HUGE} bytes, but the file ends",
+    ),
+    "length of a list": (with_pair("k", 9, struct.pack("<IQ", 5, HUGE)), f"the length of `k` is {HUGE}, but there is room for"),
+    "length of texts": (with_pair("k", 9, struct.pack("<IQ", 8, HUGE)), "the length of `k`"),
+    "text in a list": (
+        with_pair("k", 9, struct.pack("<IQQ", 8, 1, HUGE)),
+        rf"`k`\[0\] begins at byte \d+ and takes {HUGE + 8} bytes",
+    ),
+    "type of a value": (with_pair("k", 13, b""), "the type of `k` is 13; known: 0, 1"),
+    "type of elements": (with_pair("k", 9, struct.pack("<IQ", 9, 1)), "the element type of `k` is 9"),
+    "a bool of 2": (with_pair("k", 7, b"\x02"), r"`k` must be 0 or 1 \(false or true\), got 2"),
+    "no UTF-8": (with_pair("k", 8, struct.pack("<Q", 2) + b"\xff\xfe"), "`k` holds bytes that are no UTF-8"),
+    "a key twice": (with_pair("b", 8, Raw.text("x")), "`b` stands in the metadata twice"),
+    "alignment": (with_pair("general.alignment", 4, struct.pack("<I", 12)), "`general.alignment` must be a power of two"),
+    "alignment 0": (with_pair("general.alignment", 4, bytes(4)), "`general.alignment` must be"),
+    "a tensor twice": (with_tensor("one", (8,), 0, 160), "tensor `one` is there twice"),
+    "overlap": (with_tensor("three", (8,), 0, 32), "tensors `two` and `three` overlap at byte|tensors `three` and `two` overlap"),
+    "type of a tensor": (with_tensor("three", (8,), 4, 160), "tensor `three` is of type 4, which is not known"),
+    "half a block": (
+        with_tensor("three", (48,), 8, 160),
+        r"tensor `three` is \[48\]: rows of q8_0 are whole blocks of 32 values",
+    ),
+    "no values": (with_tensor("three", (0, 3), 0, 160), r"tensor `three` is \[3, 0\]"),
+    "five dimensions": (with_tensor("three", (1, 1, 1, 1, 1), 0, 160), "tensor `three` has 5 dimensions; 1 to 4 are possible"),
+    "offset": (with_tensor("three", (8,), 0, HUGE), "tensor `three` ends at byte .*, but the file at byte"),
+    "offset off the grid": (
+        with_tensor("three", (8,), 0, 161),
+        "the offset 161 of tensor `three` is no multiple of the alignment 32",
+    ),
+    "dimensions": (with_tensor("three", (HUGE, HUGE), 0, 160), "tensor `three` ends at byte"),
+    "data cut off": (Raw.small().bytes()[:-1], "tensor `two` ends at byte .* it is truncated"),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_lies_are_named(lie: str, tmp_path: Path) -> None:
+    raw, message = LIES[lie]
+    path = written(tmp_path / "lie.gguf", raw)
+    with pytest.raises(CheckpointError, match=message) as caught:
+        open_gguf(path)
+    assert str(path) in str(caught.value)
+
+
+def test_every_truncation_is_noticed(tmp_path: Path) -> None:
+    whole = Raw.small().bytes()
+    for length in range(len(whole)):
+        with pytest.raises(CheckpointError):
+            open_gguf(written(tmp_path / "x.gguf", whole[:length]))
+
+
+@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.tuples(st.integers(0, 10_000), st.integers(0, 255)), min_size=1, max_size=4))
+def test_changed_bytes_never_crash(tmp_path: Path, changes: list[tuple[int, int]]) -> None:
+    raw = bytearray(Raw.small().bytes())
+    for place, value in changes:
+        raw[place % len(raw)] = value
+    try:
+        opened = open_gguf(written(tmp_path / "x.gguf", bytes(raw)))
+    except CheckpointError:
+        return
+    assert all(info.offset + info.num_bytes <= len(raw) for info in opened.tensors.values())
+
+
+def test_a_lie_takes_no_memory(tmp_path: Path) -> None:
+    """In a file of 64 GB, which is a hole, even 2^32 values of a list would have room."""
+    path = written(tmp_path / "x.gguf", with_pair("k", 9, struct.pack("<IQ", 0, 2**32)).bytes(num_tensors=0))
+    with path.open("r+b") as file:
+        file.truncate(1 << 36)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(CheckpointError, match="the length of `k` is 4294967296, but there is room for 16777216"):
+        open_gguf(path)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10
+
+
+def test_a_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"x\.gguf cannot be read: No such file"):
+        open_gguf(tmp_path / "x.gguf")
+
+
+# Split files
+
+
+def split(path: Path, count: int = 3) -> list[Path]:
+    """Parts of one tensor each, as gguf-split writes them."""
+    files = [path / f"m-{number + 1:05}-of-{count:05}.gguf" for number in range(count)]
+    for number, file in enumerate(files):
+        pairs = [
+            Raw.pair("split.no", 2, struct.pack("<H", number)),
+            Raw.pair("split.count", 2, struct.pack("<H", count)),
+            Raw.pair("split.tensors.count", 5, struct.pack("<i", count)),
+        ]
+        written(file, Raw(pairs, [Raw.tensor(f"t{number}", (8,))], bytes(32)))
+    return files
+
+
+def test_a_split_file(tmp_path: Path) -> None:
+    files = split(tmp_path)
+    opened = open_gguf(files[0])
+    assert [opened.tensors[f"t{number}"].file for number in range(3)] == files
+    assert opened.files == tuple(files)
+
+
+def test_a_later_part_names_the_first(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"is part 2 of 3; give the first one, m-00001-of-00003\.gguf"):
+        open_gguf(split(tmp_path)[1])
+
+
+def test_a_missing_part_is_named(tmp_path: Path) -> None:
+    files = split(tmp_path)
+    files[2].unlink()
+    with pytest.raises(CheckpointError, match=r"missing beside it: m-00003-of-00003\.gguf"):
+        open_gguf(files[0])
+
+
+def test_a_part_under_another_name(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"its name must end in -00001-of-00003\.gguf"):
+        open_gguf(split(tmp_path)[0].rename(tmp_path / "model.gguf"))
+
+
+def test_parts_that_do_not_belong_together(tmp_path: Path) -> None:
+    files = split(tmp_path)
+    files[1].write_bytes(files[2].read_bytes())
+    with pytest.raises(CheckpointError, match=r"00002-of-00003\.gguf: `split.no` and `split.count` must say 1 and 3"):
+        open_gguf(files[0])
