@@ -70,6 +70,5 @@ class Worker:
         return peak_bytes(self._process.pid)
 
     def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait()
+        """Ends the process, if it has not ended by itself."""
+        self._process.communicate()
