@@ -10,7 +10,7 @@
 
 namespace foreword {
 namespace {
-constexpr int MAX_ROWS = 7, VECS = 4;  // MAX_ROWS * VECS sums, and what they are made of, fit the 32 registers
+constexpr int MAX_ROWS = 6, VECS = 4;  // 24 sums, 6 values of the rows and what they are multiplied with: 32 registers
 }
 }  // namespace foreword
 
@@ -48,14 +48,12 @@ struct Pairs {
     }
 
     struct Guard {
-        __mmask32 bad = 0;
-        Vec clean(Vec x) {
-            const __m512i raw = _mm512_castps_si512(x), exponent = _mm512_set1_epi16(0x7f80);
-            const __mmask32 odd = _mm512_cmpeq_epi16_mask(_mm512_and_si512(raw, exponent), exponent);
-            bad |= odd;
-            return _mm512_castsi512_ps(_mm512_maskz_mov_epi16(~odd, raw));
+        Guard() : most(_mm512_setzero_si512()) {}
+        void watch(Vec x) {
+            most = _mm512_max_epi16(most, _mm512_and_si512(_mm512_castps_si512(x), _mm512_set1_epi16(0x7fff)));
         }
-        bool any() const { return bad != 0; }
+        bool finite() const { return _mm512_cmpge_epi16_mask(most, _mm512_set1_epi16(0x7f80)) == 0; }
+        __m512i most;
     };
 };
 

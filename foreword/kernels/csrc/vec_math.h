@@ -64,6 +64,16 @@ inline Vec exp(Vec x) {
     return times_power(polynomial(EXP_SERIES_F32, rest), n);
 }
 
+// The largest of LANES magnitudes, compared as integers: there NaN is the largest.
+inline float largest_of(Vec magnitudes) {
+    int32_t lanes[LANES], most = 0;
+    std::memcpy(lanes, &magnitudes, sizeof lanes);
+    for (const int32_t lane : lanes) most = lane > most ? lane : most;
+    float result;
+    std::memcpy(&result, &most, sizeof result);
+    return result;
+}
+
 inline Vec magnitude(Vec x) { return max_magnitude(x, splat(0.0f)); }
 
 // 1 / (1 + e^-x), also where that is small.
