@@ -3,7 +3,9 @@
 Each run answers REQUESTS, which cover every sampling parameter and n, under one combination of drafter,
 concurrency, cache size, prefix cache and chunking. Token ids, hashes of the raw logits, logprobs, texts,
 finish reasons and counts must equal those of the plain run: speculation off, one request at a time, ample
-cache, no prefix cache, whole prompts. Combinations are pairwise; `--full-product` runs all of them.
+cache, no prefix cache, whole prompts. Combinations are pairwise; `--full-product` runs all of them. They run on the
+best kernels of this machine; those of its other instruction sets, the reference, quantized weights and int8 KV are
+each tried in one crowded setting.
 """
 
 from __future__ import annotations
@@ -11,16 +13,19 @@ from __future__ import annotations
 import itertools
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+from gguf import GGMLQuantizationType
 from prometheus_client.parser import text_string_to_metric_families
 
 from foreword import LLM, RequestOutput, SamplingParams
+from foreword.kernels.cpu.library import isas
 from tests.checkpoints import FAMILIES, write_checkpoint, write_drafter
+from tests.gguf_files import write_gguf
 
 MAX_MODEL_LEN = 127  # one below a block boundary
 
@@ -199,16 +204,52 @@ def test_equal_under_every_setting(family: Family, combination: dict[str, Any]) 
         assert 0.0 < accepted < 1.0, "a comparison without accepted and rejected drafts would prove little"
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_equal_in_low_precision(tmp_path: Path, dtype: str) -> None:
-    """Coarser types make more ties and rounding boundaries: a few crowded settings in each."""
-    model = write_checkpoint(tmp_path / "model", "llama", seed=3)
-    drafter = write_drafter(tmp_path / "drafter", seed=4)
-    _, plain = answers(model, drafter, None, PLAIN, dtype=dtype)
-    for speculate in ("ngram", "draft"):
-        crowded = PLAIN | {"speculate": speculate, "concurrent": 16, "cache": "small", "prefix_caching": True, "chunk": 24}
-        _, found = answers(model, drafter, None, crowded, dtype=dtype)
-        assert found == plain
+CROWDED = PLAIN | {"speculate": "ngram,draft", "concurrent": 16, "cache": "small", "prefix_caching": True, "chunk": 24}
+PRECISIONS: dict[str, dict[str, str]] = {
+    "bfloat16": {"dtype": "bfloat16"},
+    "float16": {"dtype": "float16"},
+    "int8": {"dtype": "bfloat16", "quantization": "int8"},
+    "int8 in float32": {"dtype": "float32", "quantization": "int8"},
+    "int4": {"dtype": "bfloat16", "quantization": "int4"},
+    "int8 KV": {"dtype": "bfloat16", "kv_cache_dtype": "int8"},
+}
+BLOCKS = ("Q8_0", "Q4_K")
+REFERENCE = ("bfloat16", "int8 KV", "Q4_K")  # in torch it takes long: some are enough
+# Wide enough for every block of GGUF, and for more than one strip of a product's sum.
+BLOCKWISE = {"hidden_size": 256, "intermediate_size": 768, "num_attention_heads": 8, "num_key_value_heads": 2}
+
+
+def check_crowded(model: Path, drafter: Path, **options: Any) -> None:
+    """The crowded setting answers as plain decoding does, with drafts accepted and rejected."""
+    _, plain = answers(model, drafter, None, PLAIN, **options)
+    llm, found = answers(model, drafter, None, CROWDED, **options)
+    assert found == plain
+    assert 0.0 < acceptance(llm) < 1.0
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    path = tmp_path_factory.mktemp("pair")
+    model = write_checkpoint(path / "model", "llama", seed=3, **BLOCKWISE)
+    return model, write_checkpoint(path / "drafter", "llama", seed=3, dtype="bfloat16", **BLOCKWISE)
+
+
+def with_backends(precisions: Iterable[Any]) -> list[tuple[Any, str]]:
+    """Each with every instruction set that runs here, and some with the reference."""
+    backends = [(precision, isa) for precision in precisions for isa in isas()]
+    return backends + [(precision, "reference") for precision in precisions if precision in REFERENCE]
+
+
+@pytest.mark.parametrize(("precision", "backend"), with_backends(PRECISIONS))
+def test_equal_in_low_precision(pair: tuple[Path, Path], precision: str, backend: str) -> None:
+    """Coarser types make more ties and rounding boundaries; every instruction set has kernels of its own."""
+    check_crowded(*pair, cpu_isa=backend, **PRECISIONS[precision])
+
+
+@pytest.mark.parametrize(("kind", "backend"), with_backends(BLOCKS))
+def test_equal_with_the_blocks_of_a_gguf_file(pair: tuple[Path, Path], tmp_path: Path, kind: str, backend: str) -> None:
+    model, drafter = (write_gguf(path, tmp_path / f"{path.name}.gguf", GGMLQuantizationType[kind]) for path in pair)
+    check_crowded(model, drafter, cpu_isa=backend, dtype="bfloat16")
 
 
 def long_requests() -> tuple[list[dict[str, list[int]]], list[SamplingParams]]:

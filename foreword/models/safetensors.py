@@ -69,7 +69,7 @@ class SafetensorsFile:
             raise self._damaged(f"its header is said to have {length} bytes; the file has {self.size}")
         try:
             header = json.loads(self._file.read(8, length))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise self._damaged(f"its header is not JSON: {error}") from None
         if not isinstance(header, dict):
             raise self._damaged("its header is not a JSON object")

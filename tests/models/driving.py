@@ -26,10 +26,11 @@ class Driver:
         dtype: str = "float32",
         ops: Ops | None = None,
         block_size: int = 16,
+        weight_dtype: str | None = None,
         quantization: str | None = None,
         kv_dtype: str | None = None,
     ):
-        self.model = load_model(path, ops or Reference(), Precision.of(dtype, quantization=quantization), "cpu", max_len)
+        self.model = load_model(path, ops or Reference(), Precision.of(dtype, weight_dtype, quantization), "cpu", max_len)
         self.block_size = block_size
         num_blocks = -(-max_len // block_size)
         self.kv = KVStorage(num_blocks, block_size, self.model.kv_layers, kv_dtype or dtype)

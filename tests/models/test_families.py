@@ -7,6 +7,8 @@ import pytest
 import torch
 import transformers
 
+from foreword.kernels.cpu.backend import CpuOps
+from foreword.kernels.cpu.library import isas
 from foreword.kernels.reference import Reference
 from foreword.models.base import Precision
 from foreword.models.loader import ARCHITECTURES, load_model, read_facts
@@ -110,7 +112,41 @@ def test_equal_to_transformers(case: str, tmp_path: Path, prompt: list[int]):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_chunks_and_single_tokens_give_the_same_bits(family: str, dtype: str, tmp_path: Path, prompt: list[int]):
     path = write_checkpoint(tmp_path / family, family, dtype=dtype)
-    ours = Driver(path, dtype=dtype, block_size=4)
+    check_chunks(Driver(path, dtype=dtype, block_size=4), prompt)
+
+
+@pytest.mark.parametrize("isa", isas())
+@pytest.mark.parametrize("family", FAMILIES)
+def test_native_kernels_agree_with_the_reference_and_with_themselves(family: str, isa: str, tmp_path: Path, prompt: list[int]):
+    path = write_checkpoint(tmp_path / family, family)
+    ours = Driver(path, ops=CpuOps(isa, threads=1), block_size=4)
+    torch.testing.assert_close(ours.logits(prompt), Driver(path).logits(prompt), atol=1e-4, rtol=0)
+    check_chunks(ours, prompt)
+
+
+@pytest.mark.parametrize("isa", isas())
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"dtype": "bfloat16"},
+        {"weight_dtype": "float16"},
+        {"quantization": "int8", "dtype": "bfloat16"},
+        {"quantization": "int4"},
+        {"kv_dtype": "int8"},
+    ],
+    ids=lambda options: "-".join(options.values()),
+)
+def test_native_kernels_of_every_precision(isa: str, family: str, options: dict[str, str], tmp_path: Path, prompt: list[int]):
+    """Within a tenth of the logits' spread: activations are rounded too where weights are quantized."""
+    path = write_checkpoint(tmp_path / family, family)
+    ours = Driver(path, ops=CpuOps(isa, threads=1), block_size=4, **options)
+    logits, expected = ours.logits(prompt), Driver(path, **options).logits(prompt)
+    assert (logits - expected).norm() < 0.1 * expected.norm()
+    check_chunks(ours, prompt)
+
+
+def check_chunks(ours: Driver, prompt: list[int]) -> None:
     whole = ours.logits(prompt)
     pieces = torch.cat([ours.logits(prompt[start:end], start) for start, end in [(0, 1), (1, 18), (18, 66)]])
     singles = torch.cat([ours.logits(prompt[index : index + 1], index) for index in range(66, 70)])
