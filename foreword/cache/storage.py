@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from foreword.core.kv import KVLayer
+from foreword.core.memory import HugePages
 
 __all__ = ["KVStorage"]
 
@@ -26,8 +29,9 @@ class KVStorage:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.device = device
+        self._memory = HugePages()
         slots = (num_blocks + 1) * block_size
-        self._layers = tuple(_layer((slots, *shape), getattr(torch, dtype), device) for shape in layers)
+        self._layers = tuple(self._layer((slots, *shape), getattr(torch, dtype)) for shape in layers)
 
     def layer(self, index: int) -> KVLayer:
         """K and V of one layer."""
@@ -38,10 +42,14 @@ class KVStorage:
         tensors = [tensor for layer in self._layers for tensor in (layer.k, layer.v, layer.k_scale, layer.v_scale)]
         return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
+    def _layer(self, shape: tuple[int, int, int], dtype: torch.dtype) -> KVLayer:
+        """shape (S, Hk, D)"""
+        k, v = self._zeros(shape, dtype), self._zeros(shape, dtype)
+        if dtype != torch.int8:
+            return KVLayer(k, v)
+        return KVLayer(k, v, self._zeros(shape[:2], torch.float32), self._zeros(shape[:2], torch.float32))
 
-def _layer(shape: tuple[int, int, int], dtype: torch.dtype, device: str) -> KVLayer:
-    """shape (S, Hk, D)"""
-    k, v = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
-    if dtype != torch.int8:
-        return KVLayer(k, v)
-    return KVLayer(k, v, *(torch.zeros(shape[:2], dtype=torch.float32, device=device) for _ in range(2)))
+    def _zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        if self.device != "cpu":
+            return torch.zeros(shape, dtype=dtype, device=self.device)
+        return self._memory.take(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)

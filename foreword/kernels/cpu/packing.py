@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import mmap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -12,42 +11,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from foreword.core.memory import HugePages
 from foreword.kernels.cpu.library import KINDS, Weight
 from foreword.kernels.ops import Blocks, Matrix
 
-__all__ = ["CpuLinear", "Packer", "Piece", "WeightMemory"]
+__all__ = ["CpuLinear", "Packer", "Piece"]
 
-HUGE_PAGE = 2 << 20
-CHUNK = 64 << 20
-ALIGNMENT = 64
 TENSOR_KINDS = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
-
-
-class WeightMemory:
-    """Memory that is given out piece by piece and freed all at once, when the last piece goes.
-
-    One huge page serves many small weights; pages that nobody touched take no memory.
-    """
-
-    def __init__(self) -> None:
-        self._chunk = torch.empty(0, dtype=torch.uint8)
-
-    def take(self, num_bytes: int) -> Tensor:
-        """uint8 [num_bytes], aligned to ALIGNMENT."""
-        size = -(-num_bytes // ALIGNMENT) * ALIGNMENT
-        if size > self._chunk.numel():
-            self._chunk = _huge_pages(max(size, CHUNK))
-        piece, self._chunk = self._chunk[:num_bytes], self._chunk[size:]
-        return piece
-
-
-def _huge_pages(num_bytes: int) -> Tensor:
-    """uint8 zeros, aligned to a huge page."""
-    memory = mmap.mmap(-1, num_bytes + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared memory has small pages
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    whole = torch.frombuffer(memory, dtype=torch.uint8)
-    return whole[-whole.data_ptr() % HUGE_PAGE :][:num_bytes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +44,7 @@ class Packer:
     def __init__(self, library: ctypes.CDLL, machine: int) -> None:
         self._library = library
         self._machine = machine
-        self._memory = WeightMemory()
+        self._memory = HugePages()
 
     def pack(self, parts: Sequence[Matrix], kind: str, bias: Tensor | None) -> CpuLinear:
         """See Ops.pack_linear."""

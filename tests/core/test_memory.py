@@ -1,0 +1,39 @@
+"""Memory that is given out in pieces."""
+
+from pathlib import Path
+
+import pytest
+
+from foreword.core.memory import ALIGNMENT, CHUNK, HUGE_PAGE, HugePages
+
+ROLLUP = Path("/proc/self/smaps_rollup")
+
+
+def test_pieces_are_zeros_of_their_own():
+    memory = HugePages()
+    pieces = [memory.take(size) for size in (1, 63, 64, 65, 100_000)]
+    for value, piece in enumerate(pieces, 1):
+        assert piece.data_ptr() % ALIGNMENT == 0 and not piece.any()
+        piece.fill_(value)
+    assert [int(piece.amin()) for piece in pieces] == [int(piece.amax()) for piece in pieces] == [1, 2, 3, 4, 5]
+
+
+def test_what_is_larger_than_a_chunk_begins_at_a_huge_page():
+    memory = HugePages()
+    memory.take(1)
+    assert memory.take(CHUNK + 1).data_ptr() % HUGE_PAGE == 0
+
+
+def test_pages_are_huge_where_the_system_has_them():
+    setting = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    if not setting.exists() or "[never]" in setting.read_text() or not ROLLUP.exists():
+        pytest.skip("this system has no huge pages to give")
+    before = huge_kilobytes()
+    piece = HugePages().take(8 * HUGE_PAGE)
+    piece.fill_(1)
+    assert huge_kilobytes() - before > 0
+
+
+def huge_kilobytes() -> int:
+    (line,) = (line for line in ROLLUP.read_text().splitlines() if line.startswith("AnonHugePages"))
+    return int(line.split()[1])
