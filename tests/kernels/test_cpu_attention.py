@@ -1,0 +1,228 @@
+"""Attention on every instruction set: softmax over what a row sees, in bits that depend on nothing but the row."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from foreword.core.batch import Batch, Chunk, build_batch
+from foreword.core.kv import KVLayer
+from foreword.kernels.cpu.backend import CpuOps
+from foreword.kernels.cpu.library import isas
+from tests.kernels.cpu_helpers import machines, randn, same_bits
+
+SPLIT = 512  # positions, as in attention.h
+CACHES = (torch.float32, torch.bfloat16, torch.int8)
+TYPES = (torch.float32, torch.bfloat16)
+Rows = dict[tuple[int, int], Tensor]  # the output of (request, position)
+Spans = list[tuple[int, int, int]]  # rows [start, end) of a request
+
+pytestmark = pytest.mark.skipif(not isas(), reason="the native library is not built")
+each_isa = pytest.mark.parametrize("isa", isas())
+each_cache = pytest.mark.parametrize("cached", CACHES)
+
+
+class Requests:
+    """KV of requests in scattered blocks; what nobody wrote is NaN."""
+
+    def __init__(
+        self,
+        lengths: list[int],
+        kv_heads: int = 2,
+        dim: int = 16,
+        cached: torch.dtype = torch.bfloat16,
+        dtype: torch.dtype = torch.bfloat16,
+        block_size: int = 16,
+        seed: int = 0,
+    ) -> None:
+        self.dtype, self.block_size = dtype, block_size
+        needed = [-(-length // block_size) for length in lengths]
+        order = torch.randperm(sum(needed), generator=torch.Generator().manual_seed(seed)) + 1
+        self.blocks = [chosen.tolist() for chosen in order.split(needed)]
+        self.kv = _empty_cache((sum(needed) + 1) * block_size, kv_heads, dim, cached)
+        for request, length in enumerate(lengths):
+            k, v = (randn(length, kv_heads, dim, seed=first + request, dtype=dtype) for first in (100, 200))
+            machines(isas()[0])[0].write_kv(k, v, self.kv, torch.tensor(self.slots(request, length)))
+
+    def slots(self, request: int, length: int) -> list[int]:
+        size = self.block_size
+        return [self.blocks[request][position // size] * size + position % size for position in range(length)]
+
+    def queries(self, request: int, length: int, heads: int) -> Tensor:
+        return randn(length, heads, self.kv.k.shape[2], seed=300 + request, dtype=self.dtype)
+
+    def batch(self, spans: Spans) -> Batch:
+        chunks = [
+            Chunk([0] * (end - start), start, self.blocks[request][: -(-end // self.block_size)], 1)
+            for request, start, end in spans
+        ]
+        return build_batch(chunks, self.block_size, 4, "cpu")
+
+    def run(self, ops: CpuOps, spans: Spans, heads: int = 6, **options: Any) -> Rows:
+        """Rows of padding must be zero."""
+        batch, dim = self.batch(spans), self.kv.k.shape[2]
+        q = torch.full((len(batch.positions), heads, dim), math.nan, dtype=self.dtype)
+        for (request, start, end), row in zip(spans, batch.row_starts, strict=False):
+            q[row : row + end - start] = self.queries(request, end, heads)[start:]
+        out = ops.attention(q, self.kv, batch, dim**-0.5, **options)
+        assert not out[batch.row_starts[-1] :].any()
+        return {
+            (request, start + index): out[row + index]
+            for (request, start, end), row in zip(spans, batch.row_starts, strict=False)
+            for index in range(end - start)
+        }
+
+    def textbook(
+        self, start: int, length: int, heads: int, dtype: torch.dtype, window: int | None = None, softcap: float | None = None
+    ) -> Tensor:
+        """[length - start, heads, D]: rows [start, length) of request 0, every step in `dtype`."""
+        slots, group = self.slots(0, length), heads // self.kv.k.shape[1]
+        k, v = (
+            _values(part, scale)[slots].repeat_interleave(group, 1).transpose(0, 1).to(dtype)
+            for part, scale in ((self.kv.k, self.kv.k_scale), (self.kv.v, self.kv.v_scale))
+        )
+        scores = self.queries(0, length, heads)[start:].to(dtype).transpose(0, 1) @ k.transpose(1, 2) * k.shape[2] ** -0.5
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        position = torch.arange(length)
+        seen = position[None, :] <= position[start:, None]
+        if window is not None:
+            seen &= position[None, :] > position[start:, None] - window
+        return (scores.masked_fill(~seen, -math.inf).softmax(-1) @ v).transpose(0, 1)
+
+
+def _empty_cache(slots: int, heads: int, dim: int, dtype: torch.dtype) -> KVLayer:
+    shape = (slots, heads, dim)
+    if dtype != torch.int8:
+        return KVLayer(torch.full(shape, math.nan, dtype=dtype), torch.full(shape, math.nan, dtype=dtype))
+    return KVLayer(
+        torch.full(shape, 99, dtype=dtype),
+        torch.full(shape, 99, dtype=dtype),
+        torch.full((slots, heads), math.nan),
+        torch.full((slots, heads), math.nan),
+    )
+
+
+def _values(part: Tensor, scale: Tensor | None) -> Tensor:
+    return part.double() if scale is None else part.double() * scale.double()[..., None]
+
+
+def agree(left: Rows, right: Rows) -> None:
+    """What both have; at least all of `left`."""
+    for key, value in left.items():
+        assert same_bits(value, right[key]), key
+
+
+@each_isa
+@each_cache
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(14, 2, 64), (3, 1, 8), (2, 2, 80), (1, 1, 256), (9, 1, 7)])
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (70, None), (None, 2.0)])
+def test_attention_is_softmax_over_what_a_row_sees(
+    isa: str, cached: torch.dtype, heads: int, kv_heads: int, dim: int, window: int | None, softcap: float | None
+):
+    """The error is at most twice that of the same steps in plain torch, or a few units of float32."""
+    start, length = SPLIT - 5, SPLIT + 20
+    for dtype in TYPES:
+        requests = Requests([length], kv_heads, dim, cached, dtype)
+        rows = requests.run(machines(isa)[0], [(0, start, length)], heads, window=window, softcap=softcap)
+        actual = torch.stack(list(rows.values())).double()
+        plain = torch.float32 if dtype == cached == torch.float32 else torch.bfloat16
+        exact, rounded = (requests.textbook(start, length, heads, by, window, softcap) for by in (torch.float64, plain))
+        assert (actual - exact).abs().max() <= max(2 * (rounded - exact).abs().max(), 5e-7)
+
+
+@each_isa
+@each_cache
+@pytest.mark.parametrize("window", [None, 1, 64, 513, 600])
+def test_chunks_neighbours_and_threads_change_no_bit(isa: str, cached: torch.dtype, window: int | None):
+    """One prompt, whole, in chunks around the edges of vectors and splits, as single rows and as drafts under verification."""
+    length = 2 * SPLIT + 70
+    requests = Requests([length, 40], cached=cached)
+    one, *others = machines(isa)
+    whole = requests.run(one, [(0, 0, length)], window=window)
+    for ops in others:
+        agree(requests.run(ops, [(0, 0, length)], window=window), whole)
+    edges = [0, 1, 7, 8, 63, 64, 65, 127, 200, 511, 512, 513, 521, 575, 1022, 1023, 1024, 1025, 1033, length]
+    for start, end in itertools.pairwise(edges):
+        agree(requests.run(others[0], [(0, start, end)], window=window), whole)
+    for position in (0, 1, 62, 63, 64, 65, 510, 511, 512, 513, 1022, 1023, 1024, 1025, length - 1):
+        rows = [(1, 30, 40), (0, position, position + 1)]
+        agree({(0, position): requests.run(others[1], rows, window=window)[0, position]}, whole)
+
+
+@each_isa
+@pytest.mark.parametrize("block_size", [1, 2, 64, 256])
+def test_where_blocks_lie_changes_no_bit(isa: str, block_size: int):
+    spans = [(0, SPLIT - 20, SPLIT + 60)]
+    expected = Requests([SPLIT + 60]).run(machines(isa)[0], spans)
+    agree(Requests([SPLIT + 60], block_size=block_size, seed=5).run(machines(isa)[0], spans), expected)
+
+
+@each_isa
+@settings(max_examples=15, deadline=None)
+@given(
+    spans=st.lists(st.tuples(st.integers(0, 1100), st.integers(1, 40)), min_size=1, max_size=5),
+    heads=st.sampled_from([2, 8, 14]),
+    window=st.sampled_from([None, 7, 530]),
+    softcap=st.sampled_from([None, 20.0]),
+    cached=st.sampled_from(CACHES),
+)
+def test_a_mixture_of_chunks_is_each_of_its_rows_alone(
+    isa: str, spans: list[tuple[int, int]], heads: int, window: int | None, softcap: float | None, cached: torch.dtype
+):
+    requests = Requests([start + count for start, count in spans], cached=cached)
+    mixed = [(request, start, start + count) for request, (start, count) in enumerate(spans)]
+    together = requests.run(machines(isa)[1], mixed, heads, window=window, softcap=softcap)
+    for request, start, end in mixed:
+        for position in {start, (start + end) // 2, end - 1}:
+            alone = requests.run(machines(isa)[0], [(request, position, position + 1)], heads, window=window, softcap=softcap)
+            agree(alone, together)
+    assert all(value.isfinite().all() for value in together.values())
+
+
+@each_isa
+@pytest.mark.parametrize("rows", [1, 15, 16, 17, 111, 112, 113, 230])
+def test_groups_of_rows_change_no_bit(isa: str, rows: int):
+    """Around the number of rows that share a tile, beyond which a request is no longer spread over its splits."""
+    length = SPLIT + 250
+    requests = Requests([length], 1, 8)
+    for heads in (1, 7):
+        whole = requests.run(machines(isa)[0], [(0, 0, length)], heads)
+        agree(requests.run(machines(isa)[2], [(0, length - rows, length)], heads), whole)
+
+
+@each_isa
+@each_cache
+@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("window", [None, 20])
+def test_a_row_does_not_feel_values_that_it_must_not_see(isa: str, cached: torch.dtype, poison: float, window: int | None):
+    """A drafted token whose K and V overflow reaches neither the rows before it nor those that it has left the window of."""
+    length, bad = SPLIT + 60, SPLIT + 21
+    requests, ops = Requests([length], cached=cached), machines(isa)[0]
+    span = [(0, SPLIT - 10, length)]
+    clean = requests.run(ops, span, window=window)
+    slot = torch.tensor([requests.slots(0, length)[bad]])
+    for tensors in ("v", "kv"):
+        k, v = (randn(1, 2, 16, dtype=torch.bfloat16) for _ in range(2))
+        for name, values in (("k", k), ("v", v)):
+            if name in tensors:
+                values[..., 3] = poison
+        ops.write_kv(k, v, requests.kv, slot)
+        for (_, position), value in requests.run(ops, span, window=window).items():
+            if position < bad or (window is not None and position >= bad + window):
+                assert same_bits(value, clean[0, position]), position
+            else:
+                assert not value.isfinite().any(), position
+
+
+@each_isa
+def test_an_empty_batch_is_all_padding(isa: str):
+    requests = Requests([5])
+    assert requests.run(machines(isa)[0], []) == {}

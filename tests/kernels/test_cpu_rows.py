@@ -1,0 +1,197 @@
+"""Operations on single rows, on every instruction set that this processor has."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn import functional as F
+
+from foreword.core.kv import KVLayer
+from foreword.kernels.cpu.backend import CpuOps
+from foreword.kernels.cpu.library import isas
+from tests.kernels.cpu_helpers import machines, randn, same_bits
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+}
+TYPES = (torch.float32, torch.bfloat16)
+WIDTHS = (1, 3, 4, 7, 8, 15, 16, 17, 63, 64, 65, 896, 1023, 1024, 1025, 2500)
+ROW_COUNTS = (1, 2, 3, 5, 8, 9, 17, 40)
+ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2**-8 * 1.001}  # half a unit in the last place of bfloat16: rounded once
+
+pytestmark = pytest.mark.skipif(not isas(), reason="the native library is not built")
+each_isa = pytest.mark.parametrize("isa", isas())
+each_type = pytest.mark.parametrize("dtype", TYPES)
+
+
+def close(actual: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(actual.double(), expected, rtol=ROUNDING[actual.dtype], atol=1e-6)
+
+
+def operations(width: int) -> dict[str, Callable[[CpuOps, Tensor], Tensor]]:
+    """Each takes x [T, 2 * width]."""
+    weight = randn(width, seed=1)
+    table = randn(64, width // 2 * 2, seed=2)
+
+    def rope(ops: CpuOps, x: Tensor) -> Tensor:
+        return ops.rope(x.view(-1, 2, width), table, x[:, 0].to(torch.float32).abs().mul(10).long().clamp(max=63))
+
+    return {
+        "norm": lambda ops, x: ops.rms_norm(x[:, :width], weight, 1e-5),
+        "norm of heads": lambda ops, x: ops.rms_norm(x.view(-1, 2, width), weight, 1e-5),
+        "rope": rope,
+        "silu": lambda ops, x: ops.gated(x, "silu"),
+        "gelu": lambda ops, x: ops.gated(x, "gelu"),
+        "gelu_tanh": lambda ops, x: ops.gated(x, "gelu_tanh"),
+        "add": lambda ops, x: ops.add(x[:, :width], x[:, width:]),
+        "softcap": lambda ops, x: ops.softcap(x.to(torch.float32), 3.0),
+    }
+
+
+@each_isa
+@each_type
+@pytest.mark.parametrize("width", WIDTHS)
+def test_a_row_depends_on_nothing_but_itself(isa: str, dtype: torch.dtype, width: int):
+    """Not on the number of rows, nor its place among them, nor what they hold, nor the number of threads."""
+    x = randn(max(ROW_COUNTS), 2 * width, dtype=dtype)
+    for name, operation in operations(width).items():
+        whole = operation(machines(isa)[0], x.clone())
+        for ops in machines(isa):
+            assert same_bits(operation(ops, x.clone()), whole), name
+            for count in ROW_COUNTS:
+                last = operation(ops, x[-count:].clone())
+                assert same_bits(last, whole[-count:]), (name, count)
+        poisoned = x.clone()
+        poisoned[1:] = math.nan
+        assert same_bits(operation(machines(isa)[0], poisoned)[:1], whole[:1]), name
+
+
+@each_isa
+@each_type
+@pytest.mark.parametrize("width", WIDTHS)
+def test_rms_norm(isa: str, dtype: torch.dtype, width: int):
+    x, weight = randn(5, 3, width, dtype=dtype) * 4, randn(width, seed=1)
+    wide = x.double()
+    expected = wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
+    close(machines(isa)[0].rms_norm(x, weight, 1e-5), expected)
+
+
+@each_isa
+@each_type
+@pytest.mark.parametrize(("dim", "rotary"), [(64, 64), (80, 20), (8, 8), (6, 6), (128, 96), (16, 2)])
+def test_rope_turns_pairs_and_leaves_the_rest(isa: str, dtype: torch.dtype, dim: int, rotary: int):
+    x, angles = randn(4, 3, dim, dtype=dtype), randn(9, rotary // 2, seed=1)
+    table, positions = torch.cat((angles.cos(), angles.sin()), 1), torch.tensor([8, 0, 3, 3])
+    turned = machines(isa)[0].rope(x, table, positions)
+    left, right = x.double()[..., : rotary // 2], x.double()[..., rotary // 2 : rotary]
+    cos, sin = table[positions].double()[:, None].chunk(2, -1)
+    close(turned[..., :rotary], torch.cat((left * cos - right * sin, left * sin + right * cos), -1))
+    assert torch.equal(turned[..., rotary:], x[..., rotary:])
+
+
+@each_isa
+@each_type
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_gated(isa: str, dtype: torch.dtype, activation: str):
+    gate = torch.cat((torch.linspace(-20, 20, 4001), torch.tensor([0.0, -0.0, 1e-30, 1e4, -1e4]))).to(dtype)
+    x = torch.stack((gate, randn(len(gate), dtype=dtype))).flatten()[None]
+    expected = ACTIVATIONS[activation](gate.double()) * x[0, len(gate) :].double()
+    close(machines(isa)[0].gated(x, activation)[0], expected)
+
+
+@each_isa
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_an_activation_passes_on_what_is_not_finite(isa: str, activation: str):
+    gate = torch.tensor([math.nan, math.inf, 1.0])
+    (out,) = machines(isa)[0].gated(torch.cat((gate, torch.ones(3)))[None], activation)
+    assert out[0].isnan() and out[1] == math.inf and out[2].isfinite()
+
+
+@each_isa
+@pytest.mark.parametrize("cap", [0.5, 3.0, 30.0])
+def test_softcap_is_exact_where_it_does_little(isa: str, cap: float):
+    x = torch.cat((torch.linspace(-100, 100, 2001), torch.logspace(-8, 0, 300), torch.tensor([math.inf, -math.inf])))
+    expected = cap * torch.tanh(x.double() / cap)
+    actual = machines(isa)[1].softcap(x[None].clone(), cap)[0]
+    torch.testing.assert_close(actual.double(), expected, rtol=5e-7, atol=0)
+
+
+@each_isa
+@each_type
+def test_add_rounds_once(isa: str, dtype: torch.dtype):
+    a, b = randn(3, 77, dtype=dtype), randn(3, 77, seed=1, dtype=dtype)
+    assert same_bits(machines(isa)[0].add(a, b), a + b)
+
+
+@each_isa
+@each_type
+def test_bfloat16_is_rounded_to_even_and_nan_stays(isa: str, dtype: torch.dtype):
+    """Through the cache, which is the only place where one type becomes another."""
+    values = torch.tensor([1 + 2**-8, 1 + 3 * 2**-8, -1 - 2**-8, 3.4e38, math.inf, math.nan, -0.0, 65504.0]).to(dtype)
+    cache = KVLayer(torch.zeros(2, 1, 8, dtype=torch.bfloat16), torch.zeros(2, 1, 8, dtype=torch.bfloat16))
+    machines(isa)[0].write_kv(values.view(1, 1, 8), values.view(1, 1, 8), cache, torch.tensor([1]))
+    assert same_bits(cache.k[1, 0], values.to(torch.bfloat16)) and same_bits(cache.v[1, 0], values.to(torch.bfloat16))
+    assert not cache.k[0].any()
+
+
+@each_isa
+@each_type
+@settings(max_examples=20, deadline=None)
+@given(width=st.integers(1, 70), count=st.integers(1, 20), scale=st.sampled_from([1.0, 0.25]))
+def test_embedding(isa: str, dtype: torch.dtype, width: int, count: int, scale: float):
+    ops = machines(isa)[1]
+    weight = randn(50, width, dtype=dtype)
+    ids = torch.arange(count) * 7 % 50
+    packed = ops.pack_linear([weight], str(dtype).removeprefix("torch."))
+    assert same_bits(ops.embedding(ids, packed, dtype, scale), weight[ids] * scale)
+
+
+@each_isa
+def test_keys_and_values_go_where_the_slots_say(isa: str):
+    cache = KVLayer(torch.zeros(48, 2, 5), torch.zeros(48, 2, 5))
+    qkv = randn(3, 8, 5)
+    machines(isa)[0].write_kv(qkv[:, 4:6], qkv[:, 6:], cache, torch.tensor([40, 17, 18]))
+    assert torch.equal(cache.k[[40, 17, 18]], qkv[:, 4:6]) and torch.equal(cache.v[[40, 17, 18]], qkv[:, 6:])
+    assert cache.k.count_nonzero() == 30
+
+
+def int8_cache(slots: int, heads: int, dim: int) -> KVLayer:
+    def values() -> Tensor:
+        return torch.full((slots, heads, dim), 99, dtype=torch.int8)
+
+    return KVLayer(values(), values(), torch.full((slots, heads), math.nan), torch.full((slots, heads), math.nan))
+
+
+@each_isa
+@each_type
+@pytest.mark.parametrize("dim", [5, 8, 16, 33, 64])
+def test_an_int8_cache_keeps_a_scale_for_each_slot_and_head(isa: str, dtype: torch.dtype, dim: int):
+    k, v = randn(4, 2, dim, dtype=dtype), randn(4, 2, dim, seed=1, dtype=dtype)
+    k[1, 1] = 0
+    cache, slots = int8_cache(6, 2, dim), torch.tensor([5, 0, 3, 2])
+    machines(isa)[0].write_kv(k, v, cache, slots)
+    for vectors, values, scales in ((k, cache.k, cache.k_scale), (v, cache.v, cache.v_scale)):
+        wide = vectors.to(torch.float32)
+        expected = wide.abs().amax(-1) / 127
+        assert scales is not None and torch.equal(scales[slots], expected)
+        quotients = (wide / expected[..., None]).nan_to_num(0.0)
+        assert torch.equal(values[slots], quotients.round().to(torch.int8))
+    assert (cache.k[[1, 4]] == 99).all()
+
+
+@each_isa
+@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_shows_in_the_scale(isa: str, poison: float):
+    k = randn(1, 2, 16)
+    k[0, 1, 3] = poison
+    cache = int8_cache(1, 2, 16)
+    machines(isa)[0].write_kv(k, k, cache, torch.tensor([0]))
+    assert cache.k_scale is not None and cache.k_scale[0, 0].isfinite() and not cache.k_scale[0, 1].isfinite()
