@@ -155,7 +155,7 @@ def test_no_rows_and_few_values(isa: str, kind: str) -> None:
     assert ops.linear(torch.full((1, 1), 2.0), packed).tolist() == [[6.0]]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(n=st.integers(1, 70), k=st.integers(1, 150), rows=st.integers(1, 40), place=st.integers(0, 39), seed=st.integers(0, 99))
 @each_case
 def test_any_shape(isa: str, kind: str, n: int, k: int, rows: int, place: int, seed: int) -> None:
@@ -169,7 +169,7 @@ def test_any_shape(isa: str, kind: str, n: int, k: int, rows: int, place: int, s
     assert torch.equal(bits(ops.linear(x[row : row + 1], packed, torch.float32)), bits(out[row : row + 1]))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(n=st.integers(1, 40), k=st.integers(1, 100), seed=st.integers(0, 99))
 @pytest.mark.parametrize("source", KINDS)
 @pytest.mark.parametrize("kind", KINDS)

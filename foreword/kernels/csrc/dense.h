@@ -18,7 +18,7 @@ void dense_avx512(Context& context, const LinearArgs& args);
 void dense_amx(Context& context, const LinearArgs& args);
 #endif
 
-constexpr int64_t CHAIN = 512;              // values of k
+constexpr int64_t CHAIN = 256;              // values of k
 constexpr int64_t MAX_TILES = 4;            // that an inner loop takes together
 constexpr int64_t AHEAD = 4096;             // bytes of weights from what is multiplied to what is fetched
 constexpr int64_t ALONE_BYTES = 64 * 1024;  // of x that one thread lays out sooner than several

@@ -18,7 +18,7 @@ constexpr int64_t LINE = 64;                         // bytes of one row of a re
 constexpr int64_t HEIGHT = 16;                       // rows of a register
 constexpr int64_t STEP_VALUES = 32, STEP_PAIRS = 16;  // of k
 constexpr int64_t STEP_BYTES = HEIGHT * LINE;        // of weights in one tile
-constexpr int64_t BLOCK_STEPS = CHAIN / STEP_VALUES;  // whose weights stay in cache while all rows use them
+constexpr int64_t BLOCK_STEPS = 16;                  // whose weights stay in cache while all rows use them
 
 struct alignas(64) TileShapes {
     uint8_t palette = 1, start_row = 0, reserved[14] = {};
