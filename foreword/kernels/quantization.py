@@ -58,7 +58,8 @@ def rounded(weight: Tensor, kind: str) -> Tensor:
 
 def _as_int8(weight: Tensor) -> Tensor:
     largest = weight.abs().amax(1, keepdim=True)
-    inverse = torch.where(largest < TINY, 0.0, 127.0 / largest)
+    # A number divided by a tensor would be its reciprocal times the number, rounded twice.
+    inverse = torch.where(largest < TINY, 0.0, torch.full_like(largest, 127.0) / largest)
     values = torch.round(weight * inverse) * torch.where(largest < TINY, 0.0, largest / 127.0)
     return torch.where(torch.isfinite(largest), values, torch.nan)
 
