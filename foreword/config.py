@@ -205,6 +205,7 @@ class Resolved:
     dtype           of activations
     weight_dtype    of weights that are not quantized
     quantization    what weights are rounded to while loading, "int8" or "int4", or None
+    weight_format   how the model's weights are held, in words
     kv_cache_dtype  of the KV cache
     cpu_isa         instruction set of the CPU kernels: "auto" or a forced one
     num_blocks      usable blocks of the cache, for target and drafter alike
@@ -214,6 +215,7 @@ class Resolved:
     dtype: str
     weight_dtype: str
     quantization: str | None
+    weight_format: str
     kv_cache_dtype: str
     cpu_isa: str
     threads: int
@@ -289,6 +291,7 @@ def resolve(config: Config, machine: Machine, model: ModelFacts, drafter: ModelF
         dtype=dtype,
         weight_dtype=weight_dtype,
         quantization=config.quantization,
+        weight_format="the file's types" if model.weight_bytes is not None else config.quantization or weight_dtype,
         kv_cache_dtype=kv_dtype,
         cpu_isa=config.cpu_isa,
         threads=config.threads or (machine.cores if weights >= WORTH_THREADS else 1),

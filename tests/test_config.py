@@ -141,7 +141,8 @@ def test_quantized_weights_are_estimated_with_the_embedding_in_8_bits(quantizati
 
 
 def test_weights_that_keep_their_form_are_estimated_by_their_file() -> None:
-    assert resolve(Config(quantization="int8"), CPU, replace(SHAPED, weight_bytes=77)).weight_bytes == 77
+    resolved = resolve(Config(quantization="int8"), CPU, replace(SHAPED, weight_bytes=77))
+    assert (resolved.weight_bytes, resolved.weight_format) == (77, "the file's types")
 
 
 def test_an_int8_cache_has_a_scale_for_each_vector() -> None:

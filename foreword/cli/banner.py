@@ -69,7 +69,7 @@ def parse_loading_line(line: str) -> dict[str, float] | None:
 def memory_line(info: EngineInfo) -> str:
     chosen = info.resolved
     return (
-        f"memory: weights {bytes_text(chosen.weight_bytes)} in {chosen.quantization or chosen.weight_dtype}, "
+        f"memory: weights {bytes_text(chosen.weight_bytes)} in {chosen.weight_format}, "
         f"KV cache {bytes_text(chosen.kv_bytes)} in {chosen.kv_cache_dtype} for {chosen.num_blocks * chosen.block_size} tokens; "
         f"context {chosen.max_model_len} tokens, {chosen.max_num_seqs} requests at once"
     )

@@ -109,8 +109,7 @@ def _fit(config: Config, target: ModelFacts, drafter: ModelFacts | None) -> Iter
         return
     yield Finding(
         True,
-        f"memory: weights {bytes_text(chosen.weight_bytes)} in {chosen.quantization or chosen.weight_dtype}, "
-        f"{bytes_text(hardware.free_bytes)} free",
+        f"memory: weights {bytes_text(chosen.weight_bytes)} in {chosen.weight_format}, {bytes_text(hardware.free_bytes)} free",
     )
     yield _cache(chosen, target, drafter)
     whole = chosen.max_model_len >= target.context

@@ -12,7 +12,8 @@ from foreword.config import Config, EngineInfo, Resolved
 from foreword.demo import MODEL
 
 RESOLVED = Resolved(
-    device="cpu", dtype="bfloat16", weight_dtype="bfloat16", quantization=None, kv_cache_dtype="bfloat16", cpu_isa="auto",
+    device="cpu", dtype="bfloat16", weight_dtype="bfloat16", quantization=None, weight_format="bfloat16",
+    kv_cache_dtype="bfloat16", cpu_isa="auto",
     threads=2, max_model_len=1024, max_num_seqs=64, max_num_batched_tokens=512, block_size=16,
     num_blocks=256, kv_bytes=3 << 20, weight_bytes=9 << 20, prefix_caching=True, drafters=("ngram",), num_speculative_tokens=4,
     prompt_lookup_min=2, prompt_lookup_max=4, fast_math=False, test_mode=False,
