@@ -31,7 +31,7 @@ from foreword.hardware import machine, probe
 from foreword.kernels.ops import Ops
 from foreword.kernels.registry import select
 from foreword.models.base import Model, Precision
-from foreword.models.loader import load_model, read_facts
+from foreword.models.loader import load_model, read_facts, weight_files
 from foreword.sampling.sampler import Sampler
 
 __all__ = ["FIT_DRAFTER", "load"]
@@ -175,10 +175,8 @@ def _warnings(resolved: Resolved, target: ModelFacts, drafter: ModelFacts | None
 def _fingerprint(config: Config, resolved: Resolved, ops: Ops) -> str:
     """Equal fingerprints promise equal answers: weights, kernels, types, RoPE and thread layout in one name."""
     assert config.model is not None
-    path = Path(config.model)
-    files = [path] if path.is_file() else [path / "config.json", *sorted(path.glob("*.safetensors"))]
     facts = (
-        [_ends(file) for file in files],
+        [_ends(file) for file in weight_files(Path(config.model))],
         ops.name,
         torch.__version__,
         torch.get_num_threads(),

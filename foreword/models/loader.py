@@ -16,7 +16,7 @@ from foreword.models.decoder import Decoder, DecoderConfig
 from foreword.models.gemma2 import Gemma2
 from foreword.models.gemma3_text import Gemma3Text
 from foreword.models.gguf.config import read_options
-from foreword.models.gguf.reader import GGUF, is_gguf, open_gguf
+from foreword.models.gguf.reader import GGUF, is_gguf, open_gguf, part_files
 from foreword.models.gguf.weights import GGUFWeights, check_kinds, read_factors, weight_bytes
 from foreword.models.llama import Llama
 from foreword.models.mistral import Mistral
@@ -25,7 +25,7 @@ from foreword.models.qwen2 import Qwen2
 from foreword.models.qwen3 import Qwen3
 from foreword.models.weights import CountedWeights, FileWeights, ShapesOnly
 
-__all__ = ["ARCHITECTURES", "load_model", "read_facts"]
+__all__ = ["ARCHITECTURES", "load_model", "read_facts", "weight_files"]
 
 ARCHITECTURES: Mapping[str, type[Decoder]] = MappingProxyType(
     {
@@ -50,6 +50,11 @@ def read_facts(path: Path, gguf_dequantize: bool = False) -> ModelFacts:
         return facts
     check_kinds(gguf, gguf_dequantize)
     return replace(facts, weight_bytes=weight_bytes(gguf, int(DTYPE_BYTES[facts.dtype])))
+
+
+def weight_files(path: Path) -> list[Path]:
+    """The files whose bytes decide what a model computes."""
+    return part_files(path) if path.is_file() else [path / "config.json", *sorted(path.glob("*.safetensors"))]
 
 
 def load_model(

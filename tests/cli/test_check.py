@@ -8,6 +8,8 @@ import pytest
 
 from foreword.cli.main import main
 from foreword.demo import DRAFTER, MODEL
+from tests.checkpoints import write_checkpoint
+from tests.gguf_files import Kind, write_gguf
 
 
 def check(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
@@ -60,6 +62,20 @@ def test_a_context_cut_short_is_a_note(capsys: pytest.CaptureFixture[str]) -> No
     code, text = check(capsys, "demo", "--kv-cache-memory", "128tokens")
     assert code == 0
     assert "note context: 128 of 1024 tokens" in text
+
+
+def test_a_gguf_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    checkpoint = write_checkpoint(tmp_path / "model", hidden_size=256, intermediate_size=256, num_attention_heads=8)
+    file = write_gguf(checkpoint, tmp_path / "model.gguf", Kind.Q4_0)
+    code, text = check(capsys, str(file), "--draft-model", str(checkpoint))
+    assert code == 0
+    assert "tokenizer: 270 ids, 272 rows in the model, 2 without a token" in text
+    assert "draft tokenizer: the same, token by token" in text
+    other = write_gguf(checkpoint, tmp_path / "other.gguf", Kind.Q4_1)
+    code, text = check(capsys, str(other))
+    assert code == 1
+    assert "is of type q4_1" in text and "--gguf-dequantize" in text
+    assert check(capsys, str(other), "--gguf-dequantize")[0] == 0
 
 
 def test_no_such_directory(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,7 @@ from foreword import LLM, SamplingParams
 from foreword.errors import CheckpointError
 from foreword.kernels.reference import Reference
 from foreword.models.base import Precision
-from foreword.models.loader import load_model, read_facts
+from foreword.models.loader import load_model, read_facts, weight_files
 from foreword.models.mapped import MappedFile
 from tests.checkpoints import FAMILIES, write_checkpoint, write_drafter
 from tests.gguf_files import Kind, quantized, write_gguf
@@ -317,3 +317,4 @@ def test_weights_of_a_split_file(tmp_path: Path) -> None:
 
         files.append(write_gguf(checkpoint, tmp_path / f"m-{number + 1:05}-of-00002.gguf", more=more))
     assert torch.equal(Driver(files[0]).logits(PROMPT), Driver(whole).logits(PROMPT))
+    assert weight_files(files[0]) == files and weight_files(whole) == [whole]

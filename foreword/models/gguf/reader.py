@@ -18,7 +18,7 @@ from foreword.errors import CheckpointError
 from foreword.models.gguf.cursor import Cursor
 from foreword.models.gguf.kinds import KINDS, TensorKind
 
-__all__ = ["GGUF", "TensorInfo", "is_gguf", "open_gguf"]
+__all__ = ["GGUF", "TensorInfo", "is_gguf", "open_gguf", "part_files"]
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -91,6 +91,14 @@ def open_gguf(path: Path) -> GGUF:
         return first
     others = [_read_header(file) for file in _other_parts(path, parts)]
     return _joined([first, *others])
+
+
+def part_files(path: Path) -> list[Path]:
+    """The file itself, or all parts of a split one, by their names alone."""
+    match = PART.fullmatch(path.name)
+    if match is None:
+        return [path]
+    return [path.with_name(f"{match[1]}-{number:05}-of-{match[3]}.gguf") for number in range(1, int(match[3]) + 1)]
 
 
 def _read_header(path: Path) -> GGUF:
@@ -204,7 +212,7 @@ def _other_parts(path: Path, parts: int) -> list[Path]:
     if int(match[2]) != 1:
         first = f"{match[1]}-00001-of-{match[3]}.gguf"
         raise CheckpointError(f"{path} is part {int(match[2])} of {parts}; give the first one, {first}", "model")
-    others = [path.with_name(f"{match[1]}-{number:05}-of-{match[3]}.gguf") for number in range(2, parts + 1)]
+    others = part_files(path)[1:]
     missing = [file.name for file in others if not file.is_file()]
     if missing:
         raise CheckpointError(f"{path} has {parts} parts; missing beside it: {', '.join(missing[:3])}", "model")
