@@ -24,7 +24,7 @@ inline Vec load(const float* p) {
     return x;
 }
 inline Vec load(const Bf16* p) {
-    Lanes raw;
+    Lanes raw = {};
     for (int i = 0; i < LANES; i++) raw[i] = static_cast<int32_t>(static_cast<uint32_t>(p[i]) << 16);
     return from_bits(raw);
 }
