@@ -35,7 +35,7 @@ clean:
 	rm -rf $(VENV) build *.egg-info foreword/kernels/_native*.so
 
 # The same library with an object for each source, so that only what changed is compiled (needs g++ only).
-NATIVE_FLAGS := -O3 -std=c++17 -ffp-contract=off -fno-math-errno -fno-trapping-math
+NATIVE_FLAGS := -O3 -std=c++17 -pthread -ffp-contract=off -fno-math-errno -fno-trapping-math
 NATIVE_OBJECTS := $(patsubst foreword/kernels/csrc/%.cpp,build/native/%.o,$(wildcard foreword/kernels/csrc/*.cpp))
 
 native: foreword/kernels/_native.so  ## build the native kernels in place
@@ -45,6 +45,6 @@ foreword/kernels/_native.so: $(NATIVE_OBJECTS)
 
 build/native/%.o: foreword/kernels/csrc/%.cpp
 	@mkdir -p $(@D)
-	$(CXX) -c -fPIC -pthread -MMD -MP $(NATIVE_FLAGS) -o $@ $<
+	$(CXX) -c -fPIC -MMD -MP $(NATIVE_FLAGS) -o $@ $<
 
 -include $(NATIVE_OBJECTS:.o=.d)
