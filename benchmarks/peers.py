@@ -11,6 +11,8 @@ median over rounds, a ratio the median over rounds of figures of the same round.
 
     decode     tokens/s of one request behind a prompt of 32 tokens
     of read    bytes of the weights times decode, as a share of the bandwidth read in the same round
+    of peak    operations of the layers times the rate of the first prompt, as a share of torch's best product in the run
+               (int8 where weights are quantized, else bfloat16)
     512, 2048  tokens/s of a prompt until its first token
     x8, x16    tokens/s of so many requests together, 32 tokens each in and --tokens out: Foreword through its server
                over HTTP, OpenVINO by continuous batching and llama.cpp by batches of one token each, both in process
@@ -125,7 +127,8 @@ def main() -> int:
     for model in args.models:
         make_files(python, model, args.files / model)
         for group in args.groups:
-            results.setdefault(model, {})[group] = _measure_group(python, model, group, args)
+            peak = peaks["bfloat16" if group == "bf16" else "int8"]
+            results.setdefault(model, {})[group] = _measure_group(python, model, group, args, peak)
     regime = {"rounds": args.rounds, "threads": args.threads, "tokens": args.tokens, "cpu_isa": args.cpu_isa}
     show_json({"bench": "peers", **regime, "peak_gop_s": {kind: rate / 1e9 for kind, rate in peaks.items()}, "models": results})
     return 0
@@ -162,7 +165,7 @@ def _lengths(text: str) -> list[int]:
     return [int(word) for word in text.split(",")]
 
 
-def _measure_group(python: str, model: str, group: str, args: argparse.Namespace) -> dict[str, Any]:
+def _measure_group(python: str, model: str, group: str, args: argparse.Namespace, peak: float) -> dict[str, Any]:
     engines = [engine for engine in GROUPS[group] if engine.own or args.only in engine.name]
     log = args.files / f"{model}-{group}.log"
     log.write_bytes(b"")
@@ -174,6 +177,9 @@ def _measure_group(python: str, model: str, group: str, args: argparse.Namespace
     finally:
         for one in loaded.values():
             _unload(one)
+    for of in figures.values():
+        if (rate := of.get(f"prompt {args.prompts[0]}")) is not None:
+            of["of_peak"] = 2 * MODELS[model].layer_weights() * rate / peak
     ratios = _ratios(loaded)
     _show(f"{model}, {group}", figures, ratios)
     return {"read_gb_s": statistics.median(bandwidths) / 1e9, "engines": figures, "foreword_over": ratios}
@@ -284,13 +290,14 @@ def _show(title: str, figures: Mapping[str, Mapping[str, Any]], ratios: Mapping[
     rows += [(f"foreword / {name}", *(_number(of.get(speed), "{:.2f}x") for speed in speeds)) for name, of in ratios.items()]
     show(f"{title}: tokens/s", ("engine", *short), rows)
     counts = ROW_COUNTS[1:]
-    columns = ("engine", "of read", *(f"{count} rows" for count in counts), "outside", "MB", "of limit")
+    columns = ("engine", "of read", "of peak", *(f"{count} rows" for count in counts), "outside", "MB", "of limit")
     more = [(name, *_shares(one, counts)) for name, one in figures.items()]
     show(f"{title}: shares, steps of several rows over one, memory", columns, more)
 
 
 def _shares(one: Mapping[str, Any], counts: Sequence[int]) -> Iterator[str]:
     yield _number(one.get("of_read"), "{:.0%}")
+    yield _number(one.get("of_peak"), "{:.0%}")
     for count in counts:
         yield _number(one.get("rows", {}).get(count), "{:.2f}x")
     yield _number(one.get("outside_forward"), "{:.1%}")

@@ -60,6 +60,10 @@ class ModelShape:
             "bos_token_id": self.vocab - 1,
         }
 
+    def layer_weights(self) -> int:
+        """Weights that every token of a prompt is multiplied with: all matrices but the embedding, which is the head too."""
+        return sum(math.prod(size) for name, size in self.shapes() if len(size) == 2 and "embed" not in name)
+
     def shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Names and shapes of the tensors."""
         q, kv = self.heads * 64, self.kv_heads * 64

@@ -68,6 +68,10 @@ def test_answers_of_a_random_checkpoint_have_the_length_asked_for(checkpoint: Pa
     assert llm.tokenizer.vocab_size == MODELS["tiny"].vocab
 
 
+def test_weights_of_the_layers() -> None:
+    assert MODELS["qwen2.5-0.5b"].layer_weights() == 24 * (896 * (896 + 2 * 128) + 896 * 896 + 3 * 896 * 4864)
+
+
 def test_a_checkpoint_that_is_there_is_left_alone(checkpoint: Path) -> None:
     before = (checkpoint / "model.safetensors").stat().st_mtime_ns
     write_checkpoint(MODELS["tiny"], checkpoint)
