@@ -50,7 +50,7 @@ def test_drafters_bound_and_the_way_out() -> None:
 def test_all_of_it() -> None:
     lines = banner(Config(), INFO, "demo", URL, 2.0)
     assert lines[0] == "loaded: demo (llama, 4.8 M parameters, reference) in 2.00 s (start 0.25 s, import 1.50 s, weights 0.25 s)"
-    assert lines[1].startswith("memory: weights 9.0 MiB in bfloat16, KV cache 3.0 MiB in bfloat16 for 4096 tokens; context 1024 tokens")
+    assert lines[1].startswith("memory: weights 9.0 MiB in bfloat16, KV cache 3.0 MiB in bfloat16 for 4096 tokens; context 1024")
     assert lines[3].startswith(f"address: {URL} ")
     assert lines[-1] == "warning: mind the gap"
 
