@@ -24,7 +24,14 @@ from tests.gguf_files import finish, write_byte_level, write_sentencepiece
 from tests.text.builders import CORPUS, DIFFICULT
 
 SPECIALS = ("<|bos|>", "<|eot_id|>", "<|im_start|>", "<|im_end|>", "<pad>")
-TRAINING = [*CORPUS, *DIFFICULT, Path(__file__).read_text(), "I'M, we'LL, they'Re; ÉCOLE École école ǅ ⅷ 二〇二六 ½ 1234567"] * 2
+RUNS_OF_ONE = " ".join(char * count for char in "a=-" for count in range(2, 9) for _ in range(8)) + " hahaha haha hahahaha" * 5
+TRAINING = [
+    *CORPUS,
+    *DIFFICULT,
+    Path(__file__).read_text(),
+    "I'M, we'LL, they'Re; ÉCOLE École école ǅ ⅷ 二〇二六 ½ 1234567",
+    RUNS_OF_ONE,
+] * 2
 TEXTS = [
     *DIFFICULT,
     "".join(DIFFICULT),
@@ -41,6 +48,9 @@ TEXTS = [
     "3 33 333 3333 33333 333333 12345678901234567890",
     "中文，標點。「引號」！？カタカナｶﾀｶﾅ한글",
     "a" * 300,
+    " unreachable, unreachable",
+    "a12 1 12 345 3456 34567 a/\nb ./\r\n. x.\n\n\naB 's ==== == ===== !a é ",
+    "aaaaaaa aaaaa aaa -------- ----- ======= hahahahaha",
     " " * 500,
 ]
 
@@ -88,9 +98,35 @@ def byte_level(family: str) -> tokenizers.Tokenizer:
     backend.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     backend.train_from_iterator(TRAINING, trainers.BpeTrainer(vocab_size=900, initial_alphabet=alphabet, show_progress=False))
+    backend = with_tokens_across(backend)
     backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in SPECIALS])
     backend.add_tokens([AddedToken(text, special=False, normalized=False) for text in ("<tool>", "</tool>")])
     return backend
+
+
+def with_tokens_across(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
+    """Tokens that would be found if a text were split otherwise, and one that no merges lead to."""
+    described = json.loads(backend.to_str())
+    vocab, merges = described["model"]["vocab"], described["model"]["merges"]
+    pairs = [
+        ("1", "2"),
+        ("Ġ", "1"),
+        ("/", "Ċ"),
+        ("3", "4"),
+        ("34", "5"),
+        ("345", "6"),
+        (".", "Ċ"),
+        ("'", "s"),
+        ("Ċ", "Ċ"),
+        ("a", "B"),
+    ]
+    pairs += [("=", "="), ("==", "="), ("Ġ", "Ġ"), ("ĠĠ", "Ġ"), ("Ġ", "x"), ("!", "a"), ("x", "."), ("é", "Ġ"), ("Č", "Ċ")]
+    for left, right in pairs:
+        if left in vocab and right in vocab and left + right not in vocab:
+            vocab[left + right] = len(vocab)
+            merges.append([left, right])
+    vocab["Ġunreachable"] = len(vocab)
+    return tokenizers.Tokenizer.from_str(json.dumps(described))
 
 
 def read(path: Path, write: Callable[[gguf.GGUFWriter], None], architecture: str = "llama") -> Tokenizer:
@@ -128,7 +164,9 @@ def test_random_texts(family: str, tmp_path: Path) -> None:
     theirs = byte_level(family)
     ours = read(tmp_path, lambda writer: write_byte_level(writer, theirs, family))
     chance = random.Random(7)
-    alphabet = "aZé ßÅ\u0301ǅ中가😀\u200d\t\n\r'sS1²٣.,/_-#\u00a0\u3000\x00" + "".join(map(chr, range(0x300, 0x30A)))
+    alphabet = "aaBx 12345 ==!' aZé ßÅ\u0301ǅ中가😀\u200d\t\n\r'sS1²٣.,/_-#\u00a0\u3000\x00" + "".join(
+        map(chr, range(0x300, 0x30A))
+    )
     for _ in range(300):
         text = "".join(chance.choices(alphabet, k=chance.randint(1, 40)))
         assert ours.encode(text) == theirs.encode(text).ids, text
@@ -231,7 +269,9 @@ GEMMA_TOKENS = (*RUNS, "<table>", "</td>")
 def test_sentencepiece(prefix: bool, tmp_path: Path) -> None:
     theirs = sentencepiece_model(prefix)
     ours = read(tmp_path, lambda writer: write_sentencepiece(writer, pieces(theirs), add_space_prefix=None if prefix else False))
-    for text in TEXTS:
+    chance = random.Random(5)
+    runs = ["".join(chance.choice("a=-h ") * chance.randint(1, 12) for _ in range(8)) for _ in range(50)]
+    for text in (*TEXTS, *runs):
         ids = ours.encode(text, add_special_tokens=False)
         if "<s>" not in text:  # which the library spells out
             assert ids == theirs.encode(text), text
@@ -290,6 +330,12 @@ PIECES = {**SMALL, "tokenizer.ggml.model": "llama", "tokenizer.ggml.scores": [-1
 def test_the_small_ones_are_sound() -> None:
     assert tokenizer_of(SMALL, "x").encode("ab") == [2]
     assert tokenizer_of(PIECES, "x").decode([2]) == "ab"
+
+
+def test_only_control_tokens_end_an_answer() -> None:
+    """A model may write <EOT> about something else."""
+    values = {**SMALL, "tokenizer.ggml.tokens": ["a", "b", "ab", "<e>", "<EOT>", "<|im_end|>"]}
+    assert tokenizer_of({**values, "tokenizer.ggml.token_type": [1, 1, 1, 3, 1, 3]}, "x").eos_token_ids == (3, 5)
 
 
 REFUSED: list[tuple[dict[str, Any], str, Any, str]] = [
