@@ -49,7 +49,7 @@ TEXTS = [
     "中文，標點。「引號」！？カタカナｶﾀｶﾅ한글",
     "a" * 300,
     " unreachable, unreachable",
-    "a12 1 12 345 3456 34567 a/\nb ./\r\n. x.\n\n\naB 's ==== == ===== !a é ",
+    ";\n/a a12 1 12 345 3456 34567 a/\nb ./\r\n. x.\n\n\naB 's ==== == ===== !a é ",
     "aaaaaaa aaaaa aaa -------- ----- ======= hahahahaha",
     " " * 500,
 ]
@@ -120,7 +120,18 @@ def with_tokens_across(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
         ("Ċ", "Ċ"),
         ("a", "B"),
     ]
-    pairs += [("=", "="), ("==", "="), ("Ġ", "Ġ"), ("ĠĠ", "Ġ"), ("Ġ", "x"), ("!", "a"), ("x", "."), ("é", "Ġ"), ("Č", "Ċ")]
+    pairs += [
+        ("=", "="),
+        ("==", "="),
+        ("Ġ", "Ġ"),
+        ("ĠĠ", "Ġ"),
+        ("Ġ", "x"),
+        ("!", "a"),
+        ("x", "."),
+        ("é", "Ġ"),
+        ("Č", "Ċ"),
+        ("Ċ", "/"),
+    ]
     for left, right in pairs:
         if left in vocab and right in vocab and left + right not in vocab:
             vocab[left + right] = len(vocab)
