@@ -14,17 +14,31 @@ void split_nibbles(const uint8_t* bytes, int count, uint8_t* q) {
     }
 }
 
+// Bits of 32 bytes, from `shift` on, go above the fourth of 32 values.
+template <int MASK>
+void add_bits(const uint8_t* bytes, int shift, uint8_t* q) {
+    for (int i = 0; i < 32; i++) q[i] |= (bytes[i] >> shift & MASK) << 4;
+}
+
 void read_q8_0(const uint8_t* bytes, SmallBlock& block) {
     for (int i = 0; i < SMALL; i++) block.q[i] = bytes[2 + i] ^ 0x80;
 }
 
 void read_q4_0(const uint8_t* bytes, SmallBlock& block) { split_nibbles(bytes + 2, SMALL / 2, block.q); }
 
+// Bit i of `bits` goes above the fourth of q[i].
+void add_eight_bits(uint8_t bits, uint8_t* q) {
+    constexpr uint64_t EACH = 0x0101010101010101, BIT_OF_EACH = 0x8040201008040201;
+    const uint64_t chosen = (bits * EACH) & BIT_OF_EACH;  // a byte is zero, or its own bit alone
+    uint64_t values;
+    std::memcpy(&values, q, sizeof values);
+    values |= ((chosen + 0x7f * EACH) & 0x80 * EACH) >> 3;
+    std::memcpy(q, &values, sizeof values);
+}
+
 void read_q5_0(const uint8_t* bytes, SmallBlock& block) {
-    uint32_t fifth;
-    std::memcpy(&fifth, bytes + 2, sizeof fifth);
     split_nibbles(bytes + 6, SMALL / 2, block.q);
-    for (int i = 0; i < SMALL; i++) block.q[i] |= (fifth >> i & 1) << 4;
+    for (int i = 0; i < 4; i++) add_eight_bits(bytes[2 + i], block.q + 8 * i);
 }
 
 // Eight scales and eight minimums of 6 bits in 12 bytes.
@@ -45,14 +59,14 @@ void read_q4_k(const uint8_t* bytes, SuperBlock& block) {
 void read_q5_k(const uint8_t* bytes, SuperBlock& block) {
     read_scales(bytes + 4, block);
     for (int part = 0; part < 4; part++) split_nibbles(bytes + 48 + 32 * part, 32, block.q + 64 * part);
-    for (int i = 0; i < SUPER; i++) block.q[i] |= (bytes[16 + i % 32] >> (i / 32) & 1) << 4;
+    for (int part = 0; part < 8; part++) add_bits<1>(bytes + 16, part, block.q + 32 * part);
 }
 
 void read_q6_k(const uint8_t* bytes, SuperBlock& block) {
     for (int half = 0; half < 2; half++) {
         uint8_t* q = block.q + 128 * half;
         split_nibbles(bytes + 64 * half, 64, q);
-        for (int i = 0; i < 128; i++) q[i] |= (bytes[128 + 32 * half + i % 32] >> (i / 32 * 2) & 3) << 4;
+        for (int part = 0; part < 4; part++) add_bits<3>(bytes + 128 + 32 * half, 2 * part, q + 32 * part);
     }
     std::memcpy(block.scales, bytes + 192, 16);
 }

@@ -37,21 +37,27 @@ T get(const uint8_t* bytes) {
 constexpr uint32_t LOW_HALVES = 0x0f0f0f0f;
 
 // 32 values of one column to its place in a group: `group` points to the column's first quad, quads are 64 bytes apart.
-void put_group(int bits, const uint8_t* q, uint8_t* group) {
-    if (bits == 8) {
-        for (int j = 0; j < 8; j++) put(group + 64 * j, read_quad(q + 4 * j));
+template <int BITS>
+void put_group_of(const uint8_t* q, uint8_t* group) {
+    constexpr int PER_PLANE = BITS == 6 ? 4 : 8;
+    uint32_t quads[8], planes[2] = {0, 0};
+    std::memcpy(quads, q, sizeof quads);
+    if (BITS == 8) {
+        for (int j = 0; j < 8; j++) put(group + 64 * j, quads[j]);
         return;
     }
-    uint32_t upper[2] = {0, 0};
-    for (int j = 0; j < 8; j++) {
-        const uint32_t high = read_quad(q + 4 * j) >> 4 & LOW_HALVES;
-        if (bits == 5) upper[0] |= high << j;
-        if (bits == 6) upper[j / 4] |= high << (2 * (j % 4));
+    for (int j = 0; j < 4; j++) put(group + 64 * j, (quads[j] & LOW_HALVES) | (quads[j + 4] & LOW_HALVES) << 4);
+    for (int j = 0; j < 8; j++) planes[j / PER_PLANE] |= (quads[j] >> 4 & LOW_HALVES) << (8 / PER_PLANE * (j % PER_PLANE));
+    for (int plane = 0; plane < BITS - 4; plane++) put(group + 256 + 64 * plane, planes[plane]);
+}
+
+void put_group(int bits, const uint8_t* q, uint8_t* group) {
+    switch (bits) {
+        case 4: return put_group_of<4>(q, group);
+        case 5: return put_group_of<5>(q, group);
+        case 6: return put_group_of<6>(q, group);
+        default: return put_group_of<8>(q, group);
     }
-    for (int j = 0; j < 4; j++) {
-        put(group + 64 * j, (read_quad(q + 4 * j) & LOW_HALVES) | (read_quad(q + 4 * j + 16) & LOW_HALVES) << 4);
-    }
-    for (int plane = 0; plane < bits - 4; plane++) put(group + 256 + 64 * plane, upper[plane]);
 }
 
 // The bits above the fourth of quad j.
@@ -149,18 +155,14 @@ uint32_t largest_magnitude(const float* values, int64_t count) {
 // k values (`values` is filled up with zeros to a multiple of 64) as bytes of the tile; returns their scale.
 float pack_int8_row(const float* values, int64_t k, uint8_t* quads) {
     const float largest = float_of_bits(largest_magnitude(values, k));
-    const bool writable = largest >= TINY && std::isfinite(largest);
-    const float inverse = writable ? 127.0f / largest : 0.0f;
-    for (int64_t i = 0; i < round_up(k, I8_MULTIPLE); i += 4) {
-        uint8_t quad[4];
-        for (int j = 0; j < 4; j++) {
-            const float value = writable ? values[i + j] * inverse : 0.0f;
-            quad[j] = static_cast<uint8_t>(bits_of_float(value + ROUNDER) + 128);
-        }
-        std::memcpy(quads + i / 4 * 64, quad, 4);
-    }
     if (!std::isfinite(largest)) return float_of_bits(0x7fc00000);
-    return writable ? largest / 127.0f : 0.0f;
+    const float inverse = largest >= TINY ? 127.0f / largest : 0.0f;
+    for (int64_t i = 0; i < round_up(k, I8_MULTIPLE); i += 16) {
+        uint8_t bytes[16];
+        for (int j = 0; j < 16; j++) bytes[j] = static_cast<uint8_t>(bits_of_float(values[i + j] * inverse + ROUNDER) + 128);
+        for (int j = 0; j < 4; j++) put(quads + (i / 4 + j) * 64, read_quad(bytes + 4 * j));
+    }
+    return largest >= TINY ? largest / 127.0f : 0.0f;
 }
 
 void pack_int8_tile(Kind source, const void* const* rows, int64_t count, int64_t k, uint8_t* tile) {
@@ -180,22 +182,32 @@ struct Int4Group {
 };
 
 float int4_value(float x, float inverse) {
-    const float value = (x * inverse + ROUNDER) - ROUNDER;
-    return std::min(std::max(value, -8.0f), 7.0f);
+    const float value = x * inverse, above = value < -8.0f ? -8.0f : value;
+    return ((above > 7.0f ? 7.0f : above) + ROUNDER) - ROUNDER;
 }
 
 float inverse_of(float scale) { return scale == 0.0f ? 0.0f : 1.0f / scale; }
 
+// Adds the squared error of one value of each column.
+void add_errors(const float* __restrict x, const float* __restrict inverse, const float* __restrict scale, float* __restrict error) {
+    for (int c = 0; c < TILE; c++) {
+        const float missed = x[c] - int4_value(x[c], inverse[c]) * scale[c];
+        error[c] += missed * missed;
+    }
+}
+
+// int4 at load takes seconds without wide vectors; the results are the same.
+#if FOREWORD_X86 && defined(__linux__) && defined(__GNUC__) && !defined(__clang__)
+#define FOREWORD_WIDE __attribute__((target_clones("avx2", "default")))
+#else
+#define FOREWORD_WIDE
+#endif
+
 // Keeps `scale` [16] for the columns where its squared error, summed from the first value on, is the least.
-void try_scales(Int4Group& group, const float* scale) {
+FOREWORD_WIDE void try_scales(Int4Group& group, const float* scale) {
     float inverse[TILE], error[TILE] = {};
     for (int c = 0; c < TILE; c++) inverse[c] = inverse_of(scale[c]);
-    for (int i = 0; i < SMALL; i++) {
-        for (int c = 0; c < TILE; c++) {
-            const float missed = group.x[i][c] - int4_value(group.x[i][c], inverse[c]) * scale[c];
-            error[c] += missed * missed;
-        }
-    }
+    for (int i = 0; i < SMALL; i++) add_errors(group.x[i], inverse, scale, error);
     for (int c = 0; c < TILE; c++) {
         if (!(error[c] < group.error[c])) continue;
         group.error[c] = error[c];
@@ -203,18 +215,23 @@ void try_scales(Int4Group& group, const float* scale) {
     }
 }
 
+// The value of largest magnitude of each column.
+void find_peaks(const Int4Group& group, float* peak) {
+    float low[TILE] = {}, high[TILE] = {};
+    for (int i = 0; i < SMALL; i++) {
+        for (int c = 0; c < TILE; c++) {
+            low[c] = std::min(low[c], group.x[i][c]);
+            high[c] = std::max(high[c], group.x[i][c]);
+        }
+    }
+    for (int c = 0; c < TILE; c++) peak[c] = -low[c] >= high[c] ? low[c] : high[c];
+}
+
 void choose_scales(Int4Group& group) {
     float peak[TILE], scale[TILE];
-    for (int c = 0; c < TILE; c++) {
-        float low = group.x[0][c], high = low;
-        for (int i = 1; i < SMALL; i++) {
-            low = std::min(low, group.x[i][c]);
-            high = std::max(high, group.x[i][c]);
-        }
-        peak[c] = -low >= high ? low : high;
-        group.scale[c] = 0.0f;
-        group.error[c] = HUGE_VALF;
-    }
+    find_peaks(group, peak);
+    std::fill_n(group.scale, TILE, 0.0f);
+    std::fill_n(group.error, TILE, HUGE_VALF);
     for (const float end : INT4_ENDS) {
         for (int c = 0; c < TILE; c++) {
             const float wanted = std::min(std::max(peak[c] / end, -HALF_MAX), HALF_MAX);
@@ -224,21 +241,21 @@ void choose_scales(Int4Group& group) {
     }
 }
 
-bool finite_column(const Int4Group& group, int c) {
-    bool finite = true;
-    for (int i = 0; i < SMALL; i++) finite &= std::isfinite(group.x[i][c]);
-    return finite;
-}
-
+// What the values of a column become, 0 to 15. Columns with a value that is not finite get a scale that is NaN.
 void put_int4_group(const Int4Group& group, int64_t index, uint8_t* tile) {
+    float inverse[TILE], wrong[TILE] = {};
+    uint8_t q[SMALL][TILE];
+    for (int c = 0; c < TILE; c++) inverse[c] = inverse_of(group.scale[c]);
+    for (int i = 0; i < SMALL; i++) {
+        for (int c = 0; c < TILE; c++) {
+            wrong[c] += group.x[i][c] * 0.0f;
+            q[i][c] = static_cast<uint8_t>(bits_of_float(int4_value(group.x[i][c], inverse[c]) + ROUNDER) + 8) & 15;
+        }
+    }
     for (int c = 0; c < TILE; c++) {
         SmallBlock block;
-        const float inverse = inverse_of(group.scale[c]);
-        const bool finite = finite_column(group, c);
-        for (int i = 0; i < SMALL; i++) {
-            block.q[i] = static_cast<uint8_t>(8 + static_cast<int>(finite ? int4_value(group.x[i][c], inverse) : 0.0f));
-        }
-        block.d = finite ? float_to_half(group.scale[c]) : 0x7e00;
+        for (int i = 0; i < SMALL; i++) block.q[i] = q[i][c];
+        block.d = wrong[c] == 0.0f ? float_to_half(group.scale[c]) : 0x7e00;
         put_small(Kind::I4, block, index, c, tile);
     }
 }

@@ -6,6 +6,7 @@
 #include <immintrin.h>
 
 #include <cstring>
+#include <type_traits>
 #include <utility>
 
 #pragma GCC push_options
@@ -13,6 +14,8 @@
 
 namespace foreword {
 namespace {
+
+constexpr int64_t AHEAD = 8192;  // bytes that weights are fetched into the second cache before their use
 
 // Columns 0-7 and 8-15.
 struct Quads {
@@ -149,13 +152,17 @@ inline Ints dot_pairs(Ints sum, Pairs a, int32_t pair) {
 
 inline __m256i load_half(const uint8_t* p) { return _mm256_load_si256(reinterpret_cast<const __m256i*>(p)); }
 
+inline void fetch_near(const int32_t*) {}
+
 // Weights of 8 bits are made signed.
 inline Quads load_bytes(const uint8_t* p) {
+    _mm_prefetch(reinterpret_cast<const char*>(p + AHEAD), _MM_HINT_T1);
     const __m256i flip = _mm256_set1_epi8(-128);
     return {{_mm256_xor_si256(load_half(p), flip), _mm256_xor_si256(load_half(p + 32), flip)}};
 }
 inline void split_halves(const uint8_t* p, Quads& low, Quads& high) {
     const __m256i mask = _mm256_set1_epi8(15);
+    _mm_prefetch(reinterpret_cast<const char*>(p + AHEAD), _MM_HINT_T1);
     for (int i = 0; i < 2; i++) {
         const __m256i both = load_half(p + 32 * i);
         low.half[i] = _mm256_and_si256(both, mask);
@@ -186,6 +193,10 @@ inline Ints corrected(Ints sum, int32_t) {
     return sum;
 }
 
+// Pairs of products that fit into 16 bits when added.
+template <int BITS>
+constexpr int FIT = 32767 / (2 * 127 * (BITS == 8 ? 128 : (1 << BITS) - 1));
+
 // Pairs of products as int16. |w| <= 128 or w <= 63, |x| <= 127: none overflows.
 template <int BITS>
 inline __m256i products(__m256i w, __m256i x) {
@@ -193,23 +204,30 @@ inline __m256i products(__m256i w, __m256i x) {
     return _mm256_maddubs_epi16(w, x);
 }
 
-// sum + w . x over COUNT quads; those of x are STRIDE apart.
-template <int BITS, int COUNT, int STRIDE>
-inline Ints dot(Ints sum, const Quads (&w)[COUNT], const int32_t* x) {
-    constexpr int FIT = 32767 / (2 * 127 * (BITS == 8 ? 128 : (1 << BITS) - 1));  // pairs that fit into 16 bits when added
-    constexpr int RUN = FIT < COUNT ? FIT : COUNT;
+inline Ints widen_words(const Quads& words) {
     const __m256i ones = _mm256_set1_epi16(1);
-    for (int j = 0; j < COUNT; j += RUN) {
-        __m256i words[2] = {_mm256_setzero_si256(), _mm256_setzero_si256()};
-        for (int i = j; i < j + RUN; i++) {
-            const __m256i quad = _mm256_set1_epi32(x[i * STRIDE]);
-            words[0] = _mm256_add_epi16(words[0], products<BITS>(w[i].half[0], quad));
-            words[1] = _mm256_add_epi16(words[1], products<BITS>(w[i].half[1], quad));
-        }
-        sum = add(sum, {{_mm256_madd_epi16(words[0], ones), _mm256_madd_epi16(words[1], ones)}});
-    }
-    return sum;
+    return {{_mm256_madd_epi16(words.half[0], ones), _mm256_madd_epi16(words.half[1], ones)}};
 }
+
+// sums[r] += w . x[r] over COUNT quads; those of one row are STRIDE apart.
+template <int BITS, int COUNT, int STRIDE, int ROWS>
+inline void dot(Ints (&sums)[ROWS], const Quads (&w)[COUNT], const int32_t* x) {
+    Quads words[ROWS];
+#pragma GCC unroll 8
+    for (int j = 0; j < COUNT; j++) {
+#pragma GCC unroll 4
+        for (int r = 0; r < ROWS; r++) {
+            const __m256i quad = _mm256_set1_epi32(x[j * STRIDE + r]);
+            for (int i = 0; i < 2; i++) {
+                const __m256i two = products<BITS>(w[j].half[i], quad);
+                words[r].half[i] = j % FIT<BITS> == 0 ? two : _mm256_add_epi16(words[r].half[i], two);
+            }
+            if ((j + 1) % FIT<BITS> == 0 || j + 1 == COUNT) sums[r] = add(sums[r], widen_words(words[r]));
+        }
+    }
+}
+
+constexpr int RUN = 4;  // rows that take turns
 
 #include "quantized_kernels.inc"
 

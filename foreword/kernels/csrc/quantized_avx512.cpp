@@ -5,6 +5,7 @@
 
 #include <immintrin.h>
 
+#include <type_traits>
 #include <utility>
 
 #pragma GCC push_options
@@ -19,6 +20,7 @@ using Floats = __m512;
 using Pairs = __m512i;
 
 constexpr int64_t AHEAD = 8192;  // bytes that weights are fetched into the second cache before their use
+constexpr int64_t X_AHEAD = 256;  // quads of x that are fetched into the first cache before their use
 
 inline __mmask16 first(int64_t count) { return static_cast<__mmask16>((1u << count) - 1); }
 
@@ -68,6 +70,9 @@ inline Ints widen_signed(const uint8_t* p) { return _mm512_cvtepi8_epi32(_mm_loa
 inline Pairs widen_pairs(const uint8_t* p) { return _mm512_cvtepu8_epi16(_mm256_load_si256(reinterpret_cast<const __m256i*>(p))); }
 inline Ints dot_pairs(Ints sum, Pairs a, int32_t pair) { return _mm512_dpwssd_epi32(sum, a, _mm512_set1_epi32(pair)); }
 
+// x is read again and again from the second cache.
+inline void fetch_near(const int32_t* x) { _mm_prefetch(reinterpret_cast<const char*>(x + X_AHEAD), _MM_HINT_T0); }
+
 inline Quads load_bytes(const uint8_t* p) {
     _mm_prefetch(reinterpret_cast<const char*>(p + AHEAD), _MM_HINT_T1);
     return _mm512_load_si512(p);
@@ -102,13 +107,17 @@ inline void add_dot(Ints& sum, Quads w, const int32_t& quad) {
     __asm__("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(w), "m"(quad));
 }
 
-// sum + w . x over COUNT quads; those of x are STRIDE apart.
-template <int BITS, int COUNT, int STRIDE>
-inline Ints dot(Ints sum, const Quads (&w)[COUNT], const int32_t* x) {
+// sums[r] += w . x[r] over COUNT quads; those of one row are STRIDE apart. Rows take turns, so that none waits for itself.
+template <int BITS, int COUNT, int STRIDE, int ROWS>
+inline void dot(Ints (&sums)[ROWS], const Quads (&w)[COUNT], const int32_t* x) {
 #pragma GCC unroll 8
-    for (int j = 0; j < COUNT; j++) add_dot(sum, w[j], x[j * STRIDE]);
-    return sum;
+    for (int j = 0; j < COUNT; j++) {
+#pragma GCC unroll 16
+        for (int r = 0; r < ROWS; r++) add_dot(sums[r], w[j], x[j * STRIDE + r]);
+    }
 }
+
+constexpr int RUN = 4;  // rows that take turns
 
 #include "quantized_kernels.inc"
 

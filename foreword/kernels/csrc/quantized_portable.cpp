@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <type_traits>
 #include <utility>
 
 #include "quantized.h"
@@ -149,18 +150,25 @@ inline Ints corrected(const Ints& sum, int32_t correction) {
     return add(sum, all(correction));
 }
 
-// sum + w . x over COUNT quads; those of x are STRIDE apart.
-template <int BITS, int COUNT, int STRIDE>
-inline Ints dot(Ints sum, const Quads (&w)[COUNT], const int32_t* x) {
-    for (int j = 0; j < COUNT; j++) {
-        int8_t quad[4];
-        std::memcpy(quad, x + j * STRIDE, sizeof quad);
-        for (int c = 0; c < TILE; c++) {
-            for (int i = 0; i < 4; i++) sum.at[c] += w[j].at[4 * c + i] * quad[i];
-        }
+inline void add_dot(Ints& sum, const Quads& w, const int32_t* quad) {
+    int8_t x[4];
+    std::memcpy(x, quad, sizeof x);
+    for (int c = 0; c < TILE; c++) {
+        for (int i = 0; i < 4; i++) sum.at[c] += w.at[4 * c + i] * x[i];
     }
-    return sum;
 }
+
+// sums[r] += w . x[r] over COUNT quads; those of one row are STRIDE apart.
+template <int BITS, int COUNT, int STRIDE, int ROWS>
+inline void dot(Ints (&sums)[ROWS], const Quads (&w)[COUNT], const int32_t* x) {
+    for (int j = 0; j < COUNT; j++) {
+        for (int r = 0; r < ROWS; r++) add_dot(sums[r], w[j], x + j * STRIDE + r);
+    }
+}
+
+inline void fetch_near(const int32_t*) {}
+
+constexpr int RUN = 4;  // rows that take turns
 
 #include "quantized_kernels.inc"
 
