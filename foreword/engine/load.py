@@ -29,7 +29,7 @@ from foreword.engine.trace import TracedScheduler
 from foreword.errors import ConfigError
 from foreword.hardware import machine, probe
 from foreword.kernels.ops import Ops
-from foreword.kernels.registry import select
+from foreword.kernels.registry import select, why_not_native
 from foreword.models.base import Model, Precision
 from foreword.models.loader import load_model, read_facts, weight_files
 from foreword.sampling.sampler import Sampler
@@ -167,6 +167,11 @@ def _warnings(resolved: Resolved, target: ModelFacts, drafter: ModelFacts | None
                 f"the draft model is 1/{ratio:.1f} of the model's size; between 1/{FIT_DRAFTER[0]} and 1/{FIT_DRAFTER[1]} "
                 "it usually pays best"
             )
+    missing = why_not_native(resolved.device)
+    if missing is not None:
+        warnings.append(missing)
+    if resolved.quantization is not None and target.weight_bytes is not None:
+        warnings.append(f"--quantization {resolved.quantization} leaves blocks that are quantized in the file as they are")
     if resolved.fast_math:
         warnings.append("--fast-math: answers may change with the load and with speculation; exactness is given up")
     return tuple(warnings)

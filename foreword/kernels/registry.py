@@ -14,13 +14,13 @@ from foreword.kernels.fast_math import FastMath
 from foreword.kernels.ops import Ops
 from foreword.kernels.reference import Reference
 
-__all__ = ["Backend", "describe", "select"]
+__all__ = ["Backend", "describe", "select", "why_not_native"]
 
 NEEDS = {
     "portable": "any processor",
     "avx2": "AVX2, FMA and F16C",
     "avx512": "AVX-512 with BW, DQ, VL, VNNI and BF16",
-    "amx": "AVX-512 as above, AMX-BF16 and AMX-INT8",
+    "amx": "what avx512 needs, AMX-BF16 and AMX-INT8",
 }
 
 
@@ -60,6 +60,11 @@ def select(device: str, fast_math: bool = False, threads: int = 1, isa: str = "a
     if fast_math:
         return NativeFastMath(library, threads=threads)
     return NativeReference(library, threads=threads) if isa == "reference" else CpuOps(isa, threads)
+
+
+def why_not_native(device: str) -> str | None:
+    """Why the CPU computes in torch although nobody asked for that; None if it does not."""
+    return load_library()[1] or None if device == "cpu" else None
 
 
 def describe() -> list[Backend]:
