@@ -130,5 +130,3 @@ def test_results_that_live_at_once_do_not_overlap() -> None:
                 apart = a.per_row + a.row_bytes <= b.per_row or b.per_row + b.row_bytes <= a.per_row
                 assert a is b or a.last < b.first or b.last < a.first or apart
         assert size < sum(result.row_bytes for result in results), "places are used again"
-
-
