@@ -176,7 +176,7 @@ def _measure_group(python: str, model: str, group: str, args: argparse.Namespace
         figures = {name: _figures(one, bandwidths, loaded["foreword"].facts) for name, one in loaded.items()}
     finally:
         for one in loaded.values():
-            _unload(one)
+            one.worker.close()
     for of in figures.values():
         if (rate := of.get(f"prompt {args.prompts[0]}")) is not None:
             of["of_peak"] = 2 * MODELS[model].layer_weights() * rate / peak
@@ -190,12 +190,6 @@ def _load(engine: Engine, python: str, folder: Path, log: Path, args: argparse.N
     common = {"path": str(folder / engine.file), "threads": args.threads, "streams": MOST_STREAMS}
     more = {"tokens": KV_TOKENS, "options": {"cpu_isa": args.cpu_isa, **engine.options}} if engine.own else {"context": CONTEXT}
     return Loaded(engine, worker, worker("load", **common, **more))
-
-
-def _unload(one: Loaded) -> None:
-    if one.engine.script == "served":
-        one.worker("stop")
-    one.worker.close()
 
 
 def _measures(vocab: int, args: argparse.Namespace) -> list[Measure]:

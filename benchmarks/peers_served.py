@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,10 @@ from foreword.config import Config
 
 
 class Served:
-    """Streamed completions of token ids, greedy, without speculation and prefix cache."""
+    """Streamed completions of token ids, greedy, without speculation and prefix cache. The server ends with `stack`."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        self.stack = stack
 
     def load(self, path: str, threads: int, tokens: int, streams: int, options: dict[str, Any]) -> dict[str, Any]:
         config = Config(
@@ -29,7 +33,7 @@ class Served:
             served_model_name="peer",
             **options,
         )
-        self.server = ServerProcess(config).__enter__()
+        self.server = self.stack.enter_context(ServerProcess(config))
         return {}
 
     def streams(self, prompts: list[list[int]], tokens: int) -> dict[str, float]:
@@ -39,9 +43,6 @@ class Served:
         """Bytes of the server's processes, each at its largest."""
         children = Path(f"/proc/{self.server.pid}/task/{self.server.pid}/children").read_text().split()
         return sum(peak_bytes(pid) for pid in (self.server.pid, *children))
-
-    def stop(self) -> int:
-        return self.server.stop()
 
     async def _all(self, prompts: list[list[int]], tokens: int) -> float:
         async with httpx.AsyncClient(base_url=self.server.url, timeout=None) as http:
@@ -61,4 +62,5 @@ async def _stream(http: httpx.AsyncClient, prompt: list[int], tokens: int) -> No
 
 
 if __name__ == "__main__":
-    serve(Served())
+    with ExitStack() as stack:
+        serve(Served(stack))
