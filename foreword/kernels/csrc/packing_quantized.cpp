@@ -189,7 +189,7 @@ float int4_value(float x, float inverse) {
 float inverse_of(float scale) { return scale == 0.0f ? 0.0f : 1.0f / scale; }
 
 // Adds the squared error of one value of each column.
-void add_errors(const float* __restrict x, const float* __restrict inverse, const float* __restrict scale, float* __restrict error) {
+void add_errors(const float* x, const float* inverse, const float* scale, float* __restrict error) {
     for (int c = 0; c < TILE; c++) {
         const float missed = x[c] - int4_value(x[c], inverse[c]) * scale[c];
         error[c] += missed * missed;

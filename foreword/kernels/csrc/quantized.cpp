@@ -6,7 +6,9 @@
 namespace foreword {
 namespace {
 
-constexpr int64_t ITEM_BYTES = 96 << 10;    // of weights that one item reads
+constexpr int64_t ITEM_BYTES = 96 << 10;   // of weights that one item reads
+constexpr int64_t ALONE_BYTES = 32 << 10;  // of weights times rows that one thread multiplies sooner than it wakes others
+constexpr int64_t ITEMS_EACH = 4;          // items of each thread, at least: they do not take equally long
 constexpr int64_t CHUNK_BYTES = 512 << 10;  // of rounded rows that stay in a cache while all weights pass
 constexpr int64_t MIN_SHARED_VALUES = 1 << 14;  // rounding fewer is not worth waking anyone
 
@@ -35,23 +37,31 @@ struct Plan {
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-Plan make_plan(const QuantizedKernels& kernels, Buffer& shared, const LinearArgs& args) {
+int64_t tiles_of_item(const LinearArgs& args, int64_t stride, int threads) {
+    const int64_t tiles = num_tiles(args.weight.n);
+    if (tiles * stride * args.rows <= ALONE_BYTES) return tiles;
+    return std::max<int64_t>(1, std::min(ITEM_BYTES / stride, tiles / (ITEMS_EACH * threads)));
+}
+
+Plan make_plan(const QuantizedKernels& kernels, Context& context, const LinearArgs& args) {
     const Weight& weight = args.weight;
     const RowSize size = row_size(weight.kind, weight.k);
     const int64_t stride = tile_bytes(weight.kind, weight.k);
-    const int64_t item_tiles = std::max<int64_t>(1, ITEM_BYTES / stride);
+    const int64_t item_tiles = tiles_of_item(args, stride, context.pool.size());
     const int64_t group = kernels.max_group;
     const int64_t chunk = std::max<int64_t>(1, CHUNK_BYTES / (4 * size.quads) / group) * group;
-    auto* quads = reinterpret_cast<int32_t*>(shared.get(4 * args.rows * (size.quads + size.scales + size.sums)));
+    auto* quads = reinterpret_cast<int32_t*>(context.shared.get(4 * args.rows * (size.quads + size.scales + size.sums)));
     auto* scales = reinterpret_cast<float*>(quads + args.rows * size.quads);
     auto* sums = quads + args.rows * (size.quads + size.scales);
-    return {kernels, args, size, stride, item_tiles, ceil_div(num_tiles(weight.n), item_tiles), chunk, group, quads, scales, sums};
+    const int64_t column_items = ceil_div(num_tiles(weight.n), item_tiles);
+    return {kernels, args, size, stride, item_tiles, column_items, chunk, group, quads, scales, sums};
 }
 
 // The group that begins with row `begin`.
 Group group_at(const Plan& plan, int64_t begin) {
     const int64_t rows = std::min(plan.group_rows, plan.args.rows - begin);
-    return {plan.quads + begin * plan.size.quads, plan.scales + begin * plan.size.scales, plan.sums + begin * plan.size.sums, rows};
+    const RowSize& size = plan.size;
+    return {plan.quads + begin * size.quads, plan.scales + begin * size.scales, plan.sums + begin * size.sums, rows};
 }
 
 void round_group(const Plan& plan, int64_t begin) {
@@ -94,7 +104,7 @@ void multiply_item(const Plan& plan, int64_t item) {
 
 template <const QuantizedKernels& (*KERNELS)()>
 void linear(Context& context, const LinearArgs& args) {
-    const Plan plan = make_plan(KERNELS(), context.shared, args);
+    const Plan plan = make_plan(KERNELS(), context, args);
     round_rows(context.pool, plan);
     const int64_t chunks = ceil_div(args.rows, plan.chunk_rows);
     context.pool.run(plan.column_items * chunks, [&](int64_t item, int) { multiply_item(plan, item); });

@@ -67,7 +67,9 @@ inline void store_quads(Ints values, int32_t* quads, int64_t stride) {
 
 inline Ints widen_unsigned(const uint8_t* p) { return _mm512_cvtepu8_epi32(_mm_load_si128(reinterpret_cast<const __m128i*>(p))); }
 inline Ints widen_signed(const uint8_t* p) { return _mm512_cvtepi8_epi32(_mm_load_si128(reinterpret_cast<const __m128i*>(p))); }
-inline Pairs widen_pairs(const uint8_t* p) { return _mm512_cvtepu8_epi16(_mm256_load_si256(reinterpret_cast<const __m256i*>(p))); }
+inline Pairs widen_pairs(const uint8_t* p) {
+    return _mm512_cvtepu8_epi16(_mm256_load_si256(reinterpret_cast<const __m256i*>(p)));
+}
 inline Ints dot_pairs(Ints sum, Pairs a, int32_t pair) { return _mm512_dpwssd_epi32(sum, a, _mm512_set1_epi32(pair)); }
 
 // x is read again and again from the second cache.
