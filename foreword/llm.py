@@ -10,6 +10,7 @@ for output in llm.generate(["Once upon a time"], SamplingParams(max_tokens=50)):
 from __future__ import annotations
 
 import itertools
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,6 +35,8 @@ from foreword.text.template import ChatTemplate
 __all__ = ["LLM", "CompletionOutput", "RequestOutput", "StreamPiece"]
 
 WHAT_A_PROMPT_IS = "a prompt is a text or {'prompt_token_ids': [...]}"
+
+logger = logging.getLogger("foreword")
 
 Prompt = str | Mapping[str, Any]
 Message = Mapping[str, Any]
@@ -138,6 +141,8 @@ class LLM:
         self._ids = itertools.count()
         self._inbox: dict[str, deque[Event]] = {}
         self.load_seconds = time.perf_counter() - started
+        for text in self.info.warnings:
+            logger.warning("%s", text)
 
     @property
     def info(self) -> EngineInfo:

@@ -28,6 +28,7 @@ from foreword.engine.stages import Stages
 from foreword.engine.trace import TracedScheduler
 from foreword.errors import ConfigError
 from foreword.hardware import machine, probe
+from foreword.kernels.cpu.library import library_digest
 from foreword.kernels.ops import Ops
 from foreword.kernels.registry import select, why_not_native
 from foreword.models.base import Model, Precision
@@ -37,6 +38,7 @@ from foreword.sampling.sampler import Sampler
 __all__ = ["FIT_DRAFTER", "load"]
 
 Progress = Callable[[int, int], None]
+SAMPLES, SAMPLE_BYTES = 64, 1 << 16  # of a weight file, evenly spread, the first and the last bytes among them
 FIT_DRAFTER = (10, 50)  # how many times smaller a draft model usually pays
 
 
@@ -178,11 +180,12 @@ def _warnings(resolved: Resolved, target: ModelFacts, drafter: ModelFacts | None
 
 
 def _fingerprint(config: Config, resolved: Resolved, ops: Ops) -> str:
-    """Equal fingerprints promise equal answers: weights, kernels, types, RoPE and thread layout in one name."""
+    """Equal fingerprints promise equal answers: weights, kernels and their build, types, RoPE and thread layout in one name."""
     assert config.model is not None
     facts = (
-        [_ends(file) for file in weight_files(Path(config.model))],
+        [_samples(file) for file in weight_files(Path(config.model))],
         ops.name,
+        library_digest() if resolved.device == "cpu" else "",
         torch.__version__,
         torch.get_num_threads(),
         torch.backends.cpu.get_cpu_capability(),
@@ -196,13 +199,14 @@ def _fingerprint(config: Config, resolved: Resolved, ops: Ops) -> str:
     return "fw_" + hashlib.blake2b(json.dumps(facts).encode(), digest_size=8).hexdigest()
 
 
-def _ends(path: Path) -> tuple[str, int, str]:
-    """Name, size and a hash of the first and last MiB of a weight file: tells checkpoints apart without reading them."""
+def _samples(path: Path) -> tuple[str, int, str]:
+    """Name, size and a hash of SAMPLES pieces of a weight file: tells checkpoints apart without reading them."""
     size = path.stat().st_size
+    digest = hashlib.blake2b(digest_size=8)
     with path.open("rb") as file:
-        digest = hashlib.blake2b(file.read(1 << 20), digest_size=8)
-        file.seek(max(size - (1 << 20), 0))
-        digest.update(file.read())
+        for number in range(SAMPLES):
+            file.seek(max(size - SAMPLE_BYTES, 0) * number // (SAMPLES - 1))
+            digest.update(file.read(SAMPLE_BYTES))
     return path.name, size, digest.hexdigest()
 
 

@@ -55,6 +55,8 @@ def select(device: str, fast_math: bool = False, threads: int = 1, isa: str = "a
     library, missing = load_library() if device == "cpu" else (None, "the native kernels are for the CPU")
     if isa in ISAS and isa not in isas():
         raise ConfigError(f"cpu_isa {isa} cannot be used here: {missing or 'it needs ' + NEEDS[isa]}", "cpu_isa")
+    if isa in ISAS and (fast_math or device != "cpu"):
+        raise ConfigError(f"cpu_isa {isa} has no effect {'with --fast-math' if fast_math else 'on ' + device}", "cpu_isa")
     if library is None:
         return FastMath() if fast_math else Reference()
     if fast_math:

@@ -39,10 +39,9 @@ def test_the_library_is_not_older_than_its_sources() -> None:
 
 
 def test_a_missing_or_broken_library_is_explained(tmp_path: Path) -> None:
-    assert load_library(tmp_path) == (
-        None,
-        "no compiler was found when Foreword was installed; everything runs in torch, much slower",
-    )
+    library, reason = load_library(tmp_path)
+    assert library is None
+    assert reason.startswith("the native kernels were not built")
     (tmp_path / "_native.so").write_bytes(b"not a library")
     library, reason = load_library(tmp_path)
     assert library is None

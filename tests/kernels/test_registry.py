@@ -31,3 +31,11 @@ def test_torch_can_be_asked_for() -> None:
 def test_an_instruction_set_that_is_not_there_is_refused(isa: str) -> None:
     with pytest.raises(ConfigError, match=f"cpu_isa {isa} cannot be used here"):
         select("cpu", isa=isa)
+
+
+def test_an_instruction_set_without_effect_is_refused() -> None:
+    with pytest.raises(ConfigError, match="cpu_isa portable"):
+        select("cuda", isa="portable")
+    if isas():
+        with pytest.raises(ConfigError, match="no effect with --fast-math"):
+            select("cpu", fast_math=True, isa="portable")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import hashlib
 from ctypes import POINTER, c_float, c_int32, c_int64, c_void_p
 from enum import IntEnum
 from pathlib import Path
@@ -24,6 +25,7 @@ __all__ = [
     "Space",
     "Weight",
     "isas",
+    "library_digest",
     "load_library",
 ]
 
@@ -142,18 +144,22 @@ SIGNATURES = MappingProxyType(
         "foreword_packed_bytes": (c_int64, c_int32, c_int64, c_int64),
         "foreword_pack": (None, c_void_p, c_int32, c_int32, c_void_p, c_int64, c_int64, c_void_p),
         "foreword_unpack": (None, c_void_p, POINTER(Weight), c_void_p),
-        "foreword_dequantize": (None, c_void_p, c_int32, c_void_p, c_int64, c_int64, c_int64, c_void_p),
-        "foreword_release_pages": (None, c_void_p, c_int64),
     }
 )
 
 
+NOT_BUILT = (
+    "the native kernels were not built when Foreword was installed (no compiler, or it failed: `pip install -v` shows it); "
+    "everything runs in torch, much slower"
+)
+FOLDER = Path(__file__).parents[1]
+
+
 def load_library(folder: Path | None = None) -> tuple[ctypes.CDLL | None, str]:
     """The compiled library beside this package (or in `folder`), or None and a reason that can be read."""
-    paths = list((folder or Path(__file__).parents[1]).glob("_native*.so"))
-    if not paths:
-        return None, "no compiler was found when Foreword was installed; everything runs in torch, much slower"
-    path = max(paths, key=lambda path: path.stat().st_mtime)
+    path = _path(folder or FOLDER)
+    if path is None:
+        return None, NOT_BUILT
     try:
         library = ctypes.CDLL(str(path))
         version = int(library.foreword_native_version())
@@ -169,6 +175,17 @@ def load_library(folder: Path | None = None) -> tuple[ctypes.CDLL | None, str]:
         function.argtypes = arguments
         function.restype = result
     return library, ""
+
+
+def library_digest() -> str:
+    """Tells builds apart: another compiler or another source may round differently. Empty without the library."""
+    path = _path(FOLDER)
+    return "" if path is None else hashlib.blake2b(path.read_bytes(), digest_size=8).hexdigest()
+
+
+def _path(folder: Path) -> Path | None:
+    """The newest library there."""
+    return max(folder.glob("_native*.so"), key=lambda path: path.stat().st_mtime, default=None)
 
 
 @functools.cache

@@ -103,6 +103,7 @@ class Program:
     def __call__(self, batch: Batch) -> Tensor:
         """-> [R, width], valid until the next call"""
         num_rows, num_sampled = batch.token_ids.shape[0], batch.sample_rows.shape[0]
+        assert num_sampled <= num_rows, "results of sampled rows have as much room as those of all rows"
         if self._arena.numel() < self._bytes_per_row * num_rows + ALIGNMENT:
             self._arena = torch.empty(self._bytes_per_row * num_rows + ALIGNMENT, dtype=torch.uint8)
         if self._out.shape[0] < num_sampled:

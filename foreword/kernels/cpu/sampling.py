@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import weakref
 
 import torch
 from torch import Tensor
 
+from foreword.errors import ConfigError
 from foreword.kernels.cpu.library import ISAS
 from foreword.kernels.reference_sampling import ReferenceSampling
 
@@ -21,8 +23,10 @@ class NativeSampling(ReferenceSampling):
         super().__init__()
         self._library = library
         self._machine: int = library.foreword_machine_new(ISAS.index(isa), threads)
-        assert self._machine, "the system grants no more threads"
-        weakref.finalize(self, library.foreword_machine_delete, self._machine)
+        if not self._machine:
+            raise ConfigError(f"threads: the system does not grant {threads} threads; fewer would work", "threads")
+        # Not at exit: another thread may still compute, and the threads end with the process anyway.
+        weakref.finalize(self, _delete, library, self._machine, os.getpid()).atexit = False
 
     def log_sum_exp(self, logits: Tensor) -> Tensor:
         """[R, V] -> float32 [R]"""
@@ -71,6 +75,12 @@ class NativeSampling(ReferenceSampling):
             self._machine, *_rows(logits), seeds.data_ptr(), positions.data_ptr(), greedy.data_ptr(), out.data_ptr()
         )
         return out
+
+
+def _delete(library: ctypes.CDLL, machine: int, owner: int) -> None:
+    """A forked child has no threads to wait for: it leaves its copy alone."""
+    if os.getpid() == owner:
+        library.foreword_machine_delete(machine)
 
 
 def _fits(logits: Tensor) -> bool:

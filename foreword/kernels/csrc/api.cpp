@@ -1,14 +1,10 @@
 // What Python sees (kernels/cpu/library.py). Callers have checked types, shapes and sizes.
 
-#include <new>
+#include <exception>
 
+#include "float_mode.h"
 #include "packing.h"
 #include "program.h"
-
-#if defined(__linux__)
-#include <sys/mman.h>
-#include <unistd.h>
-#endif
 
 using foreword::Isa;
 using foreword::Kind;
@@ -46,6 +42,7 @@ void foreword_pack(Machine* machine, int32_t kind, int32_t source, const void* c
     const auto to = static_cast<Kind>(kind), from = static_cast<Kind>(source);
     const auto pack = foreword::is_dense(to) ? foreword::pack_dense_tile : foreword::pack_quantized_tile;
     const int64_t size = foreword::tile_bytes(to, k);
+    const foreword::FloatMode mode;
     machine->pool().run(foreword::num_tiles(n), [&](int64_t tile, int) {
         const int64_t first = tile * TILE;
         pack(to, from, rows + first, first + TILE <= n ? TILE : n - first, k, tiles + tile * size);
@@ -55,24 +52,5 @@ void foreword_pack(Machine* machine, int32_t kind, int32_t source, const void* c
 // Rows [0, n) of a packed weight -> float32 [n, k].
 void foreword_unpack(Machine* machine, const foreword::Weight* weight, float* out) {
     machine->pool().run(weight->n, [&](int64_t row, int) { foreword::unpack_row(*weight, row, out + row * weight->k); });
-}
-
-// `n` rows of a file, row_bytes each -> float32 [n, k].
-void foreword_dequantize(Machine* machine, int32_t kind, const char* data, int64_t row_bytes, int64_t n, int64_t k, float* out) {
-    machine->pool().run(n, [&](int64_t row, int) {
-        foreword::dequantize(static_cast<Kind>(kind), data + row * row_bytes, k, out + row * k);
-    });
-}
-
-// Lets the system take back the memory of whole pages of a mapped file; they are read again when they are touched.
-void foreword_release_pages(char* data, int64_t bytes) {
-#if defined(__linux__)
-    const int64_t page = sysconf(_SC_PAGESIZE);
-    const auto begin = (reinterpret_cast<uintptr_t>(data) + page - 1) / page * page;
-    const auto end = (reinterpret_cast<uintptr_t>(data) + bytes) / page * page;
-    if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_DONTNEED);
-#else
-    (void)data, (void)bytes;
-#endif
 }
 }

@@ -70,6 +70,6 @@ void attend_any(Pool& pool, int thread, const AttentionArgs& args, const Piece& 
 const AttentionKernels ATTENTION_AVX512 = {attend_any, merge_piece};
 
 }  // namespace foreword
-#include "vec_end.h"
+#include "target_end.h"
 
 #endif

@@ -6,8 +6,7 @@
 
 #include <cstring>
 
-#pragma GCC push_options
-#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512bf16,avx2,fma,f16c,amx-tile,amx-bf16")
+#include "target_amx.h"
 
 namespace foreword {
 namespace {
@@ -219,5 +218,5 @@ void dense_amx(Context& context, const LinearArgs& args) {
 
 }  // namespace foreword
 
-#pragma GCC pop_options
+#include "target_end.h"
 #endif

@@ -5,8 +5,7 @@
 
 #include <cstring>
 
-#pragma GCC push_options
-#pragma GCC target("avx2,fma,f16c")
+#include "target_avx2.h"
 
 namespace foreword {
 namespace {
@@ -66,5 +65,5 @@ void dense_avx2(Context& context, const LinearArgs& args) {
 
 }  // namespace foreword
 
-#pragma GCC pop_options
+#include "target_end.h"
 #endif

@@ -5,8 +5,7 @@
 
 #include <cstring>
 
-#pragma GCC push_options
-#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512bf16,avx2,fma,f16c")
+#include "target_avx512.h"
 
 namespace foreword {
 namespace {
@@ -73,5 +72,5 @@ void dense_avx512(Context& context, const LinearArgs& args) {
 
 }  // namespace foreword
 
-#pragma GCC pop_options
+#include "target_end.h"
 #endif

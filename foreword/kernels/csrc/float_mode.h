@@ -1,5 +1,7 @@
-// All threads round alike: to nearest, with subnormal numbers, whatever the caller's library has set.
+// All threads round alike while they compute: to nearest, with subnormal numbers, whatever the caller's library has set.
 #pragma once
+
+#include <cstdint>
 
 #if defined(__x86_64__)
 #include <xmmintrin.h>
@@ -7,10 +9,34 @@
 
 namespace foreword {
 
-inline void set_float_mode() {
+// Sets the mode of this thread, and puts the caller's back when it goes.
+class FloatMode {
+public:
+    FloatMode() : before_(get()) { set(STANDARD); }
+    ~FloatMode() { set(before_); }
+    FloatMode(const FloatMode&) = delete;
+    FloatMode& operator=(const FloatMode&) = delete;
+
+private:
 #if defined(__x86_64__)
-    _mm_setcsr(0x1f80);
+    static constexpr uint64_t STANDARD = 0x1f80;
+    static uint64_t get() { return _mm_getcsr(); }
+    static void set(uint64_t mode) { _mm_setcsr(static_cast<unsigned>(mode)); }
+#elif defined(__aarch64__)
+    static constexpr uint64_t STANDARD = 0;
+    static uint64_t get() {
+        uint64_t mode;
+        __asm__ volatile("mrs %0, fpcr" : "=r"(mode));
+        return mode;
+    }
+    static void set(uint64_t mode) { __asm__ volatile("msr fpcr, %0" : : "r"(mode)); }
+#else
+    static constexpr uint64_t STANDARD = 0;
+    static uint64_t get() { return 0; }
+    static void set(uint64_t) {}
 #endif
-}
+
+    uint64_t before_;
+};
 
 }  // namespace foreword

@@ -50,10 +50,17 @@ char* Buffer::get(int64_t bytes) {
 }
 
 Pool::Pool(int num_threads) : scratch_(new Buffer[num_threads]) {
-    for (int thread = 1; thread < num_threads; thread++) workers_.emplace_back([this, thread] { work(thread); });
+    try {
+        for (int thread = 1; thread < num_threads; thread++) workers_.emplace_back([this, thread] { work(thread); });
+    } catch (...) {
+        stop();
+        throw;
+    }
 }
 
-Pool::~Pool() {
+Pool::~Pool() { stop(); }
+
+void Pool::stop() {
     {
         std::lock_guard<std::mutex> lock(mutex_);
         stopping_ = true;
@@ -95,7 +102,7 @@ bool Pool::idle() const {
 }
 
 void Pool::work(int thread) {
-    set_float_mode();
+    const FloatMode mode;
     const auto called = [this] { return !idle() || stopping_.load(); };
     while (true) {
         if (!spin(called, PATIENCE)) {

@@ -30,7 +30,7 @@ private:
 class Pool {
 public:
     // The caller of run() is one of the threads.
-    explicit Pool(int num_threads);
+    explicit Pool(int num_threads);  // throws std::system_error if the system grants no more
     ~Pool();
     Pool(const Pool&) = delete;
     Pool& operator=(const Pool&) = delete;
@@ -57,6 +57,7 @@ private:
         const void* context;
     };
 
+    void stop();
     void share(Job job, int64_t count);
     bool take_item(int thread);
     void work(int thread);

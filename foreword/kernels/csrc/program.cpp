@@ -121,7 +121,7 @@ private:
 };
 
 void Machine::run(const Command* commands, int64_t count, const Inputs& inputs) {
-    set_float_mode();
+    const FloatMode mode;
     Run run(*this, inputs);
     for (int64_t i = 0; i < count; i++) run.execute(commands[i]);
 }

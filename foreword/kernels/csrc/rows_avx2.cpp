@@ -13,6 +13,6 @@
 namespace foreword {
 const RowKernels ROWS_AVX2 = {norm, rope, gated, embedding, add, softcap, write_kv};
 }
-#include "vec_end.h"
+#include "target_end.h"
 
 #endif

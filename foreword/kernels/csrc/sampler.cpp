@@ -11,6 +11,7 @@
 #include <limits>
 #include <vector>
 
+#include "float_mode.h"
 #include "noise.h"
 #include "portable_math.h"
 #include "program.h"
@@ -214,6 +215,7 @@ constexpr int64_t WORTH_SHARING = 1 << 15;  // values; with fewer, waking a thre
 template <class Body>
 void each_row(Machine* machine, const float* logits, int64_t num_rows, int64_t width, const Body& body) {
     const auto one = [&](int64_t r, int thread) { body(Row{const_cast<float*>(logits) + r * width, width}, r, thread); };
+    const FloatMode mode;
     if (num_rows * width >= WORTH_SHARING) return machine->pool().run(num_rows, one);
     for (int64_t r = 0; r < num_rows; r++) one(r, 0);
 }

@@ -5,12 +5,7 @@
 
 #include "vec.h"
 
-#if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx2,fma,f16c"))), apply_to = function)
-#else
-#pragma GCC push_options
-#pragma GCC target("avx2,fma,f16c")
-#endif
+#include "target_avx2.h"
 
 namespace foreword {
 namespace {

@@ -39,7 +39,9 @@ inline void store(Bf16* p, Vec x) {
     const Lanes is_number = x == x;
     for (int i = 0; i < LANES; i++) p[i] = is_number[i] ? static_cast<Bf16>(static_cast<uint32_t>(rounded[i]) >> 16) : Bf16{0x7fc0};
 }
+// Saturates, as the other instruction sets do.
 inline void store(int8_t* p, Vec x) {
+    for (int i = 0; i < LANES; i++) x[i] = x[i] > 127 ? 127 : x[i] < -127 ? -127 : x[i];
     for (int i = 0; i < LANES; i++) p[i] = static_cast<int8_t>(bits_of(x + INTEGERS)[i]);
 }
 

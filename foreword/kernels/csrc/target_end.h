@@ -1,4 +1,4 @@
-// Ends the region that vec_avx2.h or vec_avx512.h began.
+// Ends the region that target_avx2.h, target_avx512.h or target_amx.h began.
 #if defined(__clang__)
 #pragma clang attribute pop
 #else

@@ -1,0 +1,55 @@
+"""Threads of the kernels, and the end of a process that has some."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from foreword.kernels.cpu.library import isas
+
+pytestmark = pytest.mark.skipif(not isas(), reason="the native library is not built")
+
+START = """
+import os, sys, threading, time, torch
+from foreword.kernels.cpu.backend import CpuOps
+ops = CpuOps(threads=3)
+weight = ops.pack_linear([torch.ones(4096, 512)], "float32")
+x = torch.ones(64, 512)
+"""
+BUSY_AT_EXIT = """
+def compute():
+    while True:
+        ops.linear(x, weight)
+threading.Thread(target=compute, daemon=True).start()
+time.sleep(0.2)
+"""
+FORKED = """
+child = os.fork()
+if child == 0:
+    sys.exit(7)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+assert ops.linear(x, weight)[0, 0] == 512
+"""
+
+
+@pytest.mark.parametrize("end", [BUSY_AT_EXIT, FORKED], ids=["busy", "forked"])
+def test_a_process_with_threads_ends(end: str) -> None:
+    run = subprocess.run([sys.executable, "-W", "ignore", "-c", START + end], timeout=60, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the limit is one of Linux")
+def test_threads_that_the_system_does_not_grant_are_named() -> None:
+    limit = """
+import resource
+from foreword.errors import ConfigError
+resource.setrlimit(resource.RLIMIT_AS, (12 << 30, 12 << 30))
+try:
+    CpuOps(threads=100_000)
+except ConfigError as error:
+    print(error)
+"""
+    run = subprocess.run([sys.executable, "-W", "ignore", "-c", START + limit], timeout=60, capture_output=True, text=True)
+    assert "the system does not grant 100000 threads" in run.stdout, run.stderr
