@@ -11,6 +11,8 @@ from foreword.models.rope import read_rope, scaled_context
 __all__ = ["ACTIVATIONS", "read_common", "read_head_dim", "read_windows"]
 
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
+MAX_LAYERS = 1024
+MAX_WIDTH = 1 << 17  # values of a vector between two layers, or within one
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
@@ -34,21 +36,23 @@ def read_common(
     head_dim, tied    where the config does not say
     activation_key    name of the option that says which activation the MLP has
     """
-    hidden, heads = config.whole("hidden_size"), config.whole("num_attention_heads")
+    hidden, heads = config.whole("hidden_size", high=MAX_WIDTH), config.whole("num_attention_heads")
     kv_heads = config.whole("num_key_value_heads", heads)
     if heads % kv_heads:
         raise config.refuse("num_key_value_heads", f"{kv_heads} does not divide num_attention_heads {heads}")
     head_dim = read_head_dim(config, head_dim)
+    if heads * head_dim > MAX_WIDTH:
+        raise config.refuse("num_attention_heads", f"{heads} times head_dim {head_dim} must be at most {MAX_WIDTH} here")
     positions = config.whole("max_position_embeddings")
     if kinds is None:
         rope = read_rope(config, head_dim, positions)
-        kinds = [Kind(window, rope) for window in windows or (None,) * config.whole("num_hidden_layers")]
+        kinds = [Kind(window, rope) for window in windows or (None,) * _read_num_layers(config)]
     return DecoderConfig(
         architecture=architecture,
         dtype=config.dtype(),
         vocab_size=config.whole("vocab_size"),
         hidden=hidden,
-        intermediate=config.whole("intermediate_size"),
+        intermediate=config.whole("intermediate_size", high=MAX_WIDTH),
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
@@ -66,12 +70,13 @@ def read_common(
 
 def read_head_dim(config: ConfigReader, default: int | None = None) -> int:
     """Size of one head: `head_dim`, or else the default, or else an equal share of hidden_size."""
-    return config.whole("head_dim", default or config.whole("hidden_size") // config.whole("num_attention_heads"))
+    share = default or config.whole("hidden_size") // config.whole("num_attention_heads")
+    return config.whole("head_dim", share, high=MAX_WIDTH)
 
 
 def read_windows(config: ConfigReader, window: int | None, is_sliding: Callable[[int], bool]) -> tuple[int | None, ...]:
     """The window of each layer: as `layer_types` says, or else where `is_sliding(index)` holds."""
-    num_layers = config.whole("num_hidden_layers")
+    num_layers = _read_num_layers(config)
     types = config.texts("layer_types", num_layers) or tuple(LAYER_TYPES[is_sliding(index)] for index in range(num_layers))
     for layer_type in types:
         if layer_type not in LAYER_TYPES:
@@ -79,3 +84,7 @@ def read_windows(config: ConfigReader, window: int | None, is_sliding: Callable[
         if layer_type == "sliding_attention" and window is None:
             raise config.refuse("layer_types", "holds sliding_attention, but there is no window")
     return tuple(window if layer_type == "sliding_attention" else None for layer_type in types)
+
+
+def _read_num_layers(config: ConfigReader) -> int:
+    return config.whole("num_hidden_layers", high=MAX_LAYERS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,8 @@ IRRELEVANT = frozenset(
 )
 DTYPES = ("float32", "bfloat16", "float16")
 MISSING: Any = object()
+HIGHEST = 1 << 24  # whole number: more positions, tokens or values than any model has
+SMALLEST, LARGEST = 1e-30, 1e30  # positive number: products of a few of these stay finite
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -66,7 +69,7 @@ def read_json(path: Path) -> dict[str, Any]:
         values = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not JSON: {error}") from None
     if not isinstance(values, dict):
         raise CheckpointError(f"{path} does not hold a JSON object")
@@ -97,10 +100,12 @@ class ConfigReader:
             raise CheckpointError(f"{self.source} lacks `{key}`")
         return default
 
-    def whole(self, key: str, default: Any = MISSING, low: int = 1) -> int:
+    def whole(self, key: str, default: Any = MISSING, low: int = 1, high: int = HIGHEST) -> int:
         value = self.raw(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < low:
             raise self._bad(key, value, f"a whole number of at least {low}")
+        if value > high:
+            raise self._bad(key, value, f"a whole number of at most {high}")
         return value
 
     def optional_whole(self, key: str, absent: int | None = None) -> int | None:
@@ -108,10 +113,12 @@ class ConfigReader:
         return self.whole(key, absent) if key in self or self._lacks(key, absent) else self.raw(key, None)
 
     def number(self, key: str, default: Any = MISSING) -> float:
-        """A positive number."""
+        """A positive number that can be computed with."""
         value = self.raw(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+        if not _is_number(value) or value <= 0:
             raise self._bad(key, value, "a positive number")
+        if not SMALLEST <= value <= LARGEST:
+            raise self._bad(key, value, f"between {SMALLEST:g} and {LARGEST:g}")
         return float(value)
 
     def optional_number(self, key: str, absent: float | None = None) -> float | None:
@@ -141,9 +148,13 @@ class ConfigReader:
         return tuple(value)
 
     def numbers(self, key: str, length: int) -> tuple[float, ...]:
+        """A list of so many positive numbers."""
         value = self.raw(key)
-        if not isinstance(value, list) or len(value) != length or not all(isinstance(item, int | float) for item in value):
+        if not isinstance(value, list) or len(value) != length or not all(map(_is_number, value)):
             raise self._bad(key, value, f"a list of {length} numbers")
+        for item in value:
+            if not SMALLEST <= item <= LARGEST:
+                raise self._bad(key, item, f"a list of numbers between {SMALLEST:g} and {LARGEST:g}")
         return tuple(float(item) for item in value)
 
     def table(self, key: str) -> ConfigReader | None:
@@ -186,6 +197,11 @@ class ConfigReader:
 
     def _bad(self, key: str, value: Any, wanted: str) -> CheckpointError:
         return self.refuse(key, f"must be {wanted} here, got {_short(value)}")
+
+
+def _is_number(value: Any) -> bool:
+    """Finite, and no bool. Whole numbers may be too long for a float."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and (isinstance(value, int) or math.isfinite(value))
 
 
 def _short(value: Any) -> str:

@@ -23,10 +23,7 @@ def read_rope(config: ConfigReader, head_dim: int, context: int, default_theta: 
     original = config.optional_whole("original_max_position_embeddings")
     options = config.table("rope_parameters")
     older = config.table("rope_scaling")
-    rope = rope_from_table(options or older or ConfigReader({}, config.source), head_dim, context, theta, share, original)
-    if rope.rotary_dim % 2 or rope.rotary_dim > head_dim:
-        raise config.refuse("partial_rotary_factor", f"makes {rope.rotary_dim} of {head_dim} values rotate")
-    return rope
+    return rope_from_table(options or older or ConfigReader({}, config.source), head_dim, context, theta, share, original)
 
 
 def rope_from_table(
@@ -35,20 +32,37 @@ def rope_from_table(
     """One table of RoPE options; `theta`, `share` and `original` hold where it does not say otherwise."""
     rope_type = options.choice("rope_type" if "rope_type" in options else "type", NAMES, "default")
     options.expect("type", options.raw("rope_type", options.raw("type", None)))
-    rotary_dim = int(head_dim * options.number("partial_rotary_factor", share))
-    rope = RopeConfig(rope_type, options.number("rope_theta", theta), rotary_dim)
+    rope = RopeConfig(rope_type, _theta(options, theta), _rotary_dim(options, head_dim, share))
     original = original or options.whole("original_max_position_embeddings", context)
     if rope_type in ("linear", "dynamic", "llama3", "yarn"):
         rope = replace(rope, factor=options.number("factor"), original=context if rope_type == "dynamic" else original)
     if rope_type == "llama3":
         low, high = options.number("low_freq_factor"), options.number("high_freq_factor")
+        if low == high:
+            raise options.refuse("high_freq_factor", f"must not be low_freq_factor, {low}")
         rope = replace(rope, low_freq_factor=low, high_freq_factor=high)
+    if rope_type == "dynamic" and rope.rotary_dim < 4:
+        raise options.refuse("rope_type", f"dynamic needs heads of at least 4 values that rotate, got {rope.rotary_dim}")
     if rope_type == "yarn":
         rope = _with_yarn(rope, options)
     if rope_type == "longrope":
         rope = _with_longrope(rope, options, context, original)
     options.finish()
     return rope
+
+
+def _theta(options: ConfigReader, default: float) -> float:
+    theta = options.number("rope_theta", default)
+    if theta <= 1:
+        raise options.refuse("rope_theta", f"must be above 1, got {theta:g}")
+    return theta
+
+
+def _rotary_dim(options: ConfigReader, head_dim: int, share: float) -> int:
+    rotary_dim = int(head_dim * options.number("partial_rotary_factor", share))
+    if rotary_dim % 2 or not 2 <= rotary_dim <= head_dim:
+        raise options.refuse("partial_rotary_factor", f"makes {rotary_dim} of {head_dim} values rotate")
+    return rotary_dim
 
 
 def _with_yarn(rope: RopeConfig, options: ConfigReader) -> RopeConfig:
@@ -65,6 +79,8 @@ def _with_yarn(rope: RopeConfig, options: ConfigReader) -> RopeConfig:
 
 def _with_longrope(rope: RopeConfig, options: ConfigReader, context: int, original: int) -> RopeConfig:
     length = rope.rotary_dim // 2
+    if original < 2:
+        raise options.refuse("original_max_position_embeddings", "must be at least 2 for longrope, got 1")
     return replace(
         rope,
         original=original,

@@ -13,7 +13,8 @@ from typing import Any
 from foreword.errors import CheckpointError
 from foreword.models.gguf.keys import Keys
 from foreword.models.gguf.reader import GGUF
-from foreword.models.gguf.rope import Factors, rope_options
+from foreword.models.gguf.rope import Factors, frequency_base, rope_options
+from foreword.models.gguf.shape import check_shape
 
 __all__ = ["MODEL_TYPES", "read_options"]
 
@@ -59,6 +60,7 @@ def read_options(gguf: GGUF, factors: Factors) -> Options:
     keys = Keys(gguf, _architecture(gguf))
     keys.expect_general("general.type", "model")
     keys.expect_general("general.quantization_version", QUANTIZATION_VERSION)
+    check_shape(keys)
     options = _shape(keys) | _biases(keys) | rope_options(keys, factors) | _activation(keys) | _family(keys)
     for key, value in NEUTRAL.items():
         keys.expect(key, value)
@@ -129,12 +131,12 @@ def _gemma(keys: Keys) -> Options:
     options: Options = {
         "query_pre_attn_scalar": share if layers == GEMMA_27B[name] else keys.head_dim(),
         "layer_types": _layer_types(keys, layers),
-        "final_logit_softcapping": keys.raw("final_logit_softcapping", None) or None,
+        "final_logit_softcapping": keys.optional_number("final_logit_softcapping"),
         "sliding_window": keys.whole("attention.sliding_window", GEMMA2_WINDOW, low=0) or GEMMA2_WINDOW,
     }
     if name == "gemma2":
-        return options | {"attn_logit_softcapping": keys.raw("attn_logit_softcapping", None) or None}
-    return options | {"rope_local_base_freq": keys.number("rope.freq_base_swa", LOCAL_THETA)}
+        return options | {"attn_logit_softcapping": keys.optional_number("attn_logit_softcapping")}
+    return options | {"rope_local_base_freq": frequency_base(keys, "rope.freq_base_swa", LOCAL_THETA)}
 
 
 def _layer_types(keys: Keys, layers: int) -> list[str]:
@@ -144,7 +146,11 @@ def _layer_types(keys: Keys, layers: int) -> list[str]:
         return ["full_attention"] * layers
     pattern = keys.raw("attention.sliding_window_pattern", GEMMA_PERIOD[keys.architecture])
     if isinstance(pattern, list):
-        sliding = [bool(item) for item in pattern]
+        if len(pattern) != layers or not all(isinstance(item, bool) for item in pattern):
+            raise keys.refuse(
+                "attention.sliding_window_pattern", f"must be a number or {layers} flags, got {len(pattern)} values"
+            )
+        sliding = pattern
     else:
         period = keys.whole("attention.sliding_window_pattern", GEMMA_PERIOD[keys.architecture])
         sliding = [(index + 1) % period != 0 for index in range(layers)]

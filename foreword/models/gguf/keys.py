@@ -38,6 +38,10 @@ class Keys:
         """A positive number; must be there unless there is a default."""
         return self._reader.number(self._prefix + key) if default is None else self._reader.number(self._prefix + key, default)
 
+    def optional_number(self, key: str) -> float | None:
+        """A positive number; None where there is none, or 0."""
+        return self.number(key) if self.raw(key, 0) != 0 else None
+
     def choice(self, key: str, names: tuple[str, ...], default: str) -> str:
         return self._reader.choice(self._prefix + key, {name: name for name in names}, default)
 

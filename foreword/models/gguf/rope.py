@@ -7,7 +7,7 @@ from typing import Any
 
 from foreword.models.gguf.keys import Keys
 
-__all__ = ["Factors", "rope_options"]
+__all__ = ["Factors", "frequency_base", "rope_options"]
 
 Options = dict[str, Any]
 Factors = Callable[[str], list[float]]  # the values of a small tensor, by name
@@ -19,10 +19,18 @@ SCALINGS = ("none", "linear", "yarn", "longrope")
 
 def rope_options(keys: Keys, factors: Factors) -> Options:
     """`rope_theta`, `rope_scaling` and, where only a part of each head turns, `partial_rotary_factor`."""
-    options = {"rope_theta": keys.number("rope.freq_base", 10000.0)} | _rotated_share(keys)
+    options = {"rope_theta": frequency_base(keys, "rope.freq_base", 10000.0)} | _rotated_share(keys)
     keys.ignore("rope.scaling.finetuned")
     scaling = _scaling(keys, factors)
     return options | {"rope_scaling": scaling} if scaling else options
+
+
+def frequency_base(keys: Keys, key: str, default: float) -> float:
+    """The waves' lengths are powers of it."""
+    base = keys.number(key, default)
+    if base <= 1:
+        raise keys.refuse(key, f"must be above 1, got {base:g}")
+    return base
 
 
 def _rotated_share(keys: Keys) -> Options:
@@ -32,6 +40,8 @@ def _rotated_share(keys: Keys) -> Options:
         return {}
     if keys.architecture != "phi3":
         raise keys.refuse("rope.dimension_count", f"must be {head_dim}, the size of a head, got {rotated}")
+    if rotated > head_dim or rotated % 2:
+        raise keys.refuse("rope.dimension_count", f"must be even and at most {head_dim}, the size of a head, got {rotated}")
     return {"partial_rotary_factor": (rotated + 0.5) / head_dim}  # who multiplies by the size rounds down
 
 
@@ -51,15 +61,18 @@ def _scaling(keys: Keys, factors: Factors) -> Options:
 
 def _linear(keys: Keys) -> Options:
     """Older files call it `rope.scale_linear`; 0 means that nothing is scaled."""
-    factor = keys.raw("rope.scaling.factor", keys.raw("rope.scale_linear", 0.0)) or 1.0
-    return {} if factor == 1.0 else {"type": "linear", "factor": factor}
+    older = keys.optional_number("rope.scale_linear")
+    factor = keys.optional_number("rope.scaling.factor") if "rope.scaling.factor" in keys else older
+    return {} if factor in (None, 1.0) else {"type": "linear", "factor": factor}
 
 
 def _yarn(keys: Keys, original: int) -> Options:
-    keys.expect("rope.scaling.yarn_ext_factor", 1.0)
+    """Its scale of cosine and sine is derived from the factor: versions of llama.cpp differ in what another one means."""
+    for key in ("rope.scaling.yarn_ext_factor", "rope.scaling.yarn_attn_factor", "rope.scaling.attn_factor"):
+        keys.expect(key, 1.0)
     options = {"type": "yarn", "factor": keys.number("rope.scaling.factor"), "original_max_position_embeddings": original}
-    names = {"yarn_attn_factor": "attention_factor", "yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow"}
-    return options | {name: keys.raw(f"rope.scaling.{key}") for key, name in names.items() if f"rope.scaling.{key}" in keys}
+    betas = [name for name in ("beta_fast", "beta_slow") if f"rope.scaling.yarn_{name}" in keys]
+    return options | {name: keys.number(f"rope.scaling.yarn_{name}") for name in betas}
 
 
 def _divided(keys: Keys, kind: str, factors: Factors) -> Options:
