@@ -19,7 +19,7 @@ __all__ = ["Config", "EngineInfo", "Machine", "ModelFacts", "Resolved", "kv_byte
 DRAFTERS = ("ngram", "draft", "replay")
 GIB = 1 << 30
 CPU_CACHE = 4 * GIB  # the KV cache's default bound on a machine whose memory others use too
-WORTH_THREADS = 256 << 20  # bytes of weights below which threads wait for each other longer than they work
+WORTH_THREADS = 32 << 20  # bytes of weights below which threads wait for each other about as long as they work
 
 
 def option(default: Any, help_: str, *, group: str, choices: tuple[str, ...] = (), secret: bool = False) -> Any:
@@ -64,7 +64,7 @@ class Config:
     )
     seed: int | None = option(None, "seed for requests that bring none (default: a random one for each)", group="model")
     threads: int | None = option(
-        None, "CPU threads of the engine (default: all cores; one for models below 256 MiB)", group="model"
+        None, "CPU threads of the engine (default: all cores; one for models below 32 MiB)", group="model"
     )
     fast_math: bool = option(False, "faster products whose bits depend on the batch: gives up exactness", group="model")
 
@@ -184,7 +184,9 @@ class ModelFacts:
     kv_values_per_token numbers that one token keeps in the KV cache (all layers, K and V)
     kv_vectors_per_token  vectors that those numbers make up, one for each head: int8 has a scale for each
     embedding_parameters  parameters of the embedding and of the head
-    weight_bytes        of weights that keep the form they have in the file; None: as the data type says
+    weight_bytes        of weights that keep the form they have in the file; None: there are none
+    kept_parameters     how many weights that are
+    kept_embedding_parameters  of these, parameters of the embedding and of the head
     """
 
     architecture: str
@@ -196,6 +198,8 @@ class ModelFacts:
     kv_vectors_per_token: int = 0
     embedding_parameters: int = 0
     weight_bytes: int | None = None
+    kept_parameters: int = 0
+    kept_embedding_parameters: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -343,12 +347,11 @@ def _dtypes(config: Config, machine: Machine, model: ModelFacts) -> tuple[str, s
 
 def _weight_bytes(facts: ModelFacts, weight_dtype: str, quantization: str | None) -> int:
     """The embedding and the head are never rounded to less than 8 bits."""
-    if facts.weight_bytes is not None:
-        return facts.weight_bytes
     linear = quantization or weight_dtype
     embedding = "int8" if quantization else weight_dtype
-    layers = facts.parameters - facts.embedding_parameters
-    return int(layers * DTYPE_BYTES[linear] + facts.embedding_parameters * DTYPE_BYTES[embedding])
+    outer = facts.embedding_parameters - facts.kept_embedding_parameters
+    layers = facts.parameters - facts.kept_parameters - outer
+    return (facts.weight_bytes or 0) + int(layers * DTYPE_BYTES[linear] + outer * DTYPE_BYTES[embedding])
 
 
 def _num_blocks(config: Config, machine: Machine, weights: int, per_block: int, useful: int) -> int:
