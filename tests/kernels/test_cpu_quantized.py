@@ -15,9 +15,9 @@ from foreword.kernels.quantization import BLOCK, rounded
 from tests.kernels.quantized import KINDS, random, random_blocks, random_matrix, rounded_activations, values_of
 from tests.kernels.rows import same_bits
 
-# Around every number of rows at which some instruction set takes other groups (4, 16), or cuts the rows into chunks (576 for
-# k = 896 and fewer for larger k).
-ROW_COUNTS = (*range(1, 18), 31, 32, 33, 63, 64, 65, 127, 128, 129, 200, 513)
+# Around every number of rows at which some instruction set takes other groups (4, 16) or other instructions (17, 64), or
+# cuts the rows into passes (256) or chunks (576 for k = 896 and fewer for larger k).
+ROW_COUNTS = (*range(1, 18), 31, 32, 33, 63, 64, 65, 127, 128, 129, 200, 255, 256, 257, 513)
 
 pytestmark = pytest.mark.skipif(not isas(), reason="the native library is not built")
 each_isa = pytest.mark.parametrize("isa", isas())
@@ -43,8 +43,9 @@ def test_products_are_exact_up_to_the_last_places(isa: str, kind: str) -> None:
 
 @each_kind
 def test_all_instruction_sets_agree_in_bits(kind: str) -> None:
+    """Of many rows and a few more than whole groups: all ways of each instruction set to take them."""
     k = columns_of(kind)
-    matrix, x, bias = random_matrix(kind, 75, k), random(21, k, seed=1), random(1, 75, seed=2)[0]
+    matrix, x, bias = random_matrix(kind, 75, k), random(85, k, seed=1), random(1, 75, seed=2)[0]
     x[3] *= 1e30
     x[4] *= 1e-20
     results = [ops.linear(x, ops.pack_linear([matrix], kind, bias)) for ops in map(CpuOps, isas())]
@@ -72,12 +73,12 @@ def test_bits_of_a_row_depend_on_the_row_alone(isa: str, kind: str) -> None:
 def test_what_is_not_finite_stays_in_its_row(isa: str, kind: str, value: float) -> None:
     ops, k = CpuOps(isa, threads=2), columns_of(kind)
     packed = ops.pack_linear([random_matrix(kind, 40, k)], kind)
-    x = random(19, k, seed=1)
+    x = random(70, k, seed=1)
     clean = ops.linear(x, packed)
     x[2, 5] = x[17, k - 1] = value
     dirty = ops.linear(x, packed)
     assert dirty[[2, 17]].isnan().all()
-    others = [row for row in range(19) if row not in (2, 17)]
+    others = [row for row in range(70) if row not in (2, 17)]
     assert torch.equal(dirty[others], clean[others])
 
 

@@ -12,14 +12,6 @@ constexpr int64_t ITEMS_EACH = 4;          // items of each thread, at least: th
 constexpr int64_t CHUNK_BYTES = 512 << 10;  // of rounded rows that stay in a cache while all weights pass
 constexpr int64_t MIN_SHARED_VALUES = 1 << 14;  // rounding fewer is not worth waking anyone
 
-RowSize row_size(Kind kind, int64_t k) {
-    if (kind == Kind::I8) return {round_up(k, I8_MULTIPLE) / 4, 1, 1};
-    const Rounding rounding = rounding_of(kind);
-    const int64_t blocks = (k + rounding.block - 1) / rounding.block;
-    const int64_t parts = rounding.block / rounding.part;
-    return {blocks * rounding.block / 4, blocks, blocks * (rounding.weight == 0 ? parts / 2 : parts)};
-}
-
 // Where everything of one product is.
 struct Plan {
     const QuantizedKernels& kernels;
@@ -81,16 +73,28 @@ void round_rows(Pool& pool, const Plan& plan) {
     for (int64_t item = 0; item < groups; item++) round(item, 0);
 }
 
-void multiply_tile(const Plan& plan, int64_t tile, int64_t row_begin, int64_t row_end) {
-    const LinearArgs& args = plan.args;
+// Columns of `count` tiles, rows from `row` on.
+Output output_at(const LinearArgs& args, int64_t row, int64_t tile, int64_t count) {
     const int64_t column = tile * TILE;
     const float* bias = args.weight.bias == nullptr ? nullptr : args.weight.bias + column;
-    Output out{args.y, args.y_type, std::min(TILE, args.weight.n - column), bias};
+    char* y = args.y.data + row * args.y.stride + column * bytes_of(args.y_type);
+    return {{y, args.y.stride}, args.y_type, std::min(count * TILE, args.weight.n - column), bias};
+}
+
+// Tiles [tile, tile + count): one, or a pair that the instruction set takes at once where a group is whole.
+void multiply_tiles(const Plan& plan, int64_t tile, int64_t count, int64_t row_begin, int64_t row_end) {
+    const LinearArgs& args = plan.args;
     const auto& products = plan.kernels.products[static_cast<int>(args.weight.kind) - static_cast<int>(Kind::I8)];
     for (int64_t row = row_begin; row < row_end; row += plan.group_rows) {
         const Group group = group_at(plan, row);
-        out.y.data = args.y.data + row * args.y.stride + column * bytes_of(args.y_type);
-        products[group.rows - 1](args.weight.tiles + tile * plan.tile_stride, plan.size, group, out);
+        const uint8_t* tiles = args.weight.tiles + tile * plan.tile_stride;
+        if (count == 2 && group.rows == plan.group_rows) {
+            plan.kernels.pair(tiles, plan.size, group, output_at(args, row, tile, 2));
+            continue;
+        }
+        for (int64_t t = 0; t < count; t++) {
+            products[group.rows - 1](tiles + t * plan.tile_stride, plan.size, group, output_at(args, row, tile + t, 1));
+        }
     }
 }
 
@@ -99,7 +103,11 @@ void multiply_item(const Plan& plan, int64_t item) {
     const int64_t tile = item % plan.column_items * plan.item_tiles, row = item / plan.column_items * plan.chunk_rows;
     const int64_t tile_end = std::min(tile + plan.item_tiles, num_tiles(plan.args.weight.n));
     const int64_t row_end = std::min(row + plan.chunk_rows, plan.args.rows);
-    for (int64_t t = tile; t < tile_end; t++) multiply_tile(plan, t, row, row_end);
+    const bool pairs = plan.args.weight.kind == Kind::I8 && plan.kernels.pair != nullptr && row_end - row > plan.group_rows;
+    const int64_t together = pairs ? 2 : 1;
+    for (int64_t t = tile; t < tile_end; t += together) {
+        multiply_tiles(plan, t, std::min(together, tile_end - t), row, row_end);
+    }
 }
 
 template <const QuantizedKernels& (*KERNELS)()>
@@ -114,7 +122,8 @@ void linear(Context& context, const LinearArgs& args) {
 
 Linear quantized_linear(Isa isa) {
 #if FOREWORD_X86
-    if (isa >= Isa::AVX512) return linear<quantized_avx512>;
+    if (isa == Isa::AMX) return quantized_amx;
+    if (isa == Isa::AVX512) return linear<quantized_avx512>;
     if (isa == Isa::AVX2) return linear<quantized_avx2>;
 #endif
     (void)isa;

@@ -34,6 +34,14 @@ struct RowSize {
     int64_t quads, scales, sums;
 };
 
+inline RowSize row_size(Kind kind, int64_t k) {
+    if (kind == Kind::I8) return {round_up(k, I8_MULTIPLE) / 4, 1, 1};
+    const Rounding rounding = rounding_of(kind);
+    const int64_t blocks = (k + rounding.block - 1) / rounding.block;
+    const int64_t parts = rounding.block / rounding.part;
+    return {blocks * rounding.block / 4, blocks, blocks * (rounding.weight == 0 ? parts / 2 : parts)};
+}
+
 // A group of rounded rows; each pointer is its first element.
 struct Group {
     int32_t* quads;
@@ -57,10 +65,12 @@ using RoundRow = void (*)(const Rounding&, const RowSize&, Type, const char* x, 
 using Product = void (*)(const uint8_t* tile, const RowSize&, const Group&, const Output&);
 
 //   max_group  rows, at most MAX_GROUP
+//   pair       of two tiles of I8, one after the other, with a group of max_group; or null
 //   products   by kind (from I8 on) and rows of the group - 1
 struct QuantizedKernels {
     int64_t max_group;
     RoundRow round_row;
+    Product pair;
     Product products[8][MAX_GROUP];
 };
 
@@ -68,6 +78,7 @@ const QuantizedKernels& quantized_portable();
 #if FOREWORD_X86
 const QuantizedKernels& quantized_avx2();
 const QuantizedKernels& quantized_avx512();
+void quantized_amx(Context&, const LinearArgs&);  // few rows are left to AVX-512
 #endif
 
 }  // namespace foreword

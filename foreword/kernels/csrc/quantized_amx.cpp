@@ -1,0 +1,107 @@
+// Quantized weights times tiles of rounded rows: TDPBUSD and TDPBSSD, for many rows. Few are left to AVX-512.
+//
+// Sums of integers are exact, and floats follow in the order of the other instruction sets: the bits are the same.
+#include "quantized.h"
+
+#if FOREWORD_X86
+#include <immintrin.h>
+
+#include <cstring>
+#include <type_traits>
+#include <utility>
+
+#include "target_amx.h"
+
+namespace foreword {
+namespace {
+
+#include "quantized_avx512.inc"
+#include "quantized_kernels.inc"
+#include "quantized_tiles.inc"
+#include "quantized_unpacked.inc"
+
+constexpr int64_t PASS_ROWS = 256;          // that stay in the second-level cache while all weights pass
+constexpr int64_t ITEMS_EACH = 4;           // items of each thread, at least
+constexpr int64_t MAX_ITEM_TILES = 8;
+constexpr int64_t MIN_SHARED_VALUES = 1 << 14;  // rounding fewer is not worth waking anyone
+
+// Fewer rows do not repay a register of 16, or taking the weights apart.
+constexpr int64_t min_rows(Kind kind) { return kind == Kind::I8 || kind == Kind::Q4_K || kind == Kind::Q5_K ? 17 : 64; }
+
+template <Kind KIND>
+constexpr MultiplyTiles multiply_tiles_of() {
+    if constexpr (KIND == Kind::I8) return multiply_whole;
+    if constexpr (KIND != Kind::I8) return multiply_blocks<KIND>;
+}
+
+MultiplyTiles multiply_tiles_of(Kind kind) {
+    switch (kind) {
+        case Kind::I8: return multiply_tiles_of<Kind::I8>();
+        case Kind::Q8_0: return multiply_tiles_of<Kind::Q8_0>();
+        case Kind::Q5_0: return multiply_tiles_of<Kind::Q5_0>();
+        case Kind::Q4_K: return multiply_tiles_of<Kind::Q4_K>();
+        case Kind::Q5_K: return multiply_tiles_of<Kind::Q5_K>();
+        case Kind::Q6_K: return multiply_tiles_of<Kind::Q6_K>();
+        default: return multiply_tiles_of<Kind::Q4_0>();
+    }
+}
+
+// Rounded rows [first, first + rows) in the shared buffer.
+Panel make_panel(Context& context, const LinearArgs& args, int64_t first, int64_t rows) {
+    const RowSize size = row_size(args.weight.kind, args.weight.k);
+    const int64_t steps = (size.quads + STEP_QUADS - 1) / STEP_QUADS, groups = round_up((rows + HEIGHT - 1) / HEIGHT, 2);
+    char* memory = context.shared.get(groups * HEIGHT * (steps * LINE + 4 * (size.scales + size.sums)));
+    auto* scales = reinterpret_cast<float*>(memory + groups * HEIGHT * steps * LINE);
+    auto* sums = reinterpret_cast<int32_t*>(scales + groups * HEIGHT * size.scales);
+    return {size, first, rows, steps, groups, memory, scales, sums};
+}
+
+void round_to_panel(const LinearArgs& args, const Panel& panel, int64_t row, char* scratch) {
+    const RowSize& size = panel.size;
+    const Group alone{reinterpret_cast<int32_t*>(scratch), panel.scales + row * size.scales, panel.sums + row * size.sums, 1};
+    const char* x = args.x.data + (panel.first + row) * args.x.stride;
+    round_row(rounding_of(args.weight.kind), size, args.x_type, x, args.weight.k, 0, alone);
+    char* to = panel.x + row / HEIGHT * panel.group_bytes() + row % HEIGHT * LINE;
+    for (int64_t step = 0; step < panel.steps; step++) std::memcpy(to + step * STEP_BYTES, scratch + step * LINE, LINE);
+}
+
+void round_rows(Context& context, const LinearArgs& args, const Panel& panel) {
+    const auto round = [&](int64_t row, int thread) {
+        round_to_panel(args, panel, row, context.pool.scratch(thread, panel.steps * LINE));
+    };
+    if (panel.rows * args.weight.k >= MIN_SHARED_VALUES) return context.pool.run(panel.rows, round);
+    for (int64_t row = 0; row < panel.rows; row++) round(row, 0);
+}
+
+int64_t scratch_bytes(Kind kind, const Panel& panel) {
+    return kind == Kind::I8 ? panel.groups * 2 * STEP_BYTES : unpacked_bytes(kind, panel.steps) + 6 * STEP_BYTES;
+}
+
+void multiply_panel(Context& context, const LinearArgs& args, const Panel& panel) {
+    const int64_t tiles = num_tiles(args.weight.n), fair = tiles / (ITEMS_EACH * context.pool.size());
+    const int64_t each = smaller(round_up(fair + 1, 2), MAX_ITEM_TILES);
+    const MultiplyTiles multiply = multiply_tiles_of(args.weight.kind);
+    context.pool.run((tiles + each - 1) / each, [&](int64_t item, int thread) {
+        shape_registers(args.weight.kind);
+        for (int64_t tile = item * each; tile < smaller((item + 1) * each, tiles); tile += 2) {
+            multiply(args, panel, tile, context.pool.scratch(thread, scratch_bytes(args.weight.kind, panel)));
+        }
+        _tile_release();
+    });
+}
+
+}  // namespace
+
+void quantized_amx(Context& context, const LinearArgs& args) {
+    if (args.rows < min_rows(args.weight.kind)) return quantized_linear(Isa::AVX512)(context, args);
+    for (int64_t row = 0; row < args.rows; row += PASS_ROWS) {
+        const Panel panel = make_panel(context, args, row, smaller(PASS_ROWS, args.rows - row));
+        round_rows(context, args, panel);
+        multiply_panel(context, args, panel);
+    }
+}
+
+}  // namespace foreword
+
+#include "target_end.h"
+#endif
