@@ -140,9 +140,15 @@ def test_quantized_weights_are_estimated_with_the_embedding_in_8_bits(quantizati
     assert (resolved.quantization, resolved.weight_bytes) == (quantization, weight_bytes)
 
 
-def test_weights_that_keep_their_form_are_estimated_by_their_file() -> None:
-    resolved = resolve(Config(quantization="int8"), CPU, replace(SHAPED, weight_bytes=77))
-    assert (resolved.weight_bytes, resolved.weight_format) == (77, "the file's types")
+@pytest.mark.parametrize(
+    ("options", "rest"),
+    [({}, 80_000_000), ({"dtype": "float32"}, 160_000_000), ({"quantization": "int4"}, 22_500_000 // 2 + 20_000_000)],
+)
+def test_weights_that_keep_their_form_weigh_what_they_weigh(options: dict[str, Any], rest: int) -> None:
+    """Beside them 20 million parameters of the layers, and as many of the embedding, become what was asked for."""
+    kept = replace(SHAPED, weight_bytes=77, kept_parameters=460_000_000, kept_embedding_parameters=80_000_000)
+    resolved = resolve(Config(**options), CPU, kept)
+    assert (resolved.weight_bytes, resolved.weight_format) == (77 + rest, "the file's types")
 
 
 def test_an_int8_cache_has_a_scale_for_each_vector() -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
-from foreword.config import DTYPE_BYTES, ModelFacts
+from foreword.config import ModelFacts
 from foreword.errors import CheckpointError
 from foreword.kernels.ops import Ops
 from foreword.models.base import Model, Precision
@@ -17,7 +17,7 @@ from foreword.models.gemma2 import Gemma2
 from foreword.models.gemma3_text import Gemma3Text
 from foreword.models.gguf.config import read_options
 from foreword.models.gguf.reader import GGUF, is_gguf, open_gguf, part_files
-from foreword.models.gguf.weights import GGUFWeights, check_kinds, read_factors, weight_bytes
+from foreword.models.gguf.weights import GGUFWeights, check_kinds, read_factors, with_kept
 from foreword.models.llama import Llama
 from foreword.models.mistral import Mistral
 from foreword.models.phi3 import Phi3
@@ -49,7 +49,7 @@ def read_facts(path: Path, gguf_dequantize: bool = False) -> ModelFacts:
     if gguf is None:
         return facts
     check_kinds(gguf, gguf_dequantize)
-    return replace(facts, weight_bytes=weight_bytes(gguf, int(DTYPE_BYTES[facts.dtype])))
+    return with_kept(facts, gguf)
 
 
 def weight_files(path: Path) -> list[Path]:

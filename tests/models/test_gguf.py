@@ -12,8 +12,10 @@ from safetensors.torch import load_file, save_file
 
 from foreword import LLM, SamplingParams
 from foreword.errors import CheckpointError
+from foreword.kernels.cpu.library import KINDS, load_library
 from foreword.kernels.reference import Reference
 from foreword.models.base import Precision
+from foreword.models.gguf.reader import open_gguf
 from foreword.models.loader import load_model, read_facts, weight_files
 from foreword.models.mapped import MappedFile
 from tests.checkpoints import FAMILIES, write_checkpoint, write_drafter
@@ -183,14 +185,38 @@ def test_as_target_and_as_drafter(tmp_path: Path) -> None:
 
 
 def test_facts(tmp_path: Path) -> None:
-    """Blocks weigh what they weigh in the file; what is computed beside them is bfloat16."""
+    """Blocks weigh what they weigh; what is computed beside them is bfloat16."""
     checkpoint = write_checkpoint(tmp_path / "checkpoint", **WIDE)
     facts = read_facts(write_gguf(checkpoint, tmp_path / "q.gguf", Kind.Q4_0))
-    matrices = facts.parameters - 5 * 256
-    assert (facts.dtype, facts.weight_bytes) == ("bfloat16", matrices * 18 // 32 + 5 * 256 * 2)
+    matrices, outer = facts.parameters - 5 * 256, 2 * 272 * 256
+    assert (facts.dtype, facts.weight_bytes) == ("bfloat16", matrices * 18 // 32)
+    assert (facts.kept_parameters, facts.kept_embedding_parameters, facts.embedding_parameters) == (matrices, outer, outer)
     for kind, dtype in ((Kind.F32, "float32"), (Kind.F16, "float16"), (Kind.BF16, "bfloat16")):
         facts = read_facts(write_gguf(checkpoint, tmp_path / f"{dtype}.gguf", kind))
         assert (facts.dtype, facts.weight_bytes) == (dtype, None)
+
+
+@pytest.mark.parametrize("kind", [Kind.Q8_0, Kind.Q5_0, Kind.Q4_0, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K])
+@pytest.mark.parametrize("columns", [256, 768])
+def test_blocks_weigh_what_the_kernels_make_of_them(kind: Kind, columns: int, tmp_path: Path) -> None:
+    library, _ = load_library()
+    if library is None:
+        pytest.skip("no native library")
+    options = {**WIDE, "intermediate_size": columns}
+    file = write_gguf(write_checkpoint(tmp_path / "checkpoint", **options), tmp_path / "model.gguf", kind)
+    shapes = [info.shape for info in open_gguf(file).tensors.values() if len(info.shape) == 2]
+    assert read_facts(file).weight_bytes == sum(
+        library.foreword_packed_bytes(KINDS[kind.name.lower()], rows, length) for rows, length in shapes
+    )
+
+
+def test_blocks_that_become_floats_are_counted_as_such(tmp_path: Path) -> None:
+    """The embedding stays in blocks, the layers and the head become what was asked for."""
+    checkpoint = write_checkpoint(tmp_path / "checkpoint", **WIDE)
+    file = write_gguf(checkpoint, tmp_path / "model.gguf", lambda name: Kind.Q8_0 if name == "token_embd.weight" else Kind.Q4_1)
+    facts = read_facts(file, gguf_dequantize=True)
+    assert facts.weight_bytes == 272 * 256 * 34 // 32
+    assert facts.kept_parameters == facts.kept_embedding_parameters == 272 * 256
 
 
 @pytest.mark.parametrize("kind", [Kind.Q4_1, Kind.Q5_1])

@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
+from foreword.config import ModelFacts
 from foreword.errors import CheckpointError
 from foreword.kernels.ops import Blocks, Matrix
 from foreword.layers.weights import Weights
@@ -20,17 +22,22 @@ from foreword.models.gguf.rope import TENSORS as ROPE_TENSORS
 from foreword.models.mapped import MappedFile
 from foreword.models.weights import ScopedWeights
 
-__all__ = ["GGUFWeights", "check_kinds", "file_name", "read_factors", "weight_bytes"]
+__all__ = ["GGUFWeights", "check_kinds", "file_name", "read_factors", "with_kept"]
 
 FLOATS: Mapping[str, torch.dtype] = MappingProxyType({"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16})
-PACKED = ("q8_0", "q5_0", "q4_0", "q4_k", "q5_k", "q6_k")  # kinds that are computed with as they are
+# Kinds that are computed with as they are, and their bits; how the kernels lay them out: csrc/quantized_layout.h.
+PACKED: Mapping[str, int] = MappingProxyType({"q8_0": 8, "q5_0": 5, "q4_0": 4, "q4_k": 4, "q5_k": 5, "q6_k": 6})
+TILE = 16  # rows that lie together; the last ones are filled up
+TILE_SCALES = 320  # bytes beside the values: of a tile's block of 256 columns
+TILE_PAIR = 64  # the same of two blocks of 32
 INTERLEAVED = ("llama",)  # architectures whose rows of q and k stand in another order than in the checkpoint
 LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)")
+EMBEDDING, HEAD = "token_embd.weight", "output.weight"
 OUTER: Mapping[str, str] = MappingProxyType(
     {
-        "model.embed_tokens.weight": "token_embd.weight",
+        "model.embed_tokens.weight": EMBEDDING,
         "model.norm.weight": "output_norm.weight",
-        "lm_head.weight": "output.weight",
+        "lm_head.weight": HEAD,
     }
 )
 INNER: Mapping[str, str] = MappingProxyType(
@@ -68,12 +75,26 @@ def file_name(name: str, architecture: str) -> str:
     return f"blk.{match[1]}.{inner[match[2]]}.{match[3]}"
 
 
-def weight_bytes(gguf: GGUF, dense_bytes: int) -> int | None:
-    """Memory of the weights: blocks as they are, the rest in `dense_bytes` a value; None if there are no blocks."""
-    infos = gguf.tensors.values()
-    if not any(info.kind.name in PACKED for info in infos):
-        return None
-    return sum(info.num_bytes if info.kind.name in PACKED else info.values * dense_bytes for info in infos)
+def with_kept(facts: ModelFacts, gguf: GGUF) -> ModelFacts:
+    """What a model of this file takes in memory: its blocks stay as they are, the rest gets a data type."""
+    kept = [info for info in gguf.tensors.values() if info.kind.name in PACKED]
+    if not kept:
+        return facts
+    return replace(
+        facts,
+        weight_bytes=sum(map(_packed_bytes, kept)),
+        kept_parameters=sum(info.values for info in kept),
+        kept_embedding_parameters=sum(info.values for info in kept if info.name in (EMBEDDING, HEAD)),
+    )
+
+
+def _packed_bytes(info: TensorInfo) -> int:
+    """A little more than in the file."""
+    columns = info.shape[-1]
+    blocks = columns // info.kind.block_values
+    scales = blocks * TILE_SCALES if info.kind.block_values > 32 else (blocks + 1) // 2 * TILE_PAIR
+    tiles = -(-info.values // columns // TILE)
+    return tiles * (scales + columns * TILE * PACKED[info.kind.name] // 8)
 
 
 def check_kinds(gguf: GGUF, widen: bool) -> None:
