@@ -10,6 +10,7 @@ constexpr int64_t ITEM_BYTES = 96 << 10;   // of weights that one item reads
 constexpr int64_t ALONE_BYTES = 32 << 10;  // of weights times rows that one thread multiplies sooner than it wakes others
 constexpr int64_t ITEMS_EACH = 4;          // items of each thread, at least: they do not take equally long
 constexpr int64_t CHUNK_BYTES = 512 << 10;  // of rounded rows that stay in a cache while all weights pass
+constexpr int64_t TURN_ROWS = 64;  // that use a tile one after the other; a multiple of every group
 constexpr int64_t MIN_SHARED_VALUES = 1 << 14;  // rounding fewer is not worth waking anyone
 
 // Where everything of one product is.
@@ -29,17 +30,23 @@ struct Plan {
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-int64_t tiles_of_item(const LinearArgs& args, int64_t stride, int threads) {
+// Tiles that the instruction set takes at once.
+int64_t tiles_together(const QuantizedKernels& kernels, const LinearArgs& args) {
+    return args.weight.kind == Kind::I8 && kernels.pair != nullptr && args.rows > kernels.max_group ? 2 : 1;
+}
+
+int64_t tiles_of_item(const LinearArgs& args, int64_t stride, int64_t together, int threads) {
     const int64_t tiles = num_tiles(args.weight.n);
     if (tiles * stride * args.rows <= ALONE_BYTES) return tiles;
-    return std::max<int64_t>(1, std::min(ITEM_BYTES / stride, tiles / (ITEMS_EACH * threads)));
+    return std::max(together, std::min(ITEM_BYTES / stride, tiles / (ITEMS_EACH * threads)));
 }
 
 Plan make_plan(const QuantizedKernels& kernels, Context& context, const LinearArgs& args) {
     const Weight& weight = args.weight;
     const RowSize size = row_size(weight.kind, weight.k);
     const int64_t stride = tile_bytes(weight.kind, weight.k);
-    const int64_t item_tiles = tiles_of_item(args, stride, context.pool.size());
+    const int64_t together = tiles_together(kernels, args);
+    const int64_t item_tiles = tiles_of_item(args, stride, together, context.pool.size());
     const int64_t group = kernels.max_group;
     const int64_t chunk = std::max<int64_t>(1, CHUNK_BYTES / (4 * size.quads) / group) * group;
     auto* quads = reinterpret_cast<int32_t*>(context.shared.get(4 * args.rows * (size.quads + size.scales + size.sums)));
@@ -81,32 +88,37 @@ Output output_at(const LinearArgs& args, int64_t row, int64_t tile, int64_t coun
     return {{y, args.y.stride}, args.y_type, std::min(count * TILE, args.weight.n - column), bias};
 }
 
-// Tiles [tile, tile + count): one, or a pair that the instruction set takes at once where a group is whole.
-void multiply_tiles(const Plan& plan, int64_t tile, int64_t count, int64_t row_begin, int64_t row_end) {
+// A group of rows times tiles [tile, tile + count): one, or a pair that the instruction set takes at once.
+void multiply_group(const Plan& plan, int64_t row, int64_t tile, int64_t count) {
     const LinearArgs& args = plan.args;
+    const Group group = group_at(plan, row);
     const auto& products = plan.kernels.products[static_cast<int>(args.weight.kind) - static_cast<int>(Kind::I8)];
+    const Product product = count == 2 ? plan.kernels.pair : products[group.rows - 1];
+    product(args.weight.tiles + tile * plan.tile_stride, plan.size, group, output_at(args, row, tile, count));
+}
+
+// Tiles [tile, tile + count), pairs of them only with whole groups.
+void multiply_tiles(const Plan& plan, int64_t tile, int64_t count, int64_t row_begin, int64_t row_end) {
     for (int64_t row = row_begin; row < row_end; row += plan.group_rows) {
-        const Group group = group_at(plan, row);
-        const uint8_t* tiles = args.weight.tiles + tile * plan.tile_stride;
-        if (count == 2 && group.rows == plan.group_rows) {
-            plan.kernels.pair(tiles, plan.size, group, output_at(args, row, tile, 2));
-            continue;
-        }
-        for (int64_t t = 0; t < count; t++) {
-            products[group.rows - 1](tiles + t * plan.tile_stride, plan.size, group, output_at(args, row, tile + t, 1));
+        if (count == 2 && row_end - row >= plan.group_rows) {
+            multiply_group(plan, row, tile, 2);
+        } else {
+            for (int64_t t = tile; t < tile + count; t++) multiply_group(plan, row, t, 1);
         }
     }
 }
 
-// Items run through all columns for one chunk of rows before the next chunk.
+// Items run through all columns for one chunk of rows before the next chunk. Within an item, some rows after the others run
+// through its tiles: these stay in a cache, and what they write to stands together.
 void multiply_item(const Plan& plan, int64_t item) {
     const int64_t tile = item % plan.column_items * plan.item_tiles, row = item / plan.column_items * plan.chunk_rows;
     const int64_t tile_end = std::min(tile + plan.item_tiles, num_tiles(plan.args.weight.n));
     const int64_t row_end = std::min(row + plan.chunk_rows, plan.args.rows);
-    const bool pairs = plan.args.weight.kind == Kind::I8 && plan.kernels.pair != nullptr && row_end - row > plan.group_rows;
-    const int64_t together = pairs ? 2 : 1;
-    for (int64_t t = tile; t < tile_end; t += together) {
-        multiply_tiles(plan, t, std::min(together, tile_end - t), row, row_end);
+    const int64_t together = tiles_together(plan.kernels, plan.args);
+    for (int64_t r = row; r < row_end; r += TURN_ROWS) {
+        for (int64_t t = tile; t < tile_end; t += together) {
+            multiply_tiles(plan, t, std::min(together, tile_end - t), r, std::min(r + TURN_ROWS, row_end));
+        }
     }
 }
 
