@@ -9,8 +9,7 @@
 #include <type_traits>
 #include <utility>
 
-#pragma GCC push_options
-#pragma GCC target("avx2,fma,f16c")
+#include "target_avx2.h"
 
 namespace foreword {
 namespace {
@@ -239,6 +238,6 @@ const QuantizedKernels& quantized_avx2() { return KERNELS; }
 
 }  // namespace foreword
 
-#pragma GCC pop_options
+#include "target_end.h"
 
 #endif
