@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -13,7 +14,7 @@ from foreword.errors import CheckpointError
 from foreword.text.checkpoint import TokenizerFiles
 from foreword.text.gguf_bpe import byte_level_backend, prepends_bos
 from foreword.text.gguf_sentencepiece import is_spaces, sentencepiece_backend
-from foreword.text.gguf_vocabulary import CONTROL, UNKNOWN, USER_DEFINED, Metadata, Vocabulary
+from foreword.text.gguf_vocabulary import CONTROL, NORMAL, UNKNOWN, USER_DEFINED, Metadata, Vocabulary
 from foreword.text.tokenizer import Tokenizer
 
 __all__ = ["tokenizer_of"]
@@ -44,6 +45,11 @@ END_TOKENS = (
     "<EOT>",
     "<｜end▁of▁sentence｜>",
 )
+# Tokens that no text means otherwise. Some files call them normal, or user-defined; llama.cpp overrides that too.
+PLAIN_LOOKING = ("<EOT>",)
+CONTROL_LOOKING = frozenset(
+    (*END_TOKENS, "<|im_start|>", "<|start_header_id|>", "<|end_header_id|>", "<|begin_of_text|>", "<start_of_turn>")
+).difference(PLAIN_LOOKING)
 TEMPLATE = "tokenizer.chat_template"
 RIGHT_STRIPPING = "phi3"  # its control tokens swallow the spaces after them, of which no key tells
 
@@ -59,7 +65,7 @@ def tokenizer_of(values: Mapping[str, Any], source: str) -> Tokenizer:
     if model not in MODELS:
         raise metadata.error("model", f"{model!r:.60} is not supported; known: {', '.join(MODELS)}")
     _refuse_extras(metadata)
-    vocabulary = Vocabulary.read(metadata)
+    vocabulary = _with_control_tokens(Vocabulary.read(metadata))
     backend = (byte_level_backend if model == "gpt2" else sentencepiece_backend)(metadata, vocabulary)
     _add_tokens(backend, vocabulary, strip=values.get("general.architecture") == RIGHT_STRIPPING and model == "llama")
     named = {name: metadata.token_id(key, vocabulary.size) for name, key in SPECIAL_IDS.items()}
@@ -74,6 +80,15 @@ def _refuse_extras(metadata: Metadata) -> None:
     metadata.refuse("normalizer.strip_accents", False)
     metadata.refuse("add_sep_token", False)
     metadata.refuse("suppress_tokens", [])
+
+
+def _with_control_tokens(vocabulary: Vocabulary) -> Vocabulary:
+    """Tokens that look like control tokens are: a prompt's are found, and those that end a turn end an answer."""
+    types = list(vocabulary.types)
+    for token in CONTROL_LOOKING & vocabulary.ids.keys():
+        if types[vocabulary.ids[token]] in (NORMAL, USER_DEFINED):
+            types[vocabulary.ids[token]] = CONTROL
+    return replace(vocabulary, types=types)
 
 
 def _add_tokens(backend: tokenizers.Tokenizer, vocabulary: Vocabulary, strip: bool) -> None:

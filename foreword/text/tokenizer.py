@@ -129,13 +129,14 @@ class Tokenizer:
         return tuple(token_id for token_id in range(model_vocab_size) if token_id not in used)
 
     def first_difference(self, other: Tokenizer) -> str | None:
-        """The first id that means something else in `other`, in words; None if the tokenizers agree."""
+        """The first id that means something else in `other`, in words; None if the tokenizers agree.
+
+        What is a special token may differ: a GGUF file calls some so that tokenizer.json does not.
+        """
         for token_id in range(max(self.vocab_size, other.vocab_size)):
             here, there = self.token(token_id), other.token(token_id)
             if here != there:
                 return f"id {token_id} is {_named(here)} in the one and {_named(there)} in the other"
-            if self.is_special(token_id) != other.is_special(token_id):
-                return f"id {token_id} ({here!r}) is a special token in only one of them"
         return None
 
     def _eos_ids(self, files: TokenizerFiles) -> tuple[int, ...]:

@@ -218,6 +218,23 @@ def test_ends_of_answers(tmp_path: Path) -> None:
     assert ours.special_tokens == {"bos_token": "<|bos|>", "eos_token": "<pad>"}
 
 
+@pytest.mark.parametrize("kind", [TokenType.CONTROL, TokenType.USER_DEFINED, TokenType.NORMAL])
+def test_what_looks_like_a_control_token_is_one(kind: TokenType) -> None:
+    """Whatever a file calls it; plain words are believed."""
+    tokens = ["a", "b", "ab", "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<EOT>"]
+    changed = {"tokens": tokens, "token_type": [1, 1, 1, 3, kind, kind, kind], "eos_token_id": 3}
+    ours = tokenizer_of({**SMALL, **{f"tokenizer.ggml.{key}": value for key, value in changed.items()}}, "x.gguf")
+    assert ours.encode("<|im_start|>ab<|im_end|>") == [4, 2, 5]
+    assert ours.is_special(4) and ours.is_special(5) and ours.is_special(6) is (kind == TokenType.CONTROL)
+    assert ours.eos_token_ids == ((3, 5, 6) if kind == TokenType.CONTROL else (3, 5))
+
+
+def test_an_unused_token_stays_unused() -> None:
+    changed = {"tokens": ["a", "b", "ab", "<|im_end|>"], "token_type": [1, 1, 1, 5]}
+    ours = tokenizer_of({**SMALL, **{f"tokenizer.ggml.{key}": value for key, value in changed.items()}}, "x.gguf")
+    assert ours.token(3) is None and ours.encode("ab") == [2]
+
+
 def test_chat_template(tmp_path: Path) -> None:
     template = "{{ bos_token }}{% for message in messages %}{{ message.content }}{{ eos_token }}{% endfor %}"
     ours = read(

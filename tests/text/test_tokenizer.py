@@ -88,6 +88,16 @@ def test_the_first_difference_is_named() -> None:
     assert ours.first_difference(other) == "id 97 is 'a' in the one and 'b' in the other"
 
 
+def test_what_is_special_may_differ() -> None:
+    """Between a GGUF file and a checkpoint it does; what ids mean does not."""
+    plain, special = byte_backend(), byte_backend()
+    plain.add_tokens(["<tool>"])
+    special.add_special_tokens(["<tool>"])
+    ours, theirs = Tokenizer(plain), Tokenizer(special)
+    assert not ours.is_special(260) and theirs.is_special(260)
+    assert ours.first_difference(theirs) is None and theirs.first_difference(ours) is None
+
+
 def test_a_directory_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"has no tokenizer\.json"):
         Tokenizer.from_directory(tmp_path)
