@@ -166,12 +166,16 @@ class Config:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What `resolve()` needs to know of the hardware."""
+    """What `resolve()` needs to know of the hardware.
+
+    native  the kernels multiply with weights of every kind as they are; torch wants them in the activations' type too
+    """
 
     device: str
     cores: int
     free_bytes: int
     bfloat16: bool
+    native: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,7 +289,7 @@ def resolve(config: Config, machine: Machine, model: ModelFacts, drafter: ModelF
     dtype, weight_dtype = _dtypes(config, machine, model)
     kv_dtype = dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
     models = [model] if drafter is None else [model, drafter]
-    weights = sum(_weight_bytes(facts, weight_dtype, config.quantization) for facts in models)
+    weights = sum(_weight_bytes(facts, dtype, weight_dtype, config.quantization, machine.native) for facts in models)
     max_num_seqs, max_num_batched_tokens = _rows(config, gpu)
     per_block = config.block_size * sum(kv_bytes_per_token(facts, kv_dtype) for facts in models)
     wanted = config.max_model_len or model.context
@@ -345,8 +349,14 @@ def _dtypes(config: Config, machine: Machine, model: ModelFacts) -> tuple[str, s
     return dtype, dtype
 
 
-def _weight_bytes(facts: ModelFacts, weight_dtype: str, quantization: str | None) -> int:
-    """The embedding and the head are never rounded to less than 8 bits."""
+def _weight_bytes(facts: ModelFacts, dtype: str, weight_dtype: str, quantization: str | None, native: bool) -> int:
+    """The embedding and the head are never rounded to less than 8 bits. Torch holds what is quantized as float32, and
+    whatever is not of the activations' type once more in that."""
+    if not native:
+        values = facts.kept_parameters if quantization is None else facts.parameters
+        held = {"float32", dtype}, {weight_dtype, dtype}
+        quantized, dense = (sum(DTYPE_BYTES[kind] for kind in kinds) for kinds in held)
+        return int(values * quantized + (facts.parameters - values) * dense)
     linear = quantization or weight_dtype
     embedding = "int8" if quantization else weight_dtype
     outer = facts.embedding_parameters - facts.kept_embedding_parameters

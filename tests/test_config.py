@@ -195,3 +195,13 @@ def test_a_cache_beyond_memory_is_refused_with_the_estimate() -> None:
         resolve(Config(kv_cache_memory="1000GiB"), CPU, MODEL)
     with pytest.raises(ConfigError, match="holds no block"):
         resolve(Config(kv_cache_memory="0"), CPU, MODEL)
+
+
+def test_torch_holds_quantized_weights_as_numbers_too() -> None:
+    """Without the kernels int8 saves no memory: float32 values, and the same in the activations' type."""
+    slow = replace(CPU, native=False)
+    plain, rounded = (resolve(Config(quantization=kind), slow, SHAPED) for kind in (None, "int8"))
+    assert plain.weight_bytes == SHAPED.parameters * 2
+    assert rounded.weight_bytes == SHAPED.parameters * (4 + 2)
+    kept = replace(SHAPED, weight_bytes=77, kept_parameters=400_000_000)
+    assert resolve(Config(), slow, kept).weight_bytes == 400_000_000 * 6 + (SHAPED.parameters - 400_000_000) * 2

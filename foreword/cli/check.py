@@ -15,9 +15,8 @@ from rich.console import Console
 from foreword.cli.options import ENGINE_GROUPS, add_config_options, read_config
 from foreword.cli.terminal import bytes_text, count_text
 from foreword.config import Config, ModelFacts, Resolved, kv_bytes_per_token, resolve
-from foreword.engine.load import FIT_DRAFTER
+from foreword.engine.load import FIT_DRAFTER, this_machine
 from foreword.errors import ForewordError
-from foreword.hardware import machine, probe
 from foreword.models.loader import read_facts
 from foreword.prepare import directories, read_vocabulary
 
@@ -101,7 +100,7 @@ def _ratio(target: ModelFacts, drafter: ModelFacts) -> Finding:
 
 
 def _fit(config: Config, target: ModelFacts, drafter: ModelFacts | None) -> Iterator[Finding]:
-    hardware = machine(probe(config.device))
+    hardware = this_machine(config)
     try:
         chosen = resolve(config, hardware, target, drafter)
     except ForewordError as error:

@@ -6,13 +6,14 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from foreword.cache.blocks import BlockPool
 from foreword.cache.storage import KVStorage
-from foreword.config import Config, EngineInfo, ModelFacts, Resolved, resolve
+from foreword.config import Config, EngineInfo, Machine, ModelFacts, Resolved, resolve
 from foreword.core.batch import SCRATCH_BLOCK, Chunk, build_batch
 from foreword.drafting.base import Drafter
 from foreword.drafting.drafting import Drafting
@@ -35,7 +36,7 @@ from foreword.models.base import Model, Precision
 from foreword.models.loader import load_model, read_facts, weight_files
 from foreword.sampling.sampler import Sampler
 
-__all__ = ["FIT_DRAFTER", "load"]
+__all__ = ["FIT_DRAFTER", "load", "this_machine"]
 
 Progress = Callable[[int, int], None]
 SAMPLES, SAMPLE_BYTES = 64, 1 << 16  # of a weight file, evenly spread, the first and the last bytes among them
@@ -54,8 +55,15 @@ def load(config: Config, unused_ids: Sequence[int], resolved: Resolved | None = 
     wants_draft_model = "draft" in config.drafter_names() and config.draft_model is not None
     drafter = read_facts(Path(config.draft_model), config.gguf_dequantize) if wants_draft_model and config.draft_model else None
     if resolved is None:
-        resolved = resolve(config, machine(probe(config.device)), target, drafter)
+        resolved = resolve(config, this_machine(config), target, drafter)
     return _Loader(config, resolved, unused_ids, progress).engine(target, drafter)
+
+
+def this_machine(config: Config) -> Machine:
+    """The hardware that `config` asks for, and whether the native kernels run on it."""
+    found = machine(probe(config.device))
+    native = found.device == "cpu" and config.cpu_isa != "reference" and why_not_native(found.device) is None
+    return replace(found, native=native)
 
 
 class _Loader:
