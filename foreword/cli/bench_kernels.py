@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -32,6 +33,8 @@ from foreword.errors import ConfigError
 from foreword.kernels.registry import select
 
 __all__ = ["Sizes", "run"]
+
+SETTLE_S = 0.03  # torch's threads spin for that long after the read, on the cores that are measured next
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +145,7 @@ def _measure(cases: Sequence[Case], memory: Memory, rounds: int) -> list[Measure
     for done in tracked(measured * rounds, cases[0].setting if cases else "", len(cases) * rounds):
         if done.case.num_bytes:
             done.bandwidths.append(memory.read())
+            time.sleep(SETTLE_S)
         done.seconds.append(done.case.seconds())
     return measured
 

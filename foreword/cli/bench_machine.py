@@ -31,7 +31,7 @@ class Memory:
     """A run of memory larger than the caches, over huge pages where the system has them."""
 
     def __init__(self, num_bytes: int) -> None:
-        self._map = mmap.mmap(-1, num_bytes)
+        self._map = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared memory has small pages
         if HUGE_PAGES is not None:
             self._map.madvise(HUGE_PAGES)
         self._values = torch.frombuffer(self._map, dtype=torch.float64).fill_(1.0)
