@@ -57,7 +57,7 @@ class ChatTemplate:
         Raises InvalidRequest where the template refuses the messages.
         """
         if self._template is None:
-            raise InvalidRequest("this model has no chat template; use /v1/completions", "messages")
+            raise InvalidRequest("this model has no chat template; use /v1/completions, or --raw on the command line", "messages")
         _check_options(options or {}, add_generation_prompt and continue_final_message)
         plain = plain_messages(messages)
         if continue_final_message:
