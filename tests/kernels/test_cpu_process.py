@@ -18,10 +18,14 @@ ops = CpuOps(threads=3)
 weight = ops.pack_linear([torch.ones(4096, 512)], "float32")
 x = torch.ones(64, 512)
 """
+# Only kernels run in the thread: torch's own code ends the process when it asks for the interpreter that is going.
 BUSY_AT_EXIT = """
+calls, run = [], ops._run
+ops._run = lambda *call: calls.append(call) or run(*call)
+out = ops.linear(x, weight)
 def compute():
     while True:
-        ops.linear(x, weight)
+        run(*calls[0])
 threading.Thread(target=compute, daemon=True).start()
 time.sleep(0.2)
 """
