@@ -5,7 +5,6 @@ Both by torch, which has no part in Foreword's own kernels.
 
 from __future__ import annotations
 
-import mmap
 import time
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -13,11 +12,12 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
+from foreword.core.memory import HugePages
+
 __all__ = ["ONEDNN_ISA", "PEAKS", "Memory", "product_rate", "seconds"]
 
 # What oneDNN may use (ONEDNN_MAX_CPU_ISA), so that it is measured with the same instructions.
 ONEDNN_ISA: Mapping[str, str] = MappingProxyType({"avx512": "AVX512_CORE_BF16", "avx2": "AVX2", "portable": "SSE41"})
-HUGE_PAGES = getattr(mmap, "MADV_HUGEPAGE", None)  # Linux only
 
 
 def seconds(call: Callable[[], object]) -> float:
@@ -31,10 +31,7 @@ class Memory:
     """A run of memory larger than the caches, over huge pages where the system has them."""
 
     def __init__(self, num_bytes: int) -> None:
-        self._map = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared memory has small pages
-        if HUGE_PAGES is not None:
-            self._map.madvise(HUGE_PAGES)
-        self._values = torch.frombuffer(self._map, dtype=torch.float64).fill_(1.0)
+        self._values = HugePages().take(num_bytes).view(torch.float64).fill_(1.0)
 
     def read(self) -> float:
         """Bytes a second of adding it all up, on torch's threads."""
