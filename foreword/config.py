@@ -16,7 +16,7 @@ from foreword.errors import ConfigError, InvalidRequest
 
 __all__ = ["Config", "EngineInfo", "Machine", "ModelFacts", "Resolved", "kv_bytes_per_token", "option_fields", "resolve"]
 
-DRAFTERS = ("ngram", "draft", "replay")
+DRAFTERS = ("prediction", "suffix", "ngram", "draft", "replay")
 GIB = 1 << 30
 CPU_CACHE = 4 * GIB  # the KV cache's default bound on a machine whose memory others use too
 WORTH_THREADS = 32 << 20  # bytes of weights below which threads wait for each other about as long as they work
@@ -84,14 +84,28 @@ class Config:
     prefix_caching: bool = option(True, "reuse the KV of equal prompt beginnings", group="scheduler")
 
     speculate: str = option(
-        "auto", "auto, off, or drafters joined by commas, first match wins: ngram, draft, replay", group="speculation"
+        "auto", "auto, off, or drafters joined by commas: prediction, suffix, ngram, draft, replay", group="speculation"
     )
     draft_model: str | None = option(None, "a smaller checkpoint with the same tokenizer", group="speculation")
-    num_speculative_tokens: int | None = option(None, "upper bound of drafted tokens a step (default 4)", group="speculation")
+    num_speculative_tokens: int | None = option(
+        None, "upper bound of drafted tokens a request and step (default 32, where fixed 4)", group="speculation"
+    )
+    draft_length: str = option(
+        "adaptive",
+        "adaptive drafts as much as pays, measured; fixed drafts up to the bound whenever there is a guess",
+        group="speculation",
+        choices=("adaptive", "fixed"),
+    )
+    suffix_corpus_memory: str = option(
+        "64MiB", "memory for finished outputs that suffix guesses from, each key's for itself; 0 for none", group="speculation"
+    )
     prompt_lookup_min: int = option(2, "shortest n-gram that ngram looks up", group="speculation")
     prompt_lookup_max: int = option(4, "longest n-gram that ngram looks up", group="speculation")
     replay_file: str | None = option(None, "JSON lines of recorded outputs for the replay drafter", group="speculation")
     replay_error_rate: float = option(0.0, "share of replayed tokens made wrong on purpose", group="speculation")
+    replay_cost: bool = option(
+        False, "run the draft model for every replayed token, so that its cost is paid", group="speculation"
+    )
     speculative_config: str | None = option(None, "the above as JSON, as in vLLM", group="speculation")
 
     host: str = option("127.0.0.1", "address to listen on", group="server")
@@ -120,6 +134,7 @@ class Config:
         _between("prompt_lookup_min", self.prompt_lookup_min, 1, self.prompt_lookup_max)
         _between("prompt_lookup_max", self.prompt_lookup_max, 1, 32)
         _between("replay_error_rate", self.replay_error_rate, 0.0, 1.0)
+        parse_bytes("suffix_corpus_memory", self.suffix_corpus_memory)
         _between("gpu_memory_utilization", self.gpu_memory_utilization, 0.05, 1.0)
         _between("port", self.port, 0, 65535)
         _between("max_waiting", self.max_waiting, 1, 1 << 24)
@@ -137,18 +152,21 @@ class Config:
     def drafter_names(self) -> tuple[str, ...]:
         """The drafters that `speculate` asks for, in order; empty when it is off.
 
-        `auto` is n-gram lookup, and behind it the draft model where one is given.
+        `auto` is all that is there: predictions, suffix matching, and the draft model where one is given. `ngram` guesses
+        what `suffix` guesses too.
         """
         if self.speculate == "off":
             return ()
         if self.speculate == "auto":
-            return ("ngram", "draft") if self.draft_model else ("ngram",)
+            return ("prediction", "suffix", "draft") if self.draft_model else ("prediction", "suffix")
         names = tuple(name.strip() for name in self.speculate.split(","))
         for name in names:
             if name not in DRAFTERS:
                 raise ConfigError(f"speculate: unknown drafter {name!r}; known: auto, off, {', '.join(DRAFTERS)}", "speculate")
         if "draft" in names and not self.draft_model:
             raise ConfigError("speculate names `draft`, which needs --draft-model", "draft_model")
+        if self.replay_cost and not (self.draft_model and "replay" in names):
+            raise ConfigError("replay_cost needs --draft-model and the drafter replay", "replay_cost")
         if "replay" in names and not self.replay_file:
             raise ConfigError("speculate names `replay`, which needs --replay-file", "replay_file")
         if len(set(names)) < len(names):
@@ -217,6 +235,8 @@ class Resolved:
     kv_cache_dtype  of the KV cache
     cpu_isa         instruction set of the CPU kernels: "auto" or a forced one
     num_blocks      usable blocks of the cache, for target and drafter alike
+    draft_length    "adaptive" or "fixed"
+    suffix_corpus_bytes  memory for finished outputs
     """
 
     device: str
@@ -237,6 +257,8 @@ class Resolved:
     prefix_caching: bool
     drafters: tuple[str, ...]
     num_speculative_tokens: int
+    draft_length: str
+    suffix_corpus_bytes: int
     prompt_lookup_min: int
     prompt_lookup_max: int
     fast_math: bool
@@ -312,12 +334,20 @@ def resolve(config: Config, machine: Machine, model: ModelFacts, drafter: ModelF
         weight_bytes=weights,
         prefix_caching=config.prefix_caching,
         drafters=config.drafter_names(),
-        num_speculative_tokens=4 if config.num_speculative_tokens is None else config.num_speculative_tokens,
+        num_speculative_tokens=_num_speculative_tokens(config),
+        draft_length=config.draft_length,
+        suffix_corpus_bytes=parse_bytes("suffix_corpus_memory", config.suffix_corpus_memory),
         prompt_lookup_min=config.prompt_lookup_min,
         prompt_lookup_max=config.prompt_lookup_max,
         fast_math=config.fast_math,
         test_mode=config.test_mode,
     )
+
+
+def _num_speculative_tokens(config: Config) -> int:
+    if config.num_speculative_tokens is not None:
+        return config.num_speculative_tokens
+    return 32 if config.draft_length == "adaptive" else 4
 
 
 def kv_bytes_per_token(facts: ModelFacts, kv_dtype: str) -> int:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from foreword.errors import ForewordError
 
-__all__ = ["DraftUse", "Event", "Failed", "StepReport", "StepStats", "TokenLogprob", "Tokens", "cut"]
+__all__ = ["DraftUse", "DraftingStats", "Event", "Failed", "StepReport", "StepStats", "TokenLogprob", "Tokens", "cut"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +74,24 @@ Event = Tokens | Failed
 
 
 @dataclass(frozen=True, slots=True)
+class DraftingStats:
+    """What was decided about drafts, as totals since the engine started. Seconds are of the engine's clock.
+
+    lengths            how often a draft of so many tokens was chosen, by drafter
+    none               how often a request that may be drafted for got no draft, by reason
+    predicted_seconds  what the steps that verified a draft were thought to cost, drafting included
+    realised_seconds   what they cost
+    exploring_seconds  spent on drafts and plain steps whose only use was to learn
+    """
+
+    lengths: Mapping[str, Mapping[int, int]] = field(default_factory=dict)
+    none: Mapping[str, int] = field(default_factory=dict)
+    predicted_seconds: float = 0.0
+    realised_seconds: float = 0.0
+    exploring_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class StepStats:
     """The engine after a step. Counters are totals since the engine started.
 
@@ -93,6 +111,7 @@ class StepStats:
     device_memory_bytes: int = 0
     stage_seconds: Mapping[str, float] = field(default_factory=dict)
     drafter_errors: Mapping[str, int] = field(default_factory=dict)
+    drafting: DraftingStats = DraftingStats()
 
 
 @dataclass(frozen=True, slots=True)

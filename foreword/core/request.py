@@ -24,7 +24,8 @@ class Request:
     bad_words_ids  `params.bad_words` as token id sequences
     delivered_ids  output tokens already delivered (by an engine that died); they count as output
     priority       lower is served first
-    tenant         namespace of the prefix cache
+    tenant         namespace of the prefix cache and of what drafters learn
+    prediction_ids what the caller expects the output to be, as token ids; drafts come from it
     arrival_s      time.monotonic() where the request entered
     """
 
@@ -37,6 +38,7 @@ class Request:
     delivered_ids: tuple[int, ...] = ()
     priority: int = 0
     tenant: str = ""
+    prediction_ids: tuple[int, ...] = ()
     arrival_s: float = 0.0
 
 

@@ -9,7 +9,7 @@ from typing import Protocol
 from foreword.core.draft import Draft
 from foreword.core.request import RequestState
 
-__all__ = ["Ask", "Drafter"]
+__all__ = ["Ask", "Drafter", "PassDrafter"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,11 +18,13 @@ class Ask:
 
     run         tokens that the step just emitted; they follow state.tokens
     max_tokens  longest draft that is of use
+    worth       a drafter that pays for each token may stop once the product of its confidences is below this
     """
 
     state: RequestState
     run: tuple[int, ...]
     max_tokens: int = 0
+    worth: float = 0.0
 
     @property
     def length(self) -> int:
@@ -47,11 +49,24 @@ class Drafter(Protocol):
     def start(self, state: RequestState) -> None:
         """A request begins."""
 
-    def finish(self, request_id: str) -> None:
-        """A request is over: forget it. Called once for every start()."""
+    def finish(self, request_id: str, output: Sequence[int] = ()) -> None:
+        """A request is over: forget it. Called once for every start().
+
+        output  all that was delivered of an answer that ended by itself, to learn from; empty for one that was given up
+        """
 
     def check(self, live: Container[str]) -> None:
         """Assert that state is kept of `live` requests alone, and that nothing leaked."""
 
     def propose(self, asks: Sequence[Ask]) -> list[Draft | None]:
         """One draft for each ask, of at most its max_tokens; None where there is nothing to guess from."""
+
+
+class PassDrafter(Drafter, Protocol):
+    """A drafter that runs a model: each token costs a forward pass, so it is asked only where that pays."""
+
+    def backlog(self, ask: Ask) -> int:
+        """Rows that its model must compute for this ask before it has a first guess, at least 1."""
+
+    def pass_seconds(self, rows: int, sampled: int) -> float:
+        """Time one pass over `rows` rows, of which `sampled` are sampled, without touching any request's state."""

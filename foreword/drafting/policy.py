@@ -1,27 +1,120 @@
-"""How many tokens to draft for a request. The adaptive controller will take this place."""
+"""What the door of drafting asks whoever decides how much to draft, and the simplest such decision."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
+from foreword.core.draft import Draft
+from foreword.core.events import DraftingStats
 from foreword.core.request import RequestState
+from foreword.drafting.base import Ask
 
-__all__ = ["FixedLength", "LengthPolicy"]
+__all__ = ["FixedLength", "Load", "Offer", "Policy", "Served", "StepFacts"]
 
 
-class LengthPolicy(Protocol):
-    """Chooses the longest useful draft of each request at each step."""
+@dataclass(slots=True)
+class Offer:
+    """An ask with what was guessed for it so far, in the order of the drafters."""
 
-    def length(self, state: RequestState) -> int:
-        """Drafted tokens at most, 0 for none."""
+    ask: Ask
+    drafts: list[Draft] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What the next step computes beside the requests that ask: rows of prompts, and the tokens that these rows read."""
+
+    prompt_rows: int = 0
+    prompt_reads: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """One request in one step.
+
+    num_tokens  known tokens that were computed
+    num_draft   drafted tokens that were verified
+    samples     a token came out
+    emitted     tokens emitted
+    context     tokens whose KV its last row read
+    """
+
+    state: RequestState
+    num_tokens: int
+    num_draft: int
+    samples: bool
+    emitted: int
+    context: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepFacts:
+    """What a step did, and its seconds by stage (schedule, assemble, forward, sample, draft, commit)."""
+
+    served: tuple[Served, ...]
+    seconds: Mapping[str, float]
+
+
+class Policy(Protocol):
+    """Decides, for all requests of a step together, who drafts and how much. Guesses change no token, so neither does this.
+
+    The door calls, each step: score() for what was offered the step before, bound() for each ask, passes() for each
+    drafter that runs a model, admit(), and after the step measured().
+    """
+
+    def start(self, state: RequestState) -> None:
+        """A request begins."""
+
+    def finish(self, request_id: str) -> None:
+        """A request is over."""
+
+    def bound(self, ask: Ask) -> int:
+        """Longest draft worth looking for; 0: leave the request alone this time."""
+
+    def passes(self, offers: Sequence[Offer], load: Load, drafter: str, backlogs: Sequence[int]) -> list[tuple[int, float]]:
+        """For each offer, (tokens, worth) that `drafter`, which runs a model, should guess; 0 tokens for none.
+
+        backlogs  rows that its model must compute before the first guess
+        """
+
+    def admit(self, offers: Sequence[Offer], load: Load) -> list[Draft | None]:
+        """For each offer the draft that is verified: one of its drafts, cut; None for none."""
+
+    def score(self, state: RequestState, draft: Draft, run: Sequence[int]) -> None:
+        """What the text went on with where `draft` began, whether it was verified or not. Called before run is appended."""
+
+    def measured(self, facts: StepFacts) -> None:
+        """A step is over."""
+
+    def stats(self) -> DraftingStats:
+        """Totals since the engine started."""
 
 
 class FixedLength:
-    """The server's bound, lowered by the request's own."""
+    """The first draft there is, at the server's bound, lowered by the request's own."""
 
     def __init__(self, max_tokens: int) -> None:
         self.max_tokens = max_tokens
 
-    def length(self, state: RequestState) -> int:
-        own = state.params.speculation.max_tokens
+    def start(self, state: RequestState) -> None: ...
+
+    def finish(self, request_id: str) -> None: ...
+
+    def bound(self, ask: Ask) -> int:
+        own = ask.state.params.speculation.max_tokens
         return self.max_tokens if own is None else min(self.max_tokens, own)
+
+    def passes(self, offers: Sequence[Offer], load: Load, drafter: str, backlogs: Sequence[int]) -> list[tuple[int, float]]:
+        return [(0 if offer.drafts else offer.ask.max_tokens, 0.0) for offer in offers]
+
+    def admit(self, offers: Sequence[Offer], load: Load) -> list[Draft | None]:
+        return [offer.drafts[0] if offer.drafts else None for offer in offers]
+
+    def score(self, state: RequestState, draft: Draft, run: Sequence[int]) -> None: ...
+
+    def measured(self, facts: StepFacts) -> None: ...
+
+    def stats(self) -> DraftingStats:
+        return DraftingStats()
