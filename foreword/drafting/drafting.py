@@ -1,4 +1,4 @@
-"""All drafters of an engine behind one door: whom to ask, how much, and what if one fails."""
+"""All drafters of an engine behind one door: who is asked, what is verified, and what if one fails."""
 
 from __future__ import annotations
 
@@ -8,93 +8,149 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from foreword.core.draft import Draft
+from foreword.core.events import DraftingStats
 from foreword.core.request import RequestState
-from foreword.drafting.base import Ask, Drafter
-from foreword.drafting.policy import LengthPolicy
+from foreword.drafting.base import Ask, Drafter, PassDrafter
+from foreword.drafting.policy import Load, Offer, Policy, StepFacts
 
 __all__ = ["Drafting"]
 
 Result = TypeVar("Result")
+NOTHING_ELSE = Load()
 
 logger = logging.getLogger(__name__)
 
 
 class Drafting:
-    """Asks the drafters in order; the first that has a guess for a request drafts for it.
+    """Asks the drafters for each request that goes on, and lets the policy decide what is verified.
 
-    errors  exceptions caught, by drafter
+    drafters  those that only look things up
+    passes    those that run a model; they are asked after the others, and only where the policy wants it
+    errors    exceptions caught, by drafter, and by "policy"
     """
 
-    def __init__(self, drafters: Sequence[Drafter], vocab_size: int, policy: LengthPolicy) -> None:
+    def __init__(self, drafters: Sequence[Drafter], vocab_size: int, policy: Policy, passes: Sequence[PassDrafter] = ()) -> None:
         self.drafters = tuple(drafters)
+        self.passes = tuple(passes)
         self.vocab_size = vocab_size
         self.policy = policy
         self.errors: Counter[str] = Counter()
         self._live: dict[str, tuple[Drafter, ...]] = {}
+        self._offered: dict[str, list[Draft]] = {}
+
+    @property
+    def off(self) -> bool:
+        """No drafter runs: a step has nothing to do here."""
+        return not self.drafters and not self.passes
 
     def start(self, state: RequestState) -> None:
         """A request begins; a drafter that cannot start it is not asked about it again."""
-        chosen = self._chosen(state)
         self._live[state.id] = tuple(
             drafter
-            for drafter in chosen
-            if self._guarded(drafter, lambda d=drafter: d.start(state) or True)  # type: ignore[misc]
+            for drafter in self._chosen(state)
+            if self._guarded(drafter.name, lambda d=drafter: d.start(state) or True)  # type: ignore[misc]
         )
+        if self._live[state.id]:
+            self._guarded("policy", lambda: self.policy.start(state))
 
-    def finish(self, request_id: str) -> None:
-        """A request is over."""
-        for drafter in self._live.pop(request_id, ()):
-            self._guarded(drafter, lambda d=drafter: d.finish(request_id))  # type: ignore[misc]
+    def finish(self, request_id: str, output: Sequence[int] = ()) -> None:
+        """A request is over; `output` is what was delivered of an answer that ended by itself."""
+        drafters = self._live.pop(request_id, ())
+        self._offered.pop(request_id, None)
+        for drafter in drafters:
+            self._guarded(drafter.name, lambda d=drafter: d.finish(request_id, output))  # type: ignore[misc]
+        if drafters:
+            self._guarded("policy", lambda: self.policy.finish(request_id))
 
-    def propose(self, asks: Sequence[Ask | None]) -> tuple[Draft | None, ...]:
+    def propose(self, asks: Sequence[Ask | None], load: Load = NOTHING_ELSE) -> tuple[Draft | None, ...]:
         """A draft, or None, for each ask; None in, None out."""
-        drafts: list[Draft | None] = [None] * len(asks)
-        open_asks = self._sized(asks)
-        for drafter in self.drafters:
-            mine = {i: ask for i, ask in open_asks.items() if drafter in self._live[ask.state.id]}
-            if not mine:
-                continue
-            found = self._guarded(drafter, lambda d=drafter, m=mine: self._ask(d, list(m.values())))  # type: ignore[misc]
-            for index, draft in zip(mine, found or (), strict=False):
-                if draft is not None:
-                    drafts[index] = draft
-                    del open_asks[index]
-        return tuple(drafts)
+        nothing: tuple[Draft | None, ...] = (None,) * len(asks)
+        if self.off:
+            return nothing
+        return self._guarded("policy", lambda: self._propose(asks, load)) or nothing
+
+    def measured(self, facts: StepFacts) -> None:
+        """A step is over."""
+        self._guarded("policy", lambda: self.policy.measured(facts))
+
+    def stats(self) -> DraftingStats:
+        return self.policy.stats()
 
     def check(self) -> None:
         """Assert that drafters keep state of live requests alone."""
-        for drafter in self.drafters:
+        assert all(request_id in self._live for request_id in self._offered)
+        for drafter in (*self.drafters, *self.passes):
             drafter.check(self._live)
+
+    def _propose(self, asks: Sequence[Ask | None], load: Load) -> tuple[Draft | None, ...]:
+        offers = self._offers(asks)
+        for drafter in self.drafters:
+            self._collect(drafter, [offer for offer in offers.values() if drafter in self._live[offer.ask.state.id]])
+        for model in self.passes:
+            self._collect(model, self._worth_a_pass(model, offers, load))
+        listed = list(offers.values())
+        chosen: list[Draft | None] = [None] * len(asks)
+        for index, offer, draft in zip(offers, listed, self.policy.admit(listed, load), strict=True):
+            chosen[index] = draft
+            if offer.drafts:
+                self._offered[offer.ask.state.id] = offer.drafts
+        return tuple(chosen)
+
+    def _offers(self, asks: Sequence[Ask | None]) -> dict[int, Offer]:
+        """The asks that may draft now, by index, each with the longest draft of use; what was offered before is scored."""
+        offers: dict[int, Offer] = {}
+        for index, ask in enumerate(asks):
+            if ask is None or not self._live[ask.state.id]:
+                continue
+            for draft in self._offered.pop(ask.state.id, ()):
+                self.policy.score(ask.state, draft, ask.run)
+            length = min(self.policy.bound(ask), ask.state.limit - ask.length - 1)
+            if length > 0:
+                offers[index] = Offer(Ask(ask.state, ask.run, length))
+        return offers
+
+    def _worth_a_pass(self, model: PassDrafter, offers: dict[int, Offer], load: Load) -> list[Offer]:
+        """The offers that `model` shall add to, asked for as much as the policy says."""
+        mine = [offer for offer in offers.values() if model in self._live[offer.ask.state.id]]
+        if not mine:
+            return []
+        backlogs = [model.backlog(offer.ask) for offer in mine]
+        wanted: list[Offer] = []
+        for offer, (length, worth) in zip(mine, self.policy.passes(mine, load, model.name, backlogs), strict=True):
+            if length > 0:
+                ask = offer.ask
+                offer.ask = Ask(ask.state, ask.run, min(length, ask.max_tokens), worth)
+                wanted.append(offer)
+        return wanted
+
+    def _collect(self, drafter: Drafter, offers: Sequence[Offer]) -> None:
+        """Add to the offers what one drafter says."""
+        if not offers:
+            return
+        asks = [offer.ask for offer in offers]
+        found = self._guarded(drafter.name, lambda: self._ask(drafter, asks))
+        for offer, draft in zip(offers, found or (), strict=False):
+            if draft is not None:
+                offer.drafts.append(draft)
 
     def _ask(self, drafter: Drafter, asks: list[Ask]) -> list[Draft | None]:
         """What one drafter says, up to the first id that cannot be right. Raises whatever is wrong with it."""
         drafts = drafter.propose(asks)
         return [_legal(ask, drafter, draft, self.vocab_size) for ask, draft in zip(asks, drafts, strict=True)]
 
-    def _sized(self, asks: Sequence[Ask | None]) -> dict[int, Ask]:
-        """The asks that may draft at all, by index, each with the longest draft of use."""
-        sized: dict[int, Ask] = {}
-        for index, ask in enumerate(asks):
-            if ask is not None and self._live[ask.state.id]:
-                room = ask.state.limit - ask.length - 1
-                length = min(self.policy.length(ask.state), room)
-                if length > 0:
-                    sized[index] = Ask(ask.state, ask.run, length)
-        return sized
-
     def _chosen(self, state: RequestState) -> tuple[Drafter, ...]:
         """The drafters that the request lets guess for it."""
-        method = state.params.speculation.method
+        method, drafters = state.params.speculation.method, (*self.drafters, *self.passes)
         if method == "auto":
-            return self.drafters
-        return tuple(drafter for drafter in self.drafters if drafter.name == method)
+            return drafters
+        return tuple(drafter for drafter in drafters if drafter.name == method)
 
-    def _guarded(self, drafter: Drafter, call: Callable[[], Result]) -> Result | None:
+    def _guarded(self, name: str, call: Callable[[], Result]) -> Result | None:
         try:
             return call()
         except Exception:
-            self.errors[drafter.name] += 1
-            logger.exception("drafter %s failed; its drafts of this step are dropped", drafter.name)
+            self.errors[name] += 1
+            logger.exception("drafter %s failed; its drafts of this step are dropped", name)
             return None
 
 
@@ -102,9 +158,11 @@ def _legal(ask: Ask, drafter: Drafter, draft: Draft | None, vocab_size: int) -> 
     """The draft up to its first id that is not in the vocabulary, and not longer than asked for."""
     if draft is None:
         return None
-    legal: list[int] = []
-    for token_id in draft.token_ids[: ask.max_tokens]:
+    length = min(len(draft.token_ids), ask.max_tokens)
+    for index, token_id in enumerate(draft.token_ids[:length]):
         if type(token_id) is not int or not 0 <= token_id < vocab_size:
+            length = index
             break
-        legal.append(token_id)
-    return Draft(tuple(legal), drafter.name, draft.confidence) if legal else None
+    if length == len(draft.token_ids) and length and draft.drafter == drafter.name:
+        return draft
+    return Draft(draft.token_ids[:length], drafter.name, draft.confidence[:length]) if length else None

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from foreword.config import EngineInfo
+from foreword.core.draft import Outcome, Verdict
 from foreword.core.events import Event, Failed, StepReport, StepStats
 from foreword.core.request import Request, RequestState
 from foreword.drafting.drafting import Drafting
+from foreword.drafting.policy import Served, StepFacts
 from foreword.engine.assemble import Assembler
 from foreword.engine.runner import Runner
-from foreword.engine.scheduler import Scheduler
+from foreword.engine.scheduler import Plan, Scheduler, Work
 from foreword.engine.stages import Stages
 from foreword.errors import ContextLengthExceeded, ForewordError, InvalidRequest
 
@@ -63,11 +65,14 @@ class Engine:
         self.drafting.start(state)
         self.scheduler.add(state)
 
-    def remove(self, request_id: str) -> None:
-        """Free all that a request holds, at once; it may have ended by itself."""
+    def remove(self, request_id: str, num_tokens: int | None = None) -> None:
+        """Free all that a request holds, at once; it may have ended by itself.
+
+        num_tokens  output tokens that were delivered of an answer that the caller cut; None: it was given up
+        """
         state = self.scheduler.remove(request_id)
         if state is not None:
-            self.drafting.finish(request_id)
+            self.drafting.finish(request_id, state.tokens[state.num_prompt :][: num_tokens or 0])
 
     def step(self) -> StepReport:
         """Advance every request that was planned by at least one row."""
@@ -87,10 +92,18 @@ class Engine:
         verdict = self.runner.run(batch)
         with self.stages("commit"):
             events = self.scheduler.commit(plan, verdict)
+        if not self.drafting.off:
+            with self.stages("draft"):
+                self._tell_drafting(plan, verdict)
+        return events
+
+    def _tell_drafting(self, plan: Plan, verdict: Verdict) -> None:
+        """What the step did, and which requests are over."""
+        served = tuple(_served(work, outcome) for work, outcome in zip(plan.work, verdict.outcomes, strict=True))
+        self.drafting.measured(StepFacts(served, self.stages.so_far()))
         for work, outcome in zip(plan.work, verdict.outcomes, strict=True):
             if outcome.ended:
-                self.drafting.finish(work.state.id)
-        return events
+                self.drafting.finish(work.state.id, _learnable(work.state, outcome))
 
     def check(self) -> None:
         """Assert the integrity of all bookkeeping; for tests, and cheap enough for idle moments."""
@@ -132,4 +145,15 @@ class Engine:
             device_memory_bytes=self._device_memory(),
             stage_seconds=self.stages.take(),
             drafter_errors=dict(self.drafting.errors),
+            drafting=self.drafting.stats(),
         )
+
+
+def _served(work: Work, outcome: Outcome) -> Served:
+    context = work.start + work.num_tokens + work.num_draft
+    return Served(work.state, work.num_tokens, work.num_draft, work.samples, len(outcome.token_ids), context)
+
+
+def _learnable(state: RequestState, outcome: Outcome) -> Sequence[int]:
+    """The output, if all of it was delivered: where there are stop strings, only the caller knows."""
+    return () if outcome.finish_reason is None or state.params.stop else state.tokens[state.num_prompt :]

@@ -9,10 +9,11 @@ from torch import Tensor
 
 from foreword.cache.storage import KVStorage
 from foreword.core.batch import Batch
-from foreword.core.draft import Outcome, Verdict
+from foreword.core.draft import Draft, Outcome, Verdict
 from foreword.core.events import TokenLogprob
 from foreword.drafting.base import Ask
 from foreword.drafting.drafting import Drafting
+from foreword.drafting.policy import Load
 from foreword.engine.assemble import PromptRow, StepBatch
 from foreword.engine.scheduler import Work
 from foreword.engine.stages import Stages
@@ -49,8 +50,13 @@ class Runner:
                 sampled = self.sampler(_lines(logits, batch.lines), batch.rows)
                 outcomes = _match(batch.plan.work, sampled, scored)
             with self.stages("draft"):
-                drafts = self.drafting.propose(_asks(batch.plan.work, outcomes))
+                drafts = self._drafts(batch.plan.work, outcomes)
         return Verdict(outcomes, drafts)
+
+    def _drafts(self, works: Sequence[Work], outcomes: Sequence[Outcome]) -> tuple[Draft | None, ...]:
+        if self.drafting.off:
+            return (None,) * len(works)
+        return self.drafting.propose(_asks(works, outcomes), _load(works))
 
     def _score_prompts(self, batch: StepBatch, logits: Tensor) -> list[tuple[TokenLogprob, ...]]:
         return [
@@ -109,3 +115,15 @@ def _asks(works: Sequence[Work], outcomes: Sequence[Outcome]) -> list[Ask | None
         Ask(work.state, outcome.token_ids) if work.samples and not outcome.ended else None
         for work, outcome in zip(works, outcomes, strict=True)
     ]
+
+
+def _load(works: Sequence[Work]) -> Load:
+    """The rows of prompts in the next step: as many as in this one, of prompts that have so many left."""
+    rows = reads = 0
+    for work in works:
+        if not work.samples:
+            end = work.start + work.num_tokens
+            size = min(work.num_tokens, len(work.state.tokens) - end)
+            rows += size
+            reads += size * end
+    return Load(rows, reads)

@@ -22,6 +22,10 @@ class Stages:
         yield
         self._seconds[stage] = self._seconds.get(stage, 0.0) + self._clock() - start
 
+    def so_far(self) -> dict[str, float]:
+        """The stages since the last take()."""
+        return dict(self._seconds)
+
     def take(self) -> dict[str, float]:
         """The stages since the last call."""
         seconds, self._seconds = self._seconds, {}

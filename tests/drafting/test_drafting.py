@@ -9,7 +9,7 @@ from foreword.core.params import SamplingParams, Speculation
 from foreword.core.request import Request, RequestState
 from foreword.drafting.base import Ask
 from foreword.drafting.drafting import Drafting
-from foreword.drafting.policy import FixedLength
+from foreword.drafting.policy import FixedLength, Load, Offer
 
 
 class Scripted:
@@ -24,7 +24,7 @@ class Scripted:
     def start(self, state: RequestState) -> None:
         self.live.add(state.id)
 
-    def finish(self, request_id: str) -> None:
+    def finish(self, request_id: str, output: Sequence[int] = ()) -> None:
         self.live.remove(request_id)
 
     def check(self, live: Container[str]) -> None:
@@ -52,11 +52,75 @@ def propose(drafting: Drafting, *asks: Ask | None) -> tuple[Draft | None, ...]:
 
 
 def test_the_first_that_has_a_guess_drafts() -> None:
-    silent, loud, never = Scripted("silent", ()), Scripted("loud", (4, 5)), Scripted("never", (6,))
-    drafting = Drafting((silent, loud, never), 10, FixedLength(4))
-    (draft,) = propose(drafting, Ask(state_of(), (7,)))
-    assert draft == Draft((4, 5), "loud")
-    assert never.asked == []
+    silent, loud, late = Scripted("silent", ()), Scripted("loud", (4, 5)), Scripted("late", (6,))
+    drafting = Drafting((silent, loud, late), 10, FixedLength(4))
+    assert propose(drafting, Ask(state_of(), (7,))) == (Draft((4, 5), "loud"),)
+
+
+class Model(Scripted):
+    """A drafter that runs a model."""
+
+    def backlog(self, ask: Ask) -> int:
+        return 3
+
+    def pass_seconds(self, rows: int, sampled: int) -> float:
+        return 0.1
+
+
+def test_a_model_runs_only_where_nothing_else_has_a_guess() -> None:
+    lookup, model = Scripted("lookup", (4,)), Model("model", (5, 6))
+    drafting = Drafting((lookup,), 10, FixedLength(4), (model,))
+    assert propose(drafting, Ask(state_of(), (7,))) == (Draft((4,), "lookup"),)
+    assert model.asked == []
+    lookup.guess = ()
+    assert drafting.propose([Ask(state_of(), (8,))]) == (Draft((5, 6), "model"),)
+
+
+class Scores(FixedLength):
+    """Keeps what it is told."""
+
+    def __init__(self) -> None:
+        super().__init__(4)
+        self.scored: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = []
+
+    def score(self, state: RequestState, draft: Draft, run: Sequence[int]) -> None:
+        self.scored.append((draft.drafter, draft.token_ids, tuple(run)))
+
+
+def test_every_offer_is_scored_by_what_came_whether_it_was_verified_or_not() -> None:
+    policy, state = Scores(), state_of()
+    drafting = Drafting((Scripted("a", (4, 5)), Scripted("b", (6,))), 10, policy)
+    propose(drafting, Ask(state, (7,)))
+    assert policy.scored == []
+    drafting.propose([None])
+    drafting.propose([Ask(state, (4, 8))])
+    assert policy.scored == [("a", (4, 5), (4, 8)), ("b", (6,), (4, 8))]
+
+
+class Broken(FixedLength):
+    """Cannot decide."""
+
+    def admit(self, offers: Sequence[Offer], load: Load) -> list[Draft | None]:
+        raise RuntimeError("no")
+
+
+def test_a_policy_that_fails_costs_the_drafts_of_the_step() -> None:
+    drafting = Drafting((Scripted("a", (4, 5)),), 10, Broken(4))
+    assert propose(drafting, Ask(state_of(), (7,)), None) == (None, None)
+    assert drafting.errors == {"policy": 1}
+
+
+def test_what_was_delivered_reaches_the_drafters() -> None:
+    class Learns(Scripted):
+        def finish(self, request_id: str, output: Sequence[int] = ()) -> None:
+            super().finish(request_id)
+            learnt.append(tuple(output))
+
+    learnt: list[tuple[int, ...]] = []
+    drafting = Drafting((Learns("a", (4,)),), 10, FixedLength(4))
+    drafting.start(state_of())
+    drafting.finish("a", (1, 2))
+    assert learnt == [(1, 2)]
 
 
 @pytest.mark.parametrize(
