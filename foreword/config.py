@@ -147,6 +147,8 @@ class Config:
                 "max_num_batched_tokens",
             )
         _between("max_body_mb", self.max_body_mb, 1, 1024)
+        if self.replay_cost and not (self.draft_model and "replay" in self.drafter_names()):
+            raise ConfigError("replay_cost needs --draft-model and the drafter replay", "replay_cost")
         self.drafter_names()
 
     def drafter_names(self) -> tuple[str, ...]:
@@ -165,8 +167,6 @@ class Config:
                 raise ConfigError(f"speculate: unknown drafter {name!r}; known: auto, off, {', '.join(DRAFTERS)}", "speculate")
         if "draft" in names and not self.draft_model:
             raise ConfigError("speculate names `draft`, which needs --draft-model", "draft_model")
-        if self.replay_cost and not (self.draft_model and "replay" in names):
-            raise ConfigError("replay_cost needs --draft-model and the drafter replay", "replay_cost")
         if "replay" in names and not self.replay_file:
             raise ConfigError("speculate names `replay`, which needs --replay-file", "replay_file")
         if len(set(names)) < len(names):
@@ -450,10 +450,11 @@ def parse_bytes(name: str, text: str) -> int:
     """ "2GiB", "512MiB", "1.5GB" or a plain number of bytes."""
     units = {"kib": 1 << 10, "mib": 1 << 20, "gib": GIB, "kb": 10**3, "mb": 10**6, "gb": 10**9, "b": 1, "": 1}
     match = re.fullmatch(r"([0-9.]+)\s*([a-z]*)", text.strip().lower())
+    tokens = ' or "4000tokens"' if name == "kv_cache_memory" else ""
     try:
         return int(float(match[1]) * units[match[2]])  # type: ignore[index]
     except (TypeError, ValueError, KeyError, OverflowError):
-        raise ConfigError(f'{name} must be like "2GiB", "512MiB" or "4000tokens", got {text!r}', name) from None
+        raise ConfigError(f'{name} must be like "2GiB" or "512MiB"{tokens}, got {text!r}', name) from None
 
 
 def _spread_vllm(text: str) -> dict[str, Any]:
@@ -471,11 +472,11 @@ def _spread_vllm(text: str) -> dict[str, Any]:
     method = given.pop("method", None) or ("ngram" if model in (None, "ngram", "[ngram]") else "draft_model")
     if given:
         raise ConfigError(f"speculative_config: unknown field {sorted(given)[0]!r}", "speculative_config")
-    if method == "ngram" and model in (None, "ngram", "[ngram]"):
-        return {**changes, "speculate": "ngram"}
+    if method in ("ngram", "suffix") and model in (None, "ngram", "[ngram]"):
+        return {**changes, "speculate": method}
     if method in ("draft", "draft_model") and isinstance(model, str):
         return {**changes, "speculate": "draft", "draft_model": model}
-    raise ConfigError(f"speculative_config: method must be ngram or draft_model, got {method!r}", "speculative_config")
+    raise ConfigError(f"speculative_config: method must be ngram, suffix or draft_model, got {method!r}", "speculative_config")
 
 
 def _blocks(tokens: int, block_size: int) -> int:

@@ -49,10 +49,10 @@ def test_an_impossible_option_is_named(options: dict[str, Any], field: str) -> N
 @pytest.mark.parametrize(
     ("options", "drafters"),
     [
-        ({}, ("ngram",)),
+        ({}, ("prediction", "suffix")),
         ({"speculate": "off"}, ()),
         ({"speculate": "off", "draft_model": "d"}, ()),
-        ({"draft_model": "d"}, ("ngram", "draft")),
+        ({"draft_model": "d"}, ("prediction", "suffix", "draft")),
         ({"speculate": "draft, ngram", "draft_model": "d"}, ("draft", "ngram")),
     ],
 )
@@ -67,6 +67,7 @@ def test_drafters_run_in_the_order_asked_for(options: dict[str, Any], drafters: 
         ({"model": "[ngram]", "num_speculative_tokens": 2}, ("ngram", None, 2, 4)),
         ({"model": "small/model", "num_speculative_tokens": 3}, ("draft", "small/model", 3, 4)),
         ({"method": "draft_model", "model": "small"}, ("draft", "small", None, 4)),
+        ({"method": "suffix", "num_speculative_tokens": 8}, ("suffix", None, 8, 4)),
     ],
 )
 def test_vllms_speculative_config(given: dict[str, Any], expected: tuple[Any, ...]) -> None:
@@ -80,6 +81,33 @@ def test_vllms_speculative_config(given: dict[str, Any], expected: tuple[Any, ..
 def test_a_wrong_speculative_config_is_refused(text: str) -> None:
     with pytest.raises(ConfigError):
         Config(speculative_config=text).with_speculative_config()
+
+
+@pytest.mark.parametrize(
+    ("options", "bound", "corpus"),
+    [
+        ({}, 32, 64 << 20),
+        ({"draft_length": "fixed"}, 4, 64 << 20),
+        ({"num_speculative_tokens": 3, "suffix_corpus_memory": "0"}, 3, 0),
+        ({"draft_length": "fixed", "num_speculative_tokens": 7, "suffix_corpus_memory": "1MiB"}, 7, 1 << 20),
+    ],
+)
+def test_the_bound_of_drafts_and_the_corpus(options: dict[str, Any], bound: int, corpus: int) -> None:
+    resolved = resolve(Config(**options), CPU, MODEL)
+    assert (resolved.num_speculative_tokens, resolved.suffix_corpus_bytes) == (bound, corpus)
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"suffix_corpus_memory": "some"}, "suffix_corpus_memory"),
+        ({"draft_length": "long"}, "draft_length"),
+        ({"replay_cost": True}, "replay_cost"),
+    ],
+)
+def test_what_drafting_cannot_do_is_named(options: dict[str, Any], field: str) -> None:
+    with pytest.raises(ConfigError, match=field):
+        Config(**options)
 
 
 @pytest.mark.parametrize(("text", "size"), [("2GiB", 2 * GIB), ("512 MiB", 512 << 20), ("1.5GB", 1_500_000_000), ("1000", 1000)])

@@ -43,15 +43,20 @@ class Runner:
     def run(self, batch: StepBatch) -> Verdict:
         """Verify what was planned and draft what comes next."""
         with torch.inference_mode():
-            with self.stages("forward"):
-                logits = self._logits(batch.forward)
-            with self.stages("sample"):
-                scored = self._score_prompts(batch, logits)
-                sampled = self.sampler(_lines(logits, batch.lines), batch.rows)
-                outcomes = _match(batch.plan.work, sampled, scored)
+            outcomes = self.verify(batch)
             with self.stages("draft"):
                 drafts = self._drafts(batch.plan.work, outcomes)
         return Verdict(outcomes, drafts)
+
+    @torch.inference_mode()
+    def verify(self, batch: StepBatch) -> tuple[Outcome, ...]:
+        """Forward, process, sample, match."""
+        with self.stages("forward"):
+            logits = self._logits(batch.forward)
+        with self.stages("sample"):
+            scored = self._score_prompts(batch, logits)
+            sampled = self.sampler(_lines(logits, batch.lines), batch.rows)
+            return _match(batch.plan.work, sampled, scored)
 
     def _drafts(self, works: Sequence[Work], outcomes: Sequence[Outcome]) -> tuple[Draft | None, ...]:
         if self.drafting.off:
