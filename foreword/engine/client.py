@@ -113,14 +113,17 @@ class ProcessClient:
         return self._events(request.id, queue)
 
     def finish(self, request_id: str, num_tokens: int) -> None:
-        self.abort(request_id)
+        self._remove(Remove(request_id, num_tokens))
 
     def abort(self, request_id: str) -> None:
-        queue = self._queues.pop(request_id, None)
+        self._remove(Remove(request_id))
+
+    def _remove(self, message: Remove) -> None:
+        queue = self._queues.pop(message.request_id, None)
         if queue is not None:
             queue.put_nowait(None)
             if self.alive:
-                self._send(Remove(request_id))
+                self._send(message)
 
     async def close(self) -> None:
         self._closing = True

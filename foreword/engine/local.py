@@ -38,7 +38,7 @@ class LocalClient:
 
     def finish(self, request_id: str, num_tokens: int) -> None:
         """The caller cut the answer after `num_tokens` output tokens (a stop string): free it now."""
-        self._engine.remove(request_id)
+        self._engine.remove(request_id, num_tokens)
 
     def abort(self, request_id: str) -> None:
         """Nobody wants the answer any more: free it now."""

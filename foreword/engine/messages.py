@@ -43,6 +43,10 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Remove:
-    """To the engine: free this request; it was aborted, or the client cut its answer."""
+    """To the engine: free this request.
+
+    num_tokens  the client cut its answer after so many output tokens; None: nobody wants it any more
+    """
 
     request_id: str
+    num_tokens: int | None = None

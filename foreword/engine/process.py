@@ -59,7 +59,7 @@ def _handle(engine: Engine, message: Request | Remove) -> None:
     if isinstance(message, Request):
         engine.submit(message)
     else:
-        engine.remove(message.request_id)
+        engine.remove(message.request_id, message.num_tokens)
 
 
 if __name__ == "__main__":
