@@ -59,6 +59,7 @@ class Script:
 
     text        the answer; the eos token follows it
     bursts      tokens of one event, repeated as long as needed; all but the last of a burst were guessed
+    drafter     who had guessed them
     fail_after  tokens after which `error` comes instead of more
     hang_after  tokens after which nothing comes any more
     delay_s     before each event
@@ -66,6 +67,7 @@ class Script:
 
     text: str | bytes = "Hello world"
     bursts: tuple[int, ...] = (1,)
+    drafter: str = "suffix"
     fail_after: int | None = None
     error: ForewordError = field(default_factory=lambda: ForewordError("the script says so"))
     hang_after: int | None = None
@@ -178,7 +180,7 @@ def _burst(script: Script, request: Request, ids: list[int], index: int, size: i
         token_ids=tuple(chosen),
         logprobs=tuple(logprob_of(i, request.params.logprobs) for i in chosen) if request.params.logprobs is not None else (),
         prompt_logprobs=_prompt_logprobs(request) if index == 0 else (),
-        draft=DraftUse("ngram", size, min(size - 1, len(chosen))) if size > 1 else None,
+        draft=DraftUse(script.drafter, size, min(size - 1, len(chosen))) if size > 1 else None,
         finish_reason="stop" if stop_at is not None else "length" if ended else None,
         stop_id=None if stop_at is None else chosen[-1],
         num_cached=script.num_cached,

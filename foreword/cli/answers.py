@@ -7,7 +7,7 @@ import importlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Protocol, cast
 
 import httpx
@@ -118,7 +118,9 @@ def request_body(model: str, prompt: str | Sequence[Message], params: SamplingPa
     """Path and JSON body that ask a server for the same; defaults are spelled out only where they differ."""
     body: dict[str, Any] = {"model": model, **params.changed(), "temperature": params.temperature}
     if "speculation" in body:
-        body["speculation"] = {"method": params.speculation.method}
+        body["speculation"] = {name: value for name, value in asdict(params.speculation).items() if value is not None}
+    if params.prediction is not None:
+        body["prediction"] = {"type": "content", "content": params.prediction}
     if isinstance(prompt, str):
         return "/v1/completions", body | {"prompt": prompt}
     return "/v1/chat/completions", body | {"messages": list(prompt)}

@@ -6,10 +6,12 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from pathlib import Path
 
 from foreword.cli.answers import Message, add_source_options, open_source
 from foreword.cli.sampling import add_sampling_options, read_params
+from foreword.errors import ConfigError
 
 __all__ = ["add_arguments", "run"]
 
@@ -18,12 +20,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("prompt", metavar="PROMPT", help="what to answer; - reads it from stdin")
     parser.add_argument("--raw", action="store_true", help="continue the text as it stands, without the chat template")
     parser.add_argument("--json", action="store_true", help="one JSON object: text, finish_reason, token_ids, metrics")
+    parser.add_argument("--prediction", metavar="FILE", help="a text that the answer will be much like, to guess from")
     add_source_options(parser)
     add_sampling_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    params = read_params(args)
+    params = replace(read_params(args), prediction=_prediction(args.prediction))
     text = sys.stdin.read() if args.prompt == "-" else args.prompt
     prompt: str | Sequence[Message] = text if args.raw else [{"role": "user", "content": text}]
     with open_source(args) as source:
@@ -34,3 +37,10 @@ def run(args: argparse.Namespace) -> int:
             print(piece.text, end="", flush=True)
     print()
     return 0
+
+
+def _prediction(path: str | None) -> str | None:
+    try:
+        return None if path is None else Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--prediction {path}: {error}", "prediction") from None

@@ -39,7 +39,8 @@ class SamplingParams:
     """Parameters of one request; the names are those of OpenAI's API and of vLLM.
 
     temperature 0 (or below 1e-5) is greedy. top_k 0 or -1 keeps every token. max_tokens None
-    runs to the end of the context. Raises InvalidRequest, which names the field and its limit.
+    runs to the end of the context. prediction is the text that the answer is expected to be much
+    like; it changes no token. Raises InvalidRequest, which names the field and its limit.
     """
 
     n: int = 1
@@ -64,6 +65,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     seed: int | None = None
     speculation: Speculation = Speculation()
+    prediction: str | None = None
 
     def __post_init__(self) -> None:
         self._coerce()
@@ -86,6 +88,8 @@ class SamplingParams:
                 raise InvalidRequest(f"{name} must be true or false, got {getattr(self, name)!r:.80}", name)
         if not isinstance(self.speculation, Speculation):
             raise InvalidRequest(f"speculation must be a Speculation, got {self.speculation!r:.80}", "speculation")
+        if not isinstance(self.prediction, str | None):
+            raise InvalidRequest(f"prediction must be a text, got {self.prediction!r:.80}", "prediction")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequest(f"min_tokens {self.min_tokens} is above max_tokens {self.max_tokens}", "min_tokens")
 
@@ -115,8 +119,11 @@ class SamplingParams:
         return self.temperature < GREEDY_BELOW
 
     def choice(self, index: int, seed: int) -> SamplingParams:
-        """Parameters of choice `index`: the n = 1 request with seed `seed + index` mod 2^64."""
-        return replace(self, n=1, seed=(seed + index) & SEED_MASK)
+        """Parameters of choice `index`: the n = 1 request with seed `seed + index` mod 2^64.
+
+        Its prediction travels beside them, as token ids.
+        """
+        return replace(self, n=1, seed=(seed + index) & SEED_MASK, prediction=None)
 
     def changed(self) -> dict[str, object]:
         """Fields that differ from the defaults, for the request's log line."""

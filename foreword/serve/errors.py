@@ -80,15 +80,23 @@ def _invalid(errors: Sequence[Mapping[str, Any]]) -> InvalidRequest:
     first = errors[0]
     if first["type"] == "json_invalid":
         return InvalidRequest(f"the body is not valid JSON: {first['ctx']['error']} at character {first['loc'][-1]}")
-    path = _path(first["loc"])
-    if path is None:
+    if _path(first["loc"]) is None:
         return InvalidRequest("the body must be a JSON object, sent with Content-Type: application/json")
+    first, path = _innermost(errors)
     if first["type"] == "extra_forbidden":
         return InvalidRequest(f"unknown field {path!r}", path)
     if first["type"] == "missing":
         return InvalidRequest(f"{path} is required", path)
     reasons = dict.fromkeys(_reason(error["msg"]) for error in errors if _path(error["loc"]) == path)
     return InvalidRequest(f"{path} {' or '.join(reasons)}, got {_short(first['input'])}", path)
+
+
+def _innermost(errors: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], str]:
+    """The error deepest within the first field that is wrong: of a text or a list, the item of the list that was given."""
+    paths = [_path(error["loc"]) or "" for error in errors]
+    inside = (f"{paths[0]}.", f"{paths[0]}[")
+    place = max(range(len(paths)), key=lambda place: len(paths[place]) if paths[place].startswith(inside) else 0)
+    return (errors[place], paths[place]) if paths[place].startswith(inside) else (errors[0], paths[0])
 
 
 def _path(place: Sequence[str | int]) -> str | None:

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Sequence
 from foreword.core.events import Event, Failed, Tokens, cut
 from foreword.core.request import Request
 from foreword.errors import ForewordError, RequestFailed
+from foreword.metrics.tally import DraftTally
 from foreword.serve.state import Server
 from foreword.text.answer import Answer, Delta
 
@@ -23,12 +24,14 @@ class Generation:
 
     requests     one per choice; choice i is `answers[i]`
     prompt_only  the answers are wanted with no token: only the prompt is scored
+    predicted    what the drafts out of the caller's prediction were worth, of all choices together
     """
 
-    __slots__ = ("_failed", "_open", "_prompt_only", "_queue", "_server", "_tasks", "answers")
+    __slots__ = ("_failed", "_open", "_prompt_only", "_queue", "_server", "_tasks", "answers", "predicted")
 
     def __init__(self, server: Server, requests: Sequence[Request], prompt_only: bool = False) -> None:
         self.answers = [Answer(server.tokenizer, request) for request in requests]
+        self.predicted = DraftTally()
         self._server = server
         self._prompt_only = prompt_only
         self._queue: asyncio.Queue[tuple[int, Delta | ForewordError]] = asyncio.Queue()
@@ -102,7 +105,13 @@ class Generation:
         if delta.stopped or self._prompt_only:
             self._server.client.finish(answer.request.id, answer.num_tokens)
         self._server.recorder.delivered(answer.request, delta.event, time.monotonic())
+        self._count_prediction(delta.event)
         return delta
+
+    def _count_prediction(self, event: Tokens) -> None:
+        use = event.draft
+        if use is not None and use.drafter == "prediction":
+            self.predicted.add(use.drafted, use.accepted, len(event.token_ids))
 
     def _fail(self, index: int, request: Request, error: ForewordError) -> None:
         self._failed.add(request.id)

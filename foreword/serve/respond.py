@@ -39,6 +39,7 @@ def wanted_of(body: SamplingBody, params: SamplingParams) -> Wanted:
         metrics=bool(body.metrics),
         token_ids=bool(body.return_token_ids),
         usage=body.wants_usage,
+        prediction=params.prediction is not None,
     )
 
 

@@ -34,7 +34,8 @@ class Head:
 class Wanted:
     """What the caller asked to be told beside the text.
 
-    usage  a chunk of usage at the end of a stream
+    usage       a chunk of usage at the end of a stream
+    prediction  usage tells what became of it
     """
 
     logprobs: bool = False
@@ -42,6 +43,7 @@ class Wanted:
     metrics: bool = False
     token_ids: bool = False
     usage: bool = False
+    prediction: bool = False
 
 
 class Writer(ABC):
@@ -56,6 +58,7 @@ class Writer(ABC):
     def __init__(self, server: Server, generation: Generation, per_prompt: int, head: Head, wanted: Wanted) -> None:
         self.server = server
         self.answers: Sequence[Answer] = generation.answers
+        self._predicted = generation.predicted
         self.wanted = wanted
         self._per_prompt = per_prompt
         self._head = head
@@ -101,7 +104,7 @@ class Writer(ABC):
         return {**self.head(self.chunk_kind), "choices": [], "usage": self.usage()} if self.wanted.usage else None
 
     def usage(self) -> dict[str, Any]:
-        """What was delivered. A prompt counts once, however many choices it has."""
+        """What was delivered. A prompt counts once, however many choices it has; drafted tokens count nowhere else."""
         firsts = self.answers[:: self._per_prompt]
         prompt = sum(len(answer.request.prompt_ids) for answer in firsts)
         completion = sum(answer.num_tokens for answer in self.answers)
@@ -110,6 +113,19 @@ class Writer(ABC):
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
             "prompt_tokens_details": {"cached_tokens": sum(answer.num_cached for answer in firsts)},
+            **self._prediction(),
+        }
+
+    def _prediction(self) -> dict[str, Any]:
+        """What became of the drafts out of the caller's prediction, if there was one."""
+        if not self.wanted.prediction:
+            return {}
+        accepted, drafted = self._predicted.accepted, self._predicted.drafted
+        return {
+            "completion_tokens_details": {
+                "accepted_prediction_tokens": accepted,
+                "rejected_prediction_tokens": drafted - accepted,
+            }
         }
 
     def returned(self, num_choices: int) -> None:

@@ -11,7 +11,7 @@ from foreword.core.request import Request
 from foreword.errors import ContextLengthExceeded, InvalidRequest
 from foreword.text.tokenizer import Tokenizer
 
-__all__ = ["bad_words_ids", "make_requests", "resolve_seed"]
+__all__ = ["bad_words_ids", "make_requests", "prediction_ids", "resolve_seed"]
 
 
 def make_requests(
@@ -30,7 +30,7 @@ def make_requests(
     vocab_size  of the model, which may lie below or above the tokenizer's
 
     Raises ContextLengthExceeded for a prompt that leaves no room for an answer, InvalidRequest for
-    an empty prompt and for ids outside the vocabulary.
+    an empty prompt, for ids outside the vocabulary, and for a prediction longer than the context.
     """
     _check_length(len(prompt_ids), max_model_len)
     limit = min(tokenizer.vocab_size, vocab_size or tokenizer.vocab_size)
@@ -40,6 +40,7 @@ def make_requests(
     _check_ids("stop_token_ids", params.stop_token_ids, limit)
     seed = resolve_seed(params.seed, default_seed)
     prompt, banned, now = tuple(prompt_ids), bad_words_ids(params.bad_words, tokenizer), time.monotonic()
+    predicted = prediction_ids(params.prediction, tokenizer, max_model_len)
     return [
         Request(
             id=f"{request_id}-{index}",
@@ -50,6 +51,7 @@ def make_requests(
             bad_words_ids=banned,
             priority=priority,
             tenant=tenant,
+            prediction_ids=predicted,
             arrival_s=now,
         )
         for index in range(params.n)
@@ -78,6 +80,22 @@ def bad_words_ids(words: Iterable[str], tokenizer: Tokenizer) -> tuple[tuple[int
         if len(spaced) == len(bare) and spaced[0] != bare[0]:
             banned.append(spaced)
     return tuple(dict.fromkeys(banned))
+
+
+def prediction_ids(text: str | None, tokenizer: Tokenizer, max_model_len: int) -> tuple[int, ...]:
+    """The tokens of the answer that the caller expects; none without one."""
+    if not text:
+        return ()
+    try:
+        ids = tokenizer.encode(text, add_special_tokens=False)
+    except InvalidRequest as error:
+        raise InvalidRequest("prediction" + error.message.removeprefix("prompt"), "prediction") from None
+    if len(ids) > max_model_len:
+        raise InvalidRequest(
+            f"the prediction has {len(ids)} tokens; the context is {max_model_len} tokens long, and no answer is longer",
+            "prediction",
+        )
+    return tuple(ids)
 
 
 def _check_length(length: int, max_model_len: int) -> None:

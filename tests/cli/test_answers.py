@@ -88,8 +88,9 @@ def test_nobody_there() -> None:
 
 
 def test_parameters_travel_as_given() -> None:
-    params = SamplingParams(temperature=0.0, top_k=5, stop="end", seed=3, speculation=Speculation("off"))
+    params = SamplingParams(temperature=0.0, top_k=5, stop="end", seed=3, speculation=Speculation("off"), prediction="old")
     _, body = request_body("m", "x", params)
     assert json.loads(json.dumps(body)) == {
         "model": "m", "prompt": "x", "temperature": 0.0, "top_k": 5, "stop": ["end"], "seed": 3, "speculation": {"method": "off"},
+        "prediction": {"type": "content", "content": "old"},
     }  # fmt: skip

@@ -3,11 +3,14 @@
 import io
 import json
 from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 
 from foreword.cli import generate
+from foreword.cli.answers import Answer
 from foreword.cli.main import main
+from foreword.core.params import SamplingParams
 from tests.cli.test_chat import Echo
 
 
@@ -32,6 +35,16 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert json.loads(capsys.readouterr().out) == {
         "text": "1 hello", "finish_reason": "stop", "token_ids": None, "metrics": None,
     }  # fmt: skip
+
+
+def test_a_prediction_is_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    heard: list[SamplingParams] = []
+    monkeypatch.setattr(Echo, "answer", lambda self, prompt, params: heard.append(params) or Answer("", "stop", None, None))
+    (tmp_path / "old.txt").write_text("old text\n")
+    assert main(["generate", "hello", "--json", "--prediction", str(tmp_path / "old.txt")]) == 0
+    assert heard[0].prediction == "old text\n"
+    assert main(["generate", "hello", "--prediction", str(tmp_path / "nowhere")]) == 2
+    assert "--prediction" in capsys.readouterr().err
 
 
 def test_an_impossible_parameter_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:

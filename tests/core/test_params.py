@@ -80,6 +80,12 @@ def test_seeds_of_choices_wrap_around() -> None:
     assert params.choice(0, 5).n == 1
 
 
+def test_a_prediction_is_a_text() -> None:
+    assert SamplingParams(prediction="x").prediction == "x"
+    with pytest.raises(InvalidRequest, match="prediction must be a text"):
+        SamplingParams(prediction=["x"])  # type: ignore[arg-type]
+
+
 def test_greedy_begins_below_its_bound() -> None:
     assert SamplingParams(temperature=0).greedy and SamplingParams(temperature=9e-6).greedy
     assert not SamplingParams(temperature=1e-5).greedy

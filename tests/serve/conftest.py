@@ -40,11 +40,11 @@ class Running:
 
     def chat(self, **fields: Any) -> Any:
         fields.setdefault("messages", [{"role": "user", "content": "Hi"}])
-        extra = {name: fields.pop(name) for name in list(fields) if name not in OPENAI_FIELDS}
+        extra = {name: fields.pop(name) for name in list(fields) if name not in CHAT_FIELDS}
         return self.openai.chat.completions.create(model=MODEL, extra_body=extra, **fields)
 
     def complete(self, prompt: Any = "Hi", **fields: Any) -> Any:
-        extra = {name: fields.pop(name) for name in list(fields) if name not in OPENAI_FIELDS}
+        extra = {name: fields.pop(name) for name in list(fields) if name not in COMPLETION_FIELDS}
         return self.openai.completions.create(model=MODEL, prompt=prompt, extra_body=extra, **fields)
 
     def idle(self) -> bool:
@@ -57,9 +57,8 @@ class Running:
             time.sleep(0.005)
 
 
-OPENAI_FIELDS = frozenset(inspect.signature(openai.resources.chat.Completions.create).parameters) | frozenset(
-    inspect.signature(openai.resources.Completions.create).parameters
-)
+CHAT_FIELDS = frozenset(inspect.signature(openai.resources.chat.Completions.create).parameters)
+COMPLETION_FIELDS = frozenset(inspect.signature(openai.resources.Completions.create).parameters)
 
 
 @contextlib.contextmanager

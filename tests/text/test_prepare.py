@@ -4,7 +4,7 @@ import pytest
 
 from foreword.core.params import SamplingParams
 from foreword.errors import ContextLengthExceeded, InvalidRequest
-from foreword.text.prepare import bad_words_ids, make_requests, resolve_seed
+from foreword.text.prepare import bad_words_ids, make_requests, prediction_ids, resolve_seed
 from foreword.text.tokenizer import Tokenizer
 from tests.fakes import EOS, byte_tokenizer
 from tests.text.builders import byte_level_backend
@@ -78,3 +78,19 @@ def test_bad_words_with_and_without_a_space() -> None:
 def test_a_bad_word_of_spaces_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="bad_words"):
         bad_words_ids([" "], TOKENIZER)
+
+
+def test_a_prediction_becomes_tokens_of_every_choice() -> None:
+    requests = make_requests([1], SamplingParams(n=2, prediction="ab"), TOKENIZER, "x", 100)
+    assert [request.prediction_ids for request in requests] == [(97, 98)] * 2
+    assert "prediction" not in requests[0].params.changed(), "its text would stand in the log"
+    assert make_requests([1], SamplingParams(), TOKENIZER, "x", 100)[0].prediction_ids == ()
+
+
+def test_no_answer_is_longer_than_the_context() -> None:
+    assert len(prediction_ids("x" * 100, TOKENIZER, 100)) == 100
+    with pytest.raises(InvalidRequest, match="the prediction has 101 tokens; the context is 100") as caught:
+        prediction_ids("x" * 101, TOKENIZER, 100)
+    assert caught.value.param == "prediction"
+    with pytest.raises(InvalidRequest, match="prediction is not valid Unicode"):
+        prediction_ids("\ud800", TOKENIZER, 100)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from foreword.core.params import SamplingParams, Speculation
 from foreword.errors import InvalidRequest
 from foreword.serve.errors import naming
 from foreword.serve.schema.base import Body
 
-__all__ = ["SamplingBody", "SpeculationBody", "StreamOptions"]
+__all__ = ["PredictionBody", "SamplingBody", "SpeculationBody", "StreamOptions"]
 
 MAX_STOPS, MAX_STOP_LENGTH = 64, 1024
 PASSED_ON = (
@@ -50,6 +50,22 @@ class SpeculationBody(Body):
     max_tokens: int | None = None
 
 
+class TextPart(Body):
+    type: Literal["text"]
+    text: str
+
+
+class PredictionBody(Body):
+    """The text that the answer is expected to be much like, as OpenAI writes it."""
+
+    type: Literal["content"]
+    content: str | list[TextPart]
+
+    @property
+    def text(self) -> str:
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+
 class SamplingBody(Body):
     """Fields of chat and completions alike. A field that is null is as good as left out."""
 
@@ -76,7 +92,6 @@ class SamplingBody(Body):
         "lora_request": (),
         "mm_processor_kwargs": ({},),
         "response_format": ({"type": "text"},),
-        "prediction": (),
         "mirostat": (0,),
         "typical_p": (1, 1.0),
     }
@@ -106,6 +121,7 @@ class SamplingBody(Body):
     stream_options: StreamOptions | None = None
     priority: int | None = None
     speculation: SpeculationBody | None = None
+    prediction: PredictionBody | None = None
     metrics: bool | None = None
     return_token_ids: bool | None = None
 
@@ -125,7 +141,8 @@ class SamplingBody(Body):
         if self.prompt_logprobs is not None and self.stream:
             raise InvalidRequest("prompt_logprobs is not available in a stream", "prompt_logprobs")
         given: dict[str, Any] = {name: getattr(self, name) for name in PASSED_ON}
-        given |= {"stop": self.stop, "logit_bias": self._bias(), "speculation": self._speculation(), **changes}
+        given |= {"stop": self.stop, "logit_bias": self._bias(), "speculation": self._speculation()}
+        given |= {"prediction": self.prediction.text if self.prediction else None, **changes}
         with naming(names):
             return SamplingParams(**{name: value for name, value in given.items() if value is not None})
 
