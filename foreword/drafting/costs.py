@@ -1,0 +1,209 @@
+"""What a step costs: measured at start by rows, and kept right by what steps really take.
+
+All costs here are in *model seconds*: those of the machine as it was when it was calibrated. Its speed may swing twofold
+afterwards; one drift factor says by how much, and cancels wherever two costs are compared.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from foreword.core.params import SamplingParams
+
+__all__ = ["Calibration", "Curve", "Drift", "PassCost", "SamplePrices", "StepCosts", "sampling_class"]
+
+SAMPLING_CLASSES = 5  # greedy, noise, filtered, processed, with logprobs
+FIXED_SHARE = 0.05  # of a step of one row, until measured: what sampling takes however many rows there are
+ROW_SHARES = (0.002, 0.005, 0.01, 0.02, 0.02)  # the same for one row of each sampling class
+CORRECTION_RATE = 0.03
+PRICE_RATE = 0.05
+DRIFT_RATE = 0.125
+OUTLIER = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """Seconds measured at start, with empty contexts and greedy sampling.
+
+    sampled       of a whole step, without drafting, by number of rows, every row sampled; has at least one row count
+    single        the same with one sampled row
+    read_first    for each token of context that the first row of a request reads
+    read_further  for each token of context that each further row of the same request reads
+    """
+
+    sampled: Mapping[int, float]
+    single: Mapping[int, float]
+    read_first: float = 0.0
+    read_further: float = 0.0
+
+
+class Curve:
+    """Seconds by rows: linear between measured points, proportional beyond the last.
+
+    Measurements that fall where rows are added are noise: neighbours are pooled until they rise.
+    """
+
+    def __init__(self, points: Mapping[int, float]) -> None:
+        assert points and all(rows > 0 and seconds > 0 for rows, seconds in points.items())
+        self.rows = sorted(points)
+        self._seconds = _rising([points[rows] for rows in self.rows])
+        self._dense: list[float] = []
+        self.up_to(self.rows[-1])
+
+    def at(self, rows: int) -> float:
+        dense = self._dense
+        return dense[rows] if rows < len(dense) else self.up_to(rows)[rows]
+
+    def up_to(self, rows: int) -> list[float]:
+        """Seconds of 0, 1, ..., at least `rows` rows, not to be changed; those of no rows are of one."""
+        self._dense.extend(self._between(n) for n in range(len(self._dense), rows + 1))
+        return self._dense
+
+    def scale(self, index: int, factor: float) -> None:
+        """Correct one measured point."""
+        self._seconds[index] *= factor
+        start = self.rows[index - 1] if index else 0
+        end = self.rows[index + 1] if index + 1 < len(self.rows) else len(self._dense)
+        for rows in range(start, min(end, len(self._dense))):
+            self._dense[rows] = self._between(rows)
+
+    def neighbours(self, rows: int) -> tuple[int, float]:
+        """(index of the last measured point that is not above, share of the next one) that make up `rows`."""
+        if rows <= self.rows[0] or rows >= self.rows[-1]:
+            return (0 if rows <= self.rows[0] else len(self.rows) - 1), 0.0
+        index = bisect_right(self.rows, rows) - 1
+        low, high = self.rows[index], self.rows[index + 1]
+        return index, (rows - low) / (high - low)
+
+    def _between(self, rows: int) -> float:
+        index, share = self.neighbours(rows)
+        seconds = self._seconds[index]
+        if share:
+            return seconds + (self._seconds[index + 1] - seconds) * share
+        return seconds * max(rows / self.rows[index], 1.0)
+
+
+def _rising(values: Sequence[float]) -> list[float]:
+    """The closest sequence that never falls (pool adjacent violators)."""
+    pools: list[tuple[float, int]] = []
+    for value in values:
+        pools.append((value, 1))
+        while len(pools) > 1 and pools[-2][0] > pools[-1][0]:
+            (b, m), (a, n) = pools.pop(), pools.pop()
+            pools.append(((a * n + b * m) / (n + m), n + m))
+    return [mean for mean, count in pools for _ in range(count)]
+
+
+@dataclass(frozen=True, slots=True)
+class PassCost:
+    """Seconds of one pass of a drafter's model, by rows."""
+
+    curve: Curve
+
+    @classmethod
+    def measured(cls, seconds: Mapping[int, float]) -> PassCost:
+        return cls(Curve(seconds))
+
+    def draft(self, backlog: int, requests: int, length: int) -> float:
+        """Seconds of drafting `length` tokens for `requests` requests that must compute `backlog` rows in all first."""
+        if not requests or not length:
+            return 0.0
+        return self.curve.at(max(backlog, requests)) + (length - 1) * self.curve.at(requests)
+
+
+class StepCosts:
+    """Model seconds of a step by rows and sampled rows, without context, at greedy sampling."""
+
+    def __init__(self, calibration: Calibration) -> None:
+        self._all = Curve(calibration.sampled)
+        self._one = Curve(calibration.single or calibration.sampled)
+        self._pending = [0.0] * len(self._all.rows)
+
+    def seconds(self, rows: int, sampled: int) -> float:
+        everything = self._all.at(rows)
+        if sampled >= rows:
+            return everything
+        one = min(self._one.at(rows), everything)
+        return one + (everything - one) * (sampled - 1) / (rows - 1)
+
+    def further(self, rows: int, sampled: int, count: int) -> list[float]:
+        """Seconds with 0, 1, ..., count further rows, all of them sampled."""
+        if sampled >= rows:
+            return self._all.up_to(rows + count)[rows : rows + count + 1]
+        return [self.seconds(rows + n, sampled + n) for n in range(count + 1)]
+
+    def learn(self, rows: int, ratio: float) -> None:
+        """A step of `rows` rows, all sampled, took `ratio` times what it should: correct the points it lies between.
+
+        Slow: what swings with the machine is the drift's, only what depends on the rows stays here.
+        """
+        step = CORRECTION_RATE * math.log(min(max(ratio, 1 / OUTLIER), OUTLIER))
+        index, share = self._all.neighbours(rows)
+        self._correct(index, step * (1 - share))
+        if share:
+            self._correct(index + 1, step * share)
+
+    def _correct(self, index: int, step: float) -> None:
+        """Keep a correction back until it matters: the curve is filled in again with each."""
+        self._pending[index] += step
+        if abs(self._pending[index]) > 0.01:
+            factor = math.exp(self._pending[index])
+            self._pending[index] = 0.0
+            self._all.scale(index, factor)
+            if index < len(self._one.rows):
+                self._one.scale(index, factor)
+
+
+class Drift:
+    """How much slower than calibrated the machine runs now: a fast average of realised by predicted seconds."""
+
+    __slots__ = ("factor",)
+
+    def __init__(self) -> None:
+        self.factor = 0.0
+
+    def update(self, ratio: float) -> float:
+        """Take a step in; returns its ratio to what was expected of it, with outliers cut."""
+        if not self.factor:
+            self.factor = ratio
+        surprise = min(max(ratio / self.factor, 1 / OUTLIER), OUTLIER)
+        self.factor *= 1 + DRIFT_RATE * (surprise - 1)
+        return surprise
+
+
+def sampling_class(params: SamplingParams) -> int:
+    """Requests of one class take about the same time to sample a row: 0 (greedy) .. 4 (with logprobs)."""
+    if params.logprobs is not None:
+        return 4
+    if params.allowed_token_ids is not None or params.logit_bias or params.bad_words or params.min_tokens:
+        return 3
+    if params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty:
+        return 3
+    if params.greedy:
+        return 0
+    return 2 if params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0 else 1
+
+
+class SamplePrices:
+    """Model seconds that sampling a row takes, by sampling class, learned from the sampling stage of steps."""
+
+    def __init__(self, step_seconds: float) -> None:
+        self._fixed = FIXED_SHARE * step_seconds
+        self._row = [share * step_seconds for share in ROW_SHARES]
+
+    def extra(self, kind: int) -> float:
+        """What a row of a class takes beyond a greedy one, which the calibration covers."""
+        return max(self._row[kind] - self._row[0], 0.0)
+
+    def learn(self, rows: Sequence[int], seconds: float) -> None:
+        """Sampling rows[kind] rows of each class took so long. Each price changes in proportion to its part of it."""
+        parts = [count * price for count, price in zip(rows, self._row, strict=True)]
+        predicted = self._fixed + sum(parts)
+        surprise = PRICE_RATE * math.log(min(max(seconds / predicted, 1 / OUTLIER), OUTLIER)) / predicted
+        self._fixed *= math.exp(surprise * self._fixed)
+        for kind, part in enumerate(parts):
+            if part:
+                self._row[kind] *= math.exp(surprise * part)
