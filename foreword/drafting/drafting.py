@@ -50,7 +50,7 @@ class Drafting:
             for drafter in self._chosen(state)
             if self._guarded(drafter.name, lambda d=drafter: d.start(state) or True)  # type: ignore[misc]
         )
-        if self._live[state.id]:
+        if not self.off:
             self._guarded("policy", lambda: self.policy.start(state))
 
     def finish(self, request_id: str, output: Sequence[int] = ()) -> None:
@@ -59,7 +59,7 @@ class Drafting:
         self._offered.pop(request_id, None)
         for drafter in drafters:
             self._guarded(drafter.name, lambda d=drafter: d.finish(request_id, output))  # type: ignore[misc]
-        if drafters:
+        if not self.off:
             self._guarded("policy", lambda: self.policy.finish(request_id))
 
     def propose(self, asks: Sequence[Ask | None], load: Load = NOTHING_ELSE) -> tuple[Draft | None, ...]:
