@@ -1,4 +1,4 @@
-"""`foreword bench latency|throughput|serve|kernels`: what speculation and the kernels are worth here, as ratios within one run.
+"""`foreword bench latency|throughput|serve|speculate|kernels`: what speculation and the kernels are worth, within one run.
 
 Each prints a table and then one JSON line. A single figure of tokens per second says more about the
 machine's mood than about the program, so every figure stands beside its plain twin of the same run.
@@ -18,6 +18,7 @@ MODULES = {
     "latency": "foreword.cli.bench_latency",
     "throughput": "foreword.cli.bench_throughput",
     "serve": "foreword.cli.bench_serve",
+    "speculate": "foreword.cli.bench_speculate",
     "kernels": "foreword.cli.bench_kernels",
 }
 KINDS_BY_DEFAULT = "bfloat16,int8,int4,q8_0,q4_0,q4_k,q6_k"
@@ -43,9 +44,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         sub.add_argument("--prompts", metavar="FILE", help='JSON lines {"kind": ..., "prompt": ...} (default: those of the demo)')
         add_config_options(sub, GROUPS if sub is serve else ENGINE_GROUPS, more=("log_level",))
         sub.set_defaults(run=run)
+    _add_speculate(kinds.add_parser("speculate", help="speculation on and off, by kind of work and by load, with intervals"))
     kernels = kinds.add_parser("kernels", help="the CPU's operations against its memory bandwidth and product rate")
     _add_kernels(kernels)
     kernels.set_defaults(run=run)
+
+
+def _add_speculate(parser: argparse.ArgumentParser) -> None:
+    """Defaults that --quick makes smaller are filled in later."""
+    add = parser.add_argument
+    add("--categories", metavar="LIST", help="kinds of work, joined by commas (default: all)")
+    add("--concurrency", metavar="LIST", help="requests at once (default: 1,4,16,64, as --max-num-seqs allows)")
+    add("--modes", metavar="LIST", help="what is compared with off (default: each drafter that runs, auto, all of --fixed)")
+    add("--fixed", metavar="LIST", help="also fixed draft lengths, such as 1,2,4,8,16; loads a second engine")
+    add("--plain", action="store_true", help="also an engine that was started without speculation")
+    add("--rounds", type=int, metavar="N", help="pairs of rounds that count (default: 7)")
+    add("--requests", type=int, metavar="N", help="requests of a round, if more than run at once (default: 4)")
+    add("--max-tokens", type=int, metavar="N", help="longest ordinary answer (default: 128)")
+    add("--context", type=int, default=2048, metavar="N", help="tokens that a prompt and its answer may fill (default: 2048)")
+    add("--full-cache", action=argparse.BooleanOptionalAction, default=True, help="also a cell whose KV cache is too small")
+    add("--replay-acceptance", metavar="LIST", help="draft recorded answers, right at these rates, such as 0,0.3,0.6,0.9")
+    add("--base-url", metavar="URL", help="measure this server, which nobody else should use meanwhile")
+    add("--quick", action="store_true", help="a short look: few categories, two rounds, small answers")
+    add("--plot", metavar="FILE", help="draw the ratios, as PNG; needs matplotlib (pip install foreword[bench])")
+    add("--json", metavar="FILE", help="write the last line of the output to a file as well")
+    add_config_options(parser, ENGINE_GROUPS, more=("api_key", "log_level"))
+    parser.set_defaults(run=run)
 
 
 def _add_kernels(parser: argparse.ArgumentParser) -> None:

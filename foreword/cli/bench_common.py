@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.table import Table
@@ -21,6 +21,7 @@ from foreword.demo import EXAMPLES
 from foreword.errors import ConfigError
 
 __all__ = [
+    "DEMO",
     "OFF",
     "Example",
     "modes",
@@ -32,10 +33,14 @@ __all__ = [
     "show",
     "show_json",
     "with_all_drafters",
+    "with_demo_drafter",
 ]
+
+Item = TypeVar("Item")
 
 OFF = "off"
 DEMO = "demo"
+WIDE = 180  # columns of a table that nobody's window bounds
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +65,18 @@ def read_examples(args: argparse.Namespace) -> tuple[Example, ...]:
     return found
 
 
+def with_demo_drafter(config: Config) -> Config:
+    """With `auto`, the demo's own draft model beside it."""
+    if config.speculate != "auto" or config.draft_model is not None or config.model not in (None, DEMO):
+        return config
+    return replace(config, draft_model=DEMO)
+
+
 def with_all_drafters(config: Config) -> Config:
     """With `auto`, every drafter that can run here: the demo brings a draft model of its own."""
+    config = with_demo_drafter(config)
     if config.speculate != "auto":
         return config
-    if config.draft_model is None and config.model in (None, DEMO):
-        config = replace(config, draft_model=DEMO)
     return replace(config, speculate="ngram,draft" if config.draft_model else "ngram")
 
 
@@ -78,7 +89,7 @@ def params(mode: str, max_tokens: int, temperature: float = 0.0, seed: int = 0) 
     return SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=seed, speculation=Speculation(mode))
 
 
-def rotated(items: Sequence[str], by: int) -> tuple[str, ...]:
+def rotated(items: Sequence[Item], by: int) -> tuple[Item, ...]:
     """The same in another order each round, so that none always goes first."""
     by %= len(items)
     return (*items[by:], *items[:by])
@@ -97,13 +108,16 @@ def ratio(plain_s: Sequence[float], other_s: Sequence[float]) -> float:
 
 
 def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """A table on stdout."""
+    """A table on stdout; one that goes into a file is as wide as it needs."""
     table = Table(title=title, title_justify="left")
     for index, column in enumerate(columns):
         table.add_column(column, justify="left" if index == 0 else "right")
     for row in rows:
         table.add_row(*row)
-    Console(soft_wrap=True).print(table)
+    console = Console(soft_wrap=True)
+    if not console.is_terminal:
+        console.width = max(console.width, WIDE)
+    console.print(table)
 
 
 def show_json(result: Mapping[str, Any]) -> None:

@@ -1,0 +1,196 @@
+"""From rounds to figures: ratios to plain decoding with 95 % intervals, acceptance, where the time went.
+
+A ratio above 1 is better than plain decoding, whatever it is of: throughput, time to first token, tail of the
+time between tokens, or a single request. It is taken within each pair of neighbouring rounds; the figure is the
+geometric mean over the pairs, and its interval that of Student's t over their logarithms.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from foreword.cli.bench_common import percentile
+from foreword.cli.bench_speculate_round import Call, Pair, Round
+from foreword.core.events import DraftingStats
+from foreword.metrics.tally import DraftTally
+
+__all__ = ["Ratio", "best_fixed", "mode_figures", "pooled", "ratio_of", "round_figures"]
+
+# Student's t at 97.5 %, by degrees of freedom from 1 on; the last serves for all beyond.
+T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131, 2.12, 2.05)
+TAIL = 99  # percent
+
+
+@dataclass(frozen=True, slots=True)
+class Ratio:
+    """A geometric mean with its 95 % interval; None: one round has no interval."""
+
+    value: float
+    low: float | None = None
+    high: float | None = None
+
+    def as_dict(self) -> dict[str, float]:
+        bounds = {} if self.low is None or self.high is None else {"low": self.low, "high": self.high}
+        return {"ratio": self.value, **bounds}
+
+
+def ratio_of(ratios: Sequence[float]) -> Ratio | None:
+    """Of one ratio a round; None of nothing."""
+    if not ratios:
+        return None
+    logs = [math.log(ratio) for ratio in ratios]
+    mean = statistics.fmean(logs)
+    if len(logs) == 1:
+        return Ratio(math.exp(mean))
+    t = T_975[min(len(logs) - 1, len(T_975)) - 1]
+    reach = t * statistics.stdev(logs) / math.sqrt(len(logs))
+    return Ratio(math.exp(mean), math.exp(mean - reach), math.exp(mean + reach))
+
+
+def mode_figures(pairs: Sequence[Pair]) -> dict[str, Any]:
+    """Of one mode in one cell; what does not exist is absent."""
+    ratios = {
+        "throughput": ratio_of([_rate(pair.other) / _rate(pair.plain) for pair in pairs]),
+        "first_token": ratio_of([_first_token(pair) for pair in pairs]),
+        "token_p99": ratio_of([found for pair in pairs if (found := _tails(pair, _per_token))]),
+        "burst_p99": ratio_of([found for pair in pairs if (found := _tails(pair, _per_burst))]),
+        "slowest_request": _slowest_request(pairs),
+    }
+    shown = {name: ratio.as_dict() for name, ratio in ratios.items() if ratio is not None}
+    return {**shown, **round_figures([pair.other for pair in pairs]), "equal": all(pair.equal for pair in pairs)}
+
+
+def round_figures(rounds: Sequence[Round]) -> dict[str, Any]:
+    """What needs no comparison: rates, acceptance, stages."""
+    tallies = pooled(one.tallies for one in rounds)
+    tokens = sum(one.num_tokens for one in rounds)
+    figures: dict[str, Any] = {
+        "tokens_per_second": statistics.median(_rate(one) for one in rounds),
+        "tokens_per_step": tokens / sum(one.bursts for one in rounds),
+        "preemptions": sum(one.preemptions for one in rounds),
+        "stage_us_per_token": _stages(rounds, tokens),
+        "drafters": {name: _tally(tally) for name, tally in tallies.items()},
+    }
+    if tallies:
+        figures |= _tally(_merged(tallies.values()))
+    decided = [one.drafting for one in rounds if one.drafting is not None]
+    return figures | (_decisions(decided, sum(one.seconds for one in rounds)) if decided else {})
+
+
+def best_fixed(pairs: Mapping[str, Sequence[Pair]], auto: str, fixed: Sequence[str]) -> dict[str, Any] | None:
+    """How `auto` stands to the fixed length that was best in this very cell, round by round; no speculation is length 0."""
+    if not fixed:
+        return None
+    zero = [_rate(pair.plain) for pair in pairs[auto]]
+    rates = {"off": zero, **{name: [_rate(pair.other) for pair in pairs[name]] for name in fixed}}
+    best = max(rates, key=lambda name: statistics.fmean(map(math.log, rates[name])))
+    own = [_rate(pair.other) for pair in pairs[auto]]
+    ratio = ratio_of([a / b for a, b in zip(own, rates[best], strict=True)])
+    assert ratio is not None, "a cell without rounds"
+    return {"best": best, **ratio.as_dict()}
+
+
+def pooled(rounds: Iterable[Mapping[str, DraftTally]]) -> dict[str, DraftTally]:
+    """The tallies of all rounds, by drafter."""
+    by_name: dict[str, list[DraftTally]] = {}
+    for tallies in rounds:
+        for name, tally in tallies.items():
+            by_name.setdefault(name, []).append(tally)
+    return {name: _merged(tallies) for name, tallies in by_name.items()}
+
+
+def _merged(tallies: Iterable[DraftTally]) -> DraftTally:
+    total = DraftTally()
+    for tally in tallies:
+        total.verify_steps += tally.verify_steps
+        total.drafted += tally.drafted
+        total.accepted += tally.accepted
+        total.emitted += tally.emitted
+        total.drafted_at = _added(total.drafted_at, tally.drafted_at)
+        total.accepted_at = _added(total.accepted_at, tally.accepted_at)
+    return total
+
+
+def _added(left: Sequence[int], right: Sequence[int]) -> list[int]:
+    sums = Counter(dict(enumerate(left)))
+    sums.update(dict(enumerate(right)))
+    return [sums[place] for place in range(max(len(left), len(right)))]
+
+
+def _tally(tally: DraftTally) -> dict[str, Any]:
+    """Acceptance by position: the share accepted among the drafts that reached it."""
+    return {
+        "acceptance": tally.acceptance,
+        "acceptance_by_position": list(tally.acceptance_at),
+        "mean_draft_length": tally.drafted / tally.verify_steps,
+        "mean_acceptance_length": tally.mean_length,
+        "system_efficiency": tally.efficiency,
+        "drafted": tally.drafted,
+        "verify_steps": tally.verify_steps,
+    }
+
+
+def _decisions(decided: Sequence[DraftingStats], seconds: float) -> dict[str, Any]:
+    """Why there was no draft, what steps were thought to cost, and time spent to learn."""
+    reasons: Counter[str] = Counter()
+    for one in decided:
+        reasons.update(one.none)
+    realised = sum(one.realised_seconds for one in decided)
+    figures: dict[str, Any] = {"exploring_share": sum(one.exploring_seconds for one in decided) / seconds}
+    if realised:
+        figures["predicted_to_realised"] = sum(one.predicted_seconds for one in decided) / realised
+    return figures | ({"no_draft": dict(reasons)} if reasons else {})
+
+
+def _rate(one: Round) -> float:
+    return one.num_tokens / one.seconds
+
+
+def _both(pair: Pair) -> Iterator[tuple[Call, Call]]:
+    """The same request in both rounds; a later turn may be missing where answers differ."""
+    others = {call.key: call for call in pair.other.calls}
+    return ((call, others[call.key]) for call in pair.plain.calls if call.key in others)
+
+
+def _first_token(pair: Pair) -> float:
+    """Geometric mean over requests, so that a short prompt counts as much as a long one."""
+    logs = [math.log(plain.first_s / other.first_s) for plain, other in _both(pair) if plain.first_s and other.first_s]
+    return math.exp(statistics.fmean(logs)) if logs else 1.0
+
+
+def _per_token(calls: Iterable[Call]) -> list[float]:
+    """Seconds of each token behind the first burst: a burst of m tokens after t counts m times t / m, as in /metrics."""
+    return [gap_s / count for call in calls for gap_s, count in call.gaps for _ in range(count)]
+
+
+def _per_burst(calls: Iterable[Call]) -> list[float]:
+    """Seconds that a reader waits for the next piece, however long it is."""
+    return [gap_s for call in calls for gap_s, _ in call.gaps]
+
+
+def _tails(pair: Pair, seconds: Callable[[Iterable[Call]], list[float]]) -> float | None:
+    plain, other = (percentile(seconds(one.calls), TAIL) for one in (pair.plain, pair.other))
+    return plain / other if plain and other else None
+
+
+def _slowest_request(pairs: Sequence[Pair]) -> Ratio | None:
+    """The request that gained least, or lost most, from sending it to its last token."""
+    by_request: dict[tuple[int, int], list[float]] = {}
+    for pair in pairs:
+        for plain, other in _both(pair):
+            by_request.setdefault(plain.key, []).append(plain.total_s / other.total_s)
+    ratios = [found for of in by_request.values() if (found := ratio_of(of))]
+    return min(ratios, key=lambda ratio: ratio.value, default=None)
+
+
+def _stages(rounds: Sequence[Round], tokens: int) -> dict[str, float]:
+    """Microseconds a delivered token, by stage."""
+    total: Counter[str] = Counter()
+    for one in rounds:
+        total.update(one.stages)
+    return {stage: seconds / tokens * 1e6 for stage, seconds in total.items()}
