@@ -2,65 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
-from dataclasses import dataclass, field
+import math
+import time
+from collections.abc import Container, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from foreword.cache.blocks import BlockPool
 from foreword.cache.storage import KVStorage
-from foreword.core.batch import Chunk, build_batch
+from foreword.core.batch import SCRATCH_BLOCK
 from foreword.core.draft import Draft
-from foreword.core.request import RequestState
-from foreword.core.rows import SampleRow
+from foreword.core.params import SamplingParams
+from foreword.core.request import Request, RequestState
 from foreword.drafting.base import Ask
+from foreword.drafting.model_passes import PassByPass
+from foreword.drafting.model_track import Track
+from foreword.kernels.ops import DraftLane, DraftLoop, Guess
 from foreword.models.base import Model
 from foreword.sampling.sampler import Sampler
 
 __all__ = ["ModelDrafter"]
 
-
-@dataclass(slots=True)
-class _Track:
-    """What the draft model has computed of one request.
-
-    computed  tokens whose KV is in its cache; those from `checked` on were guesses at that time
-    """
-
-    computed: list[int] = field(default_factory=list)
-    checked: int = 0
-    blocks: list[int] = field(default_factory=list)
-
-    def keep_common(self, ask: Ask) -> None:
-        """Forget guesses that were rejected, and always the last known token: its row yields the first guess."""
-        common = min(self.checked, len(self.computed))
-        for ours, theirs in zip(self.computed[common:], ask.tokens_from(common), strict=False):
-            if ours != theirs:
-                break
-            common += 1
-        self.checked = min(common, ask.length - 1)
-        del self.computed[self.checked :]
+MAX_WINDOW = 4096  # tokens; what lies further back costs more to read than it tells of the next token
+TIMED_TOKENS = 4
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Run:
-    """One request in one propose(): its guess as it grows, and the tokens to compute next."""
+    """The part of one ask in one propose()."""
 
+    number: int
     ask: Ask
-    track: _Track
-    pending: list[int]
-    guess: list[int] = field(default_factory=list)
+    track: Track
+    lane: DraftLane
 
 
 class ModelDrafter:
     """Runs the draft model for all asking requests at once, one more token each a pass.
 
-    It samples with the target's sampler, parameters and noise, so that it agrees as often as the
-    two distributions allow. Its KV lives in blocks of its own; when they run out, the request that
-    drafted longest ago loses them and is caught up later. Positions beyond its own context get no draft.
+    It samples with the target's parameters and noise, so that it agrees as often as the two distributions allow.
+    Its KV lives in blocks of its own; when they run out, the request that drafted longest ago loses them and is
+    caught up later. A request that outgrows the window is read again from the last half of the window on.
 
     max_rows  rows of one pass; a longer backlog (a new prompt) is caught up over several steps
+    max_len   positions that the model can be used for
     """
 
     name = "draft"
@@ -68,20 +54,21 @@ class ModelDrafter:
     def __init__(
         self, model: Model, kv: KVStorage, sampler: Sampler, pool: BlockPool, block_size: int, max_rows: int, max_len: int
     ) -> None:
-        self._model = model
-        self._kv = kv
-        self._logits = model.compiled(kv)
-        self._sampler = sampler
+        forward = model.compiled(kv)
+        self._loop = forward if isinstance(forward, DraftLoop) else None
+        self._passes = PassByPass(forward, model.ops, sampler, block_size, kv.device)
+        self._unused = sampler.unused_ids
+        self._vocab_size = model.vocab_size
         self._pool = pool
         self._block_size = block_size
         self._max_rows = max_rows
-        self._max_len = max_len
-        self._tracks: dict[str, _Track] = {}
+        self._window = min(max_len, MAX_WINDOW)
+        self._tracks: dict[str, Track] = {}
 
     def start(self, state: RequestState) -> None:
-        self._tracks[state.id] = _Track()
+        self._tracks[state.id] = Track.of(state, self._vocab_size)
 
-    def finish(self, request_id: str) -> None:
+    def finish(self, request_id: str, output: Sequence[int] = ()) -> None:
         track = self._tracks.pop(request_id, None)
         if track is not None:
             self._pool.release(track.blocks)
@@ -90,87 +77,115 @@ class ModelDrafter:
         assert all(request_id in live for request_id in self._tracks)
         self._pool.check(track.blocks for track in self._tracks.values())
 
+    def backlog(self, ask: Ask) -> int:
+        """Known tokens that are not computed; the last one always is one of them."""
+        return ask.length - self._track(ask).known
+
     def propose(self, asks: Sequence[Ask]) -> list[Draft | None]:
-        runs = [self._run(ask) for ask in asks]
-        active = self._catch_up([run for run in runs if run is not None])
-        while active:
-            active = [run for run in active if len(run.guess) < run.ask.max_tokens and self._room(run)]
-            if active:
-                self._pass(active, [1] * len(active))
-        return [Draft(tuple(run.guess), self.name) if run and run.guess else None for run in runs]
+        drafts: list[Draft | None] = [None] * len(asks)
+        for run, guess in self._guess(self._runs(asks)):
+            run.track.known += len(run.lane.token_ids)
+            run.track.guessed = guess.token_ids[:-1]
+            if guess.token_ids:
+                confidence = tuple(min(math.exp(logprob), 1.0) for logprob in guess.logprobs)
+                drafts[run.number] = Draft(tuple(guess.token_ids), self.name, confidence)
+        return drafts
 
-    def _run(self, ask: Ask) -> _Run | None:
-        """What there is to compute for an ask; None beyond this model's context."""
-        if ask.length >= self._max_len:
-            return None
-        track = self._tracks.pop(ask.state.id)
-        self._tracks[ask.state.id] = track  # most recently used last
-        track.keep_common(ask)
-        return _Run(ask, track, ask.tokens_from(len(track.computed)))
-
-    def _catch_up(self, runs: list[_Run]) -> list[_Run]:
-        """Compute known tokens, within max_rows; return the runs that have their first guess."""
-        budget = self._max_rows
-        chosen: list[_Run] = []
-        sizes: list[int] = []
-        keep = {run.ask.state.id for run in runs}
-        for run in sorted(runs, key=lambda r: len(r.pending)):
-            size = min(len(run.pending), budget)
-            if size and self._reserve(run.track, len(run.track.computed) + size, keep):
-                chosen.append(run)
-                sizes.append(size)
-                budget -= size
-        if chosen:
-            self._pass(chosen, sizes)
-        return [run for run in chosen if run.guess]
-
-    def _room(self, run: _Run) -> bool:
-        """Whether one more token can be computed: within the context, with a slot for it."""
-        end = len(run.track.computed) + 1
-        return end < self._max_len and self._reserve(run.track, end, keep=None)
-
-    def _pass(self, runs: list[_Run], sizes: list[int]) -> None:
-        """One forward pass over the next sizes[i] pending tokens of each run; sample where none is left."""
-        chunks: list[Chunk] = []
-        rows: list[SampleRow] = []
-        for run, size in zip(runs, sizes, strict=True):
-            last = size == len(run.pending)
-            chunks.append(Chunk(run.pending[:size], len(run.track.computed), run.track.blocks, int(last)))
-            if last:
-                rows.append(SampleRow(run.ask.state, (*run.ask.run, *run.guess)))
-        logits = self._forward(chunks)
-        sampled = iter(self._sampler(logits, rows, logprobs=False).token_ids if rows else ())
-        for run, size in zip(runs, sizes, strict=True):
-            run.track.computed += run.pending[:size]
-            del run.pending[:size]
-            if not run.pending:
-                _extend(run, next(sampled))
-
-    def _forward(self, chunks: list[Chunk]) -> Tensor:
-        batch = build_batch(chunks, self._block_size, self._model.ops.row_tile, self._kv.device)
+    def pass_seconds(self, rows: int, sampled: int) -> float:
+        """Where every row is sampled it is one of several passes, as in a draft of several tokens."""
+        tokens = TIMED_TOKENS if rows == sampled else 1
+        runs = self._scratch_runs(rows, sampled, tokens)
         with torch.inference_mode():
-            return self._logits(batch)
+            started = time.perf_counter()
+            guesses = [guess for _, guess in self._guess(runs)]
+            seconds = time.perf_counter() - started
+        assert sum(len(guess.token_ids) for guess in guesses) == sampled * tokens, "the model says nothing on scratch KV"
+        return seconds / tokens
 
-    def _reserve(self, track: _Track, num_tokens: int, keep: set[str] | None) -> bool:
-        """Hold blocks for `num_tokens`, taking them from requests that do not draft now; `keep` None takes from nobody."""
-        missing = -(-num_tokens // self._block_size) - len(track.blocks)
-        while missing > self._pool.num_free and keep is not None:
-            victim = next((t for id_, t in self._tracks.items() if t.blocks and id_ not in keep), None)
+    def _guess(self, runs: Sequence[_Run]) -> Iterator[tuple[_Run, Guess]]:
+        """One call for the requests that it can sample for; the others pass by pass."""
+        inside = [run for run in runs if self._loop is not None and run.track.plain]
+        if self._loop is not None and inside:
+            yield from zip(inside, self._loop.draft([run.lane for run in inside], self._block_size, self._unused), strict=True)
+        outside = [run for run in runs if self._loop is None or not run.track.plain]
+        if outside:
+            lanes = [run.lane for run in outside]
+            yield from zip(outside, self._passes.draft([run.ask for run in outside], lanes), strict=True)
+
+    def _runs(self, asks: Sequence[Ask]) -> list[_Run]:
+        """Catch up within max_rows and the memory, the shortest backlogs first; who is there guesses as far as memory lasts."""
+        asking = {ask.state.id for ask in asks}
+        tracks = [self._track(ask) for ask in asks]
+        budget = self._max_rows
+        sizes: dict[int, int] = {}
+        for number in sorted(range(len(asks)), key=lambda number: asks[number].length - tracks[number].known):
+            track = tracks[number]
+            size = min(asks[number].length - track.known, budget)
+            if size and self._reserve(track, track.known + size, asking):
+                sizes[number] = size
+                budget -= size
+                self._tracks[asks[number].state.id] = self._tracks.pop(asks[number].state.id)  # most recently used last
+        return [_Run(n, asks[n], tracks[n], self._lane(asks[n], tracks[n], size)) for n, size in sizes.items()]
+
+    def _lane(self, ask: Ask, track: Track, size: int) -> DraftLane:
+        """The next `size` known tokens; guesses if these are all."""
+        token_ids = ask.tokens_from(track.known)[:size]
+        if max(token_ids) >= self._vocab_size:  # a row of the target that stands for no token
+            token_ids = [token_id if token_id < self._vocab_size else 0 for token_id in token_ids]
+        return DraftLane(
+            token_ids=token_ids,
+            start=track.known - track.origin,
+            blocks=track.blocks,
+            first=ask.length,
+            max_tokens=self._room(ask, track) if track.known + size == ask.length else 0,
+            floor=math.log(ask.worth) if ask.worth > 0 else -math.inf,
+            sampling=track.sampling,
+        )
+
+    def _room(self, ask: Ask, track: Track) -> int:
+        """Guesses that can be made: all but the last have a slot and lie in the window."""
+        length = ask.length - track.origin
+        wanted = min(ask.max_tokens, self._window - length + 1)
+        self._grow(track, length + wanted - 1)
+        return min(wanted, len(track.blocks) * self._block_size - length + 1)
+
+    def _track(self, ask: Ask) -> Track:
+        """What is computed for an ask; nothing if the request has outgrown the window."""
+        track = self._tracks[ask.state.id]
+        track.keep_common(ask)
+        if ask.length - track.origin > self._window:
+            self._pool.release(track.blocks)
+            track.begin_at(ask.length - max(self._window // 2, 1))
+        return track
+
+    def _reserve(self, track: Track, end: int, asking: Container[str]) -> bool:
+        """Hold blocks for the tokens up to `end`, taking them from requests that do not ask now."""
+        length = end - track.origin
+        while self._missing(track, length) > self._pool.num_free:
+            victim = next((t for id_, t in self._tracks.items() if t.blocks and id_ not in asking), None)
             if victim is None:
-                break
+                return False
             self._pool.release(victim.blocks)
-            victim.blocks.clear()
-            victim.computed.clear()
-        if missing > self._pool.num_free:
-            return False
-        track.blocks += [self._pool.allocate() for _ in range(missing)]
+            victim.begin_at(victim.origin)
+        self._grow(track, length)
         return True
 
+    def _grow(self, track: Track, length: int) -> None:
+        """Hold blocks for `length` tokens, or as many as there are."""
+        missing = min(self._missing(track, length), self._pool.num_free)
+        track.blocks.extend(self._pool.allocate() for _ in range(missing))
 
-def _extend(run: _Run, token_id: int) -> None:
-    """Add a guess; a row without a legal token ends the draft instead."""
-    if token_id < 0:
-        run.ask = Ask(run.ask.state, run.ask.run, max_tokens=len(run.guess))
-        return
-    run.guess.append(token_id)
-    run.pending.append(token_id)
+    def _missing(self, track: Track, length: int) -> int:
+        return -(-length // self._block_size) - len(track.blocks)
+
+    def _scratch_runs(self, rows: int, sampled: int, tokens: int) -> list[_Run]:
+        """Of `rows` known tokens and `sampled` drafts, shared by requests that fit the window, on the scratch block."""
+        state = RequestState(Request("", (0,), SamplingParams(), seed=0), 0, self._window)
+        track = Track.of(state, self._vocab_size)
+        count = max(sampled, -(-rows // (self._window - tokens)))
+        blocks = [SCRATCH_BLOCK] * -(-self._window // self._block_size)
+        lanes = [
+            DraftLane([0] * len(range(n, rows, count)), 0, blocks, 1, tokens if n < sampled else 0, -math.inf, track.sampling)
+            for n in range(count)
+        ]
+        return [_Run(n, Ask(state, ()), track, lane) for n, lane in enumerate(lanes)]

@@ -4,24 +4,36 @@ from __future__ import annotations
 
 import json
 from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass
 from operator import index
 from pathlib import Path
 from random import Random
 
 from foreword.core.draft import Draft
 from foreword.core.request import RequestState
-from foreword.drafting.base import Ask
+from foreword.drafting.base import Ask, PassDrafter
 from foreword.errors import ConfigError
 
-__all__ = ["ReplayDrafter", "read_recording"]
+__all__ = ["PaidReplay", "Recorded", "Recording", "ReplayDrafter", "read_recording"]
 
-Recording = Mapping[tuple[tuple[int, ...], int], Sequence[int]]
+ANY_SEED = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """An output; error_rate None: that of the drafter."""
+
+    token_ids: tuple[int, ...]
+    error_rate: float | None = None
+
+
+Recording = Mapping[tuple[tuple[int, ...], int], Recorded]
 
 
 class ReplayDrafter:
     """Drafts the recorded continuation of (prompt, seed); each token is wrong with probability error_rate.
 
-    Which tokens are wrong depends on the seed and the token's absolute index alone.
+    Which tokens are wrong depends on the seed and the token's absolute index alone. It has no confidence.
     """
 
     name = "replay"
@@ -31,14 +43,14 @@ class ReplayDrafter:
         self._recording = recording
         self._error_rate = error_rate
         self._vocab_size = vocab_size
-        self._outputs: dict[str, Sequence[int]] = {}
+        self._outputs: dict[str, Recorded] = {}
 
     def start(self, state: RequestState) -> None:
         key = (state.request.prompt_ids, state.request.seed)
-        greedy = (state.request.prompt_ids, -1)
-        self._outputs[state.id] = self._recording.get(key) or self._recording.get(greedy) or ()
+        greedy = (state.request.prompt_ids, ANY_SEED)
+        self._outputs[state.id] = self._recording.get(key) or self._recording.get(greedy) or Recorded(())
 
-    def finish(self, request_id: str) -> None:
+    def finish(self, request_id: str, output: Sequence[int] = ()) -> None:
         self._outputs.pop(request_id, None)
 
     def check(self, live: Container[str]) -> None:
@@ -48,31 +60,88 @@ class ReplayDrafter:
         return [self._propose(ask) for ask in asks]
 
     def _propose(self, ask: Ask) -> Draft | None:
+        recorded = self._outputs[ask.state.id]
+        error_rate = self._error_rate if recorded.error_rate is None else recorded.error_rate
         first = ask.length - ask.state.num_prompt
-        recorded = self._outputs[ask.state.id][first : first + ask.max_tokens]
-        guess = tuple(self._maybe_wrong(ask.state.request.seed, first + i, token_id) for i, token_id in enumerate(recorded))
+        guess = tuple(
+            (token_id + 1) % self._vocab_size if _is_wrong(ask.state.request.seed, number, error_rate) else token_id
+            for number, token_id in enumerate(recorded.token_ids[first : first + ask.max_tokens], start=first)
+        )
         return Draft(guess, self.name) if guess else None
 
-    def _maybe_wrong(self, seed: int, index: int, token_id: int) -> int:
-        wrong = Random(seed * 1_000_003 + index).random() < self._error_rate
-        return (token_id + 1) % self._vocab_size if wrong else token_id
+
+class PaidReplay:
+    """Replayed guesses at the price of a model's: its passes are run, and what it guesses is dropped.
+
+    A replayed token is drafted if the model guessed one in its place, however unsure it was.
+    """
+
+    name = ReplayDrafter.name
+
+    def __init__(self, replay: ReplayDrafter, inner: PassDrafter) -> None:
+        self._replay = replay
+        self._inner = inner
+
+    def start(self, state: RequestState) -> None:
+        self._replay.start(state)
+        self._inner.start(state)
+
+    def finish(self, request_id: str, output: Sequence[int] = ()) -> None:
+        self._replay.finish(request_id, output)
+        self._inner.finish(request_id, output)
+
+    def check(self, live: Container[str]) -> None:
+        self._replay.check(live)
+        self._inner.check(live)
+
+    def backlog(self, ask: Ask) -> int:
+        return self._inner.backlog(ask)
+
+    def pass_seconds(self, rows: int, sampled: int) -> float:
+        return self._inner.pass_seconds(rows, sampled)
+
+    def propose(self, asks: Sequence[Ask]) -> list[Draft | None]:
+        drafts = self._replay.propose(asks)
+        wanted = {n: Ask(asks[n].state, asks[n].run, len(draft.token_ids)) for n, draft in enumerate(drafts) if draft}
+        paid = dict(zip(wanted, self._inner.propose(list(wanted.values())), strict=True))
+        return [_cut(draft, paid.get(n)) for n, draft in enumerate(drafts)]
+
+
+def _is_wrong(seed: int, number: int, error_rate: float) -> bool:
+    return Random(seed * 1_000_003 + number).random() < error_rate
+
+
+def _cut(draft: Draft | None, paid: Draft | None) -> Draft | None:
+    """As much of a draft as was paid for."""
+    if draft is None or paid is None:
+        return None
+    return Draft(draft.token_ids[: len(paid.token_ids)], draft.drafter)
 
 
 def read_recording(path: str) -> Recording:
-    """JSON lines of {"prompt_token_ids": [...], "token_ids": [...], "seed": n}; without a seed it serves any.
+    """JSON lines of {"prompt_token_ids": [...], "token_ids": [...], "seed": n, "error_rate": x}.
 
-    Raises ConfigError with the line's number.
+    Without a seed a line serves any; without an error rate it has the drafter's. Raises ConfigError with the line's number.
     """
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"replay_file {path}: {error}", "replay_file") from None
-    recording: dict[tuple[tuple[int, ...], int], Sequence[int]] = {}
+    recording: dict[tuple[tuple[int, ...], int], Recorded] = {}
     for number, line in enumerate(lines, start=1):
         try:
             item = json.loads(line)
-            prompt, seed = tuple(map(index, item["prompt_token_ids"])), index(item.get("seed", -1))
-            recording[prompt, seed] = list(map(index, item["token_ids"]))
+            prompt, seed = tuple(map(index, item["prompt_token_ids"])), index(item.get("seed", ANY_SEED))
+            recording[prompt, seed] = Recorded(tuple(map(index, item["token_ids"])), _error_rate(item.get("error_rate")))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ConfigError(f"replay_file {path}, line {number}: {error!r}", "replay_file") from None
     return recording
+
+
+def _error_rate(value: object) -> float | None:
+    """Raises ValueError."""
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+        raise ValueError(f"error_rate {value!r} is not a number from 0 to 1")
+    return float(value)

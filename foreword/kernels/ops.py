@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -17,7 +17,17 @@ from torch import Tensor
 from foreword.core.batch import Batch
 from foreword.core.kv import KVLayer
 
-__all__ = ["AttentionPlan", "Blocks", "Matrix", "Ops", "PackedLinear"]
+__all__ = [
+    "AttentionPlan",
+    "Blocks",
+    "DraftLane",
+    "DraftLoop",
+    "DraftSampling",
+    "Guess",
+    "Matrix",
+    "Ops",
+    "PackedLinear",
+]
 
 PackedLinear = Any  # what pack_linear() of the same backend made
 AttentionPlan = Any  # what plan_attention() of the same backend made
@@ -39,6 +49,63 @@ class Blocks:
 Matrix = Tensor | Blocks  # [N, K]
 
 
+@dataclass(frozen=True, slots=True)
+class DraftSampling:
+    """How one request samples, where temperature and filters are all of it; as in core/params.py, seed unsigned."""
+
+    seed: int
+    greedy: bool
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+
+
+@dataclass(frozen=True, slots=True)
+class DraftLane:
+    """One request of a draft.
+
+    token_ids   known tokens, at least one: computed in the first pass
+    start       position of the first of them
+    blocks      int64, its block table: a slot for each known token and for each guess but the last
+    first       absolute index of the first guess, the counter of its noise
+    max_tokens  guesses at most; 0: the known tokens are computed, and that is all
+    floor       no more guesses once the sum of their log-probabilities is below this
+    """
+
+    token_ids: Sequence[int]
+    start: int
+    blocks: Sequence[int]
+    first: int
+    max_tokens: int
+    floor: float
+    sampling: DraftSampling
+
+
+@dataclass(frozen=True, slots=True)
+class Guess:
+    """What was guessed for one request, and the log-probability of each guess in the distribution it was sampled from.
+
+    Fewer than wanted if the floor was reached, or if no token was legal.
+    """
+
+    token_ids: list[int]
+    logprobs: list[float]
+
+
+@runtime_checkable
+class DraftLoop(Protocol):
+    """What compile() may return: a forward pass that yields logits [R, V] and also runs a whole draft as one call."""
+
+    def __call__(self, batch: Batch) -> Tensor: ...
+
+    def draft(self, lanes: Sequence[DraftLane], block_size: int, unused: Tensor) -> list[Guess]:
+        """Pass after pass, each lane's next token sampled from its row: the bits of the same operations one by one.
+
+        A lane that is done has no row in the next pass. unused int64 [U]: ids that are never sampled.
+        """
+
+
 class Ops(Protocol):
     """What a backend offers.
 
@@ -53,8 +120,8 @@ class Ops(Protocol):
         """Threads that torch may use without changing bits, at most `wanted`."""
 
     def compile(self, forward: Callable[[Batch], Tensor]) -> Callable[[Batch], Tensor]:
-        """The same function, perhaps faster from its second call on. What it computes must go through these
-        operations and views of tensors, the same ones for every batch."""
+        """The same function, perhaps faster from its second call on, and perhaps a DraftLoop. What it computes must go
+        through these operations and views of tensors, the same ones for every batch."""
 
     def pack_linear(self, parts: Sequence[Matrix], kind: str, bias: Tensor | None = None) -> PackedLinear:
         """A matrix [N, K], given as parts one below the other, laid out once at load; bias [N].

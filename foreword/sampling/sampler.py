@@ -52,6 +52,11 @@ class Sampler:
         self._unused = torch.tensor(sorted(unused_ids), dtype=torch.int64)
         self._test_mode = test_mode
 
+    @property
+    def unused_ids(self) -> Tensor:
+        """int64 [U], ascending."""
+        return self._unused
+
     def __call__(self, logits: Tensor, rows: Sequence[SampleRow], logprobs: bool = True) -> Sampled:
         """Sample logits float32 [R, V], which are overwritten; rows[r] says what line r is for.
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from foreword.core.batch import Batch, Chunk, build_batch
 from foreword.core.kv import KVLayer
-from foreword.kernels.cpu.library import TYPES, Command, Inputs, KVPointers, Op, Operand, Space, isas, load_library
+from foreword.kernels.cpu.library import TYPES, Command, Draft, Inputs, KVPointers, Op, Operand, Space, isas, load_library
 from foreword.kernels.cpu.packing import CpuLinear, Packer
 from foreword.kernels.cpu.recording import TRACE_ROWS, TRACE_SAMPLED, Program, Recorder, inputs_of
 from foreword.kernels.cpu.sampling import NativeSampling
@@ -52,7 +52,7 @@ class CpuOps(NativeSampling):
         batch = build_batch([Chunk([0] * TRACE_ROWS, 0, [0] * TRACE_ROWS, TRACE_SAMPLED)], 1, self.row_tile, "cpu")
         self._recorder = Recorder(batch)
         try:
-            return Program(self._recorder, forward(batch), self._run)
+            return Program(self._recorder, forward(batch), self._run, self._draft)
         finally:
             self._recorder = None
 
@@ -171,6 +171,9 @@ class CpuOps(NativeSampling):
 
     def _run(self, commands: ctypes.Array[Command], inputs: Inputs) -> None:
         self._library.foreword_run(self._machine, commands, len(commands), ctypes.byref(inputs))
+
+    def _draft(self, commands: ctypes.Array[Command], inputs: Inputs, draft: Draft) -> None:
+        self._library.foreword_draft(self._machine, commands, len(commands), ctypes.byref(inputs), ctypes.byref(draft))
 
 
 def _operand(tensor: Tensor) -> Operand:

@@ -18,6 +18,7 @@ __all__ = [
     "NUM_SPACES",
     "TYPES",
     "Command",
+    "Draft",
     "Inputs",
     "KVPointers",
     "Op",
@@ -29,7 +30,7 @@ __all__ = [
     "load_library",
 ]
 
-VERSION = 2  # of the signatures and structures below, as in api.cpp
+VERSION = 3  # of the signatures and structures below, as in api.cpp
 ISAS = ("portable", "avx2", "avx512", "amx")  # enum Isa
 KIND_NAMES = ("float32", "bfloat16", "float16", "int8", "int4", "q8_0", "q5_0", "q4_0", "q4_k", "q5_k", "q6_k")
 KINDS = MappingProxyType({name: number for number, name in enumerate(KIND_NAMES)})  # enum Kind
@@ -99,6 +100,24 @@ class Inputs(ctypes.Structure):
     )
 
 
+class Draft(ctypes.Structure):
+    """Several passes and the sampling between them; csrc/draft.h tells what its fields hold."""
+
+    _fields_ = (
+        ("lanes", c_void_p),
+        ("num_lanes", c_int64),
+        ("token_ids", c_void_p),
+        ("blocks", c_void_p),
+        ("unused", c_void_p),
+        ("num_unused", c_int64),
+        ("width", c_int64),
+        ("columns", c_int64),
+        ("guesses", c_void_p),
+        ("logprobs", c_void_p),
+        ("counts", c_void_p),
+    )
+
+
 class Weight(ctypes.Structure):
     """A packed weight [n, k]."""
 
@@ -141,6 +160,7 @@ SIGNATURES = MappingProxyType(
         "foreword_machine_new": (c_void_p, c_int32, c_int32),
         "foreword_machine_delete": (None, c_void_p),
         "foreword_run": (None, c_void_p, POINTER(Command), c_int64, POINTER(Inputs)),
+        "foreword_draft": (None, c_void_p, POINTER(Command), c_int64, POINTER(Inputs), POINTER(Draft)),
         "foreword_packed_bytes": (c_int64, c_int32, c_int64, c_int64),
         "foreword_pack": (None, c_void_p, c_int32, c_int32, c_void_p, c_int64, c_int64, c_void_p),
         "foreword_unpack": (None, c_void_p, POINTER(Weight), c_void_p),

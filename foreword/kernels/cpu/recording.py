@@ -9,14 +9,16 @@ pass is one call, without an operation of Python or torch in it.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from foreword.core.batch import Batch
-from foreword.kernels.cpu.library import Command, Inputs, Operand, Space
+from foreword.kernels.cpu.drafting import DraftCall
+from foreword.kernels.cpu.library import Command, Draft, Inputs, Operand, Space
+from foreword.kernels.ops import DraftLane, Guess
 
 __all__ = ["Program", "Recorder", "Result", "inputs_of", "place"]
 
@@ -85,11 +87,21 @@ class Recorder:
 
 
 class Program:
-    """Runs the recorded commands for other batches. The result is overwritten by the next run."""
+    """Runs the recorded commands for other batches. The result is overwritten by the next run.
 
-    def __init__(self, recorder: Recorder, out: Tensor, run: Callable[[ctypes.Array[Command], Inputs], None]) -> None:
+    run    runs commands once
+    draft  runs them for every pass of a draft
+    """
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        out: Tensor,
+        run: Callable[[ctypes.Array[Command], Inputs], None],
+        draft: Callable[[ctypes.Array[Command], Inputs, Draft], None],
+    ) -> None:
         assert out.shape[0] == TRACE_SAMPLED and out.is_contiguous()
-        self._run = run
+        self._run, self._draft = run, draft
         self._keep = recorder.keep
         self._width, self._dtype = out.shape[1], out.dtype
         last = recorder.results.pop(_base(out))
@@ -102,18 +114,30 @@ class Program:
 
     def __call__(self, batch: Batch) -> Tensor:
         """-> [R, width], valid until the next call"""
-        num_rows, num_sampled = batch.token_ids.shape[0], batch.sample_rows.shape[0]
+        inputs, row_starts = inputs_of(batch)
+        self._place(inputs, inputs.num_rows, inputs.num_sampled)
+        self._run(self._commands, inputs)
+        del row_starts  # which `inputs` points to
+        return self._out[: inputs.num_sampled]
+
+    def draft(self, lanes: Sequence[DraftLane], block_size: int, unused: Tensor) -> list[Guess]:
+        """See DraftLoop. The result is that of a forward pass to logits."""
+        assert self._dtype == torch.float32
+        call = DraftCall(lanes, block_size)
+        inputs = Inputs(block_size=block_size)
+        self._place(inputs, call.num_rows, len(lanes))
+        self._draft(self._commands, inputs, call.structure(unused, self._width))
+        return call.guesses()
+
+    def _place(self, inputs: Inputs, num_rows: int, num_sampled: int) -> None:
+        """Room for results: at least that of so many rows."""
         assert num_sampled <= num_rows, "results of sampled rows have as much room as those of all rows"
         if self._arena.numel() < self._bytes_per_row * num_rows + ALIGNMENT:
             self._arena = torch.empty(self._bytes_per_row * num_rows + ALIGNMENT, dtype=torch.uint8)
         if self._out.shape[0] < num_sampled:
             self._out = torch.empty(num_sampled, self._width, dtype=self._dtype)
-        inputs, row_starts = inputs_of(batch)
         inputs.spaces[Space.ARENA] = _aligned(self._arena.data_ptr())
         inputs.spaces[Space.OUTPUT] = self._out.data_ptr()
-        self._run(self._commands, inputs)
-        del row_starts  # which `inputs` points to
-        return self._out[:num_sampled]
 
 
 def inputs_of(batch: Batch) -> tuple[Inputs, Tensor]:

@@ -2,6 +2,7 @@
 
 #include <exception>
 
+#include "draft.h"
 #include "float_mode.h"
 #include "packing.h"
 #include "program.h"
@@ -14,7 +15,7 @@ using foreword::TILE;
 extern "C" {
 
 // Of the functions here and in sampler.cpp, and of the structures they take.
-int64_t foreword_native_version() { return 2; }
+int64_t foreword_native_version() { return 3; }
 
 int32_t foreword_supported(int32_t isa) { return foreword::supported(static_cast<Isa>(isa)); }
 
@@ -31,6 +32,11 @@ void foreword_machine_delete(Machine* machine) { delete machine; }
 
 void foreword_run(Machine* machine, const foreword::Command* commands, int64_t count, const foreword::Inputs* inputs) {
     machine->run(commands, count, *inputs);
+}
+
+void foreword_draft(Machine* machine, const foreword::Command* commands, int64_t count, const foreword::Inputs* inputs,
+                    const foreword::Draft* draft) {
+    foreword::run_draft(*machine, {commands, count}, *inputs, *draft);
 }
 
 int64_t foreword_packed_bytes(int32_t kind, int64_t n, int64_t k) {

@@ -11,10 +11,9 @@
 #include <limits>
 #include <vector>
 
-#include "float_mode.h"
 #include "noise.h"
 #include "portable_math.h"
-#include "program.h"
+#include "sampler.h"
 #include "selection.h"
 
 // One binary for every x86-64: the loader picks the widest version that the processor runs.
@@ -36,11 +35,6 @@ inline int32_t ordered(float value) {
 }
 
 inline float from_ordered(int32_t value) { return bits<float>(value ^ ((value >> 31) & 0x7fffffff)); }
-
-struct Row {
-    float* values;
-    int64_t width;
-};
 
 struct Peak {
     float value;
@@ -97,17 +91,6 @@ int64_t find(Row row, float value) {
     return std::find(row.values, row.values + row.width, value) - row.values;
 }
 
-int64_t sample_row(Row row, Key key, bool greedy) {
-    const Peak peak = find_peak(row.values, row.width);
-    if (!peak.sound) return -1;
-    const int64_t likeliest = find(row, peak.value);
-    if (greedy) return likeliest;
-    Best best = {MASKED, row.width};
-    sample_chunk(row, key, likeliest / CHUNK * CHUNK, best);  // a high score early lets the others be skipped
-    for (int64_t first = 0; first < row.width; first += CHUNK) sample_chunk(row, key, first, best);
-    return best.id;
-}
-
 // exp(value - top) of each value, in units of 2^-42; returns the sum.
 WIDEST int64_t masses(Row row, float top, int64_t* weights) {
     int64_t sum = 0;
@@ -162,23 +145,7 @@ void keep(Row row, const std::vector<Entry>& kept) {
     for (const Entry& entry : kept) row.values[entry.id] = entry.value;
 }
 
-void keep_top_k_row(Row row, int64_t k) {
-    const Peak peak = find_peak(row.values, row.width);
-    if (peak.sound && k < row.width) keep(row, first_ids(row, peak.value, k));
-}
-
-// weights [width]: memory to work in
-void keep_top_p_row(Row row, double p, int64_t* weights) {
-    const Peak peak = find_peak(row.values, row.width);
-    if (!peak.sound || p >= 1) return;
-    const int64_t total = masses(row, peak.value, weights);
-    const int64_t need = std::min(static_cast<int64_t>(std::ceil(static_cast<double>(total) * p)), total);
-    auto kept = candidates(row, peak.value, need, [&](float floor) { return weight_above(row, floor, weights); });
-    kept.resize(partition_run(kept, need, [&](const Entry& entry) { return weights[entry.id]; }));
-    keep(row, kept);
-}
-
-WIDEST void keep_min_p_row(Row row, float top, double floor) {
+WIDEST void keep_above(Row row, float top, double floor) {
     for (int64_t i = 0; i < row.width; i++) {
         const double distance = static_cast<double>(row.values[i]) - static_cast<double>(top);
         row.values[i] = distance >= floor ? row.values[i] : MASKED;
@@ -197,9 +164,41 @@ void top_ids_row(Row row, int64_t k, int64_t* ids) {
         if (!peak.sound || row.values[id] == MASKED) ids[filled++] = id;
 }
 
-void min_p_row(Row row, double p) {
+}  // namespace
+
+WIDEST void divide_row(Row row, float by) {
+    for (int64_t i = 0; i < row.width; i++) row.values[i] /= by;
+}
+
+void keep_top_k_row(Row row, int64_t k) {
     const Peak peak = find_peak(row.values, row.width);
-    if (peak.sound && p > 0) keep_min_p_row(row, peak.value, portable_log(std::max(p, DBL_MIN)));
+    if (peak.sound && k < row.width) keep(row, first_ids(row, peak.value, k));
+}
+
+void keep_top_p_row(Row row, double p, int64_t* weights) {
+    const Peak peak = find_peak(row.values, row.width);
+    if (!peak.sound || p >= 1) return;
+    const int64_t total = masses(row, peak.value, weights);
+    const int64_t need = std::min(static_cast<int64_t>(std::ceil(static_cast<double>(total) * p)), total);
+    auto kept = candidates(row, peak.value, need, [&](float floor) { return weight_above(row, floor, weights); });
+    kept.resize(partition_run(kept, need, [&](const Entry& entry) { return weights[entry.id]; }));
+    keep(row, kept);
+}
+
+void keep_min_p_row(Row row, double p) {
+    const Peak peak = find_peak(row.values, row.width);
+    if (peak.sound && p > 0) keep_above(row, peak.value, portable_log(std::max(p, DBL_MIN)));
+}
+
+int64_t sample_row(Row row, Key key, bool greedy) {
+    const Peak peak = find_peak(row.values, row.width);
+    if (!peak.sound) return -1;
+    const int64_t likeliest = find(row, peak.value);
+    if (greedy) return likeliest;
+    Best best = {MASKED, row.width};
+    sample_chunk(row, key, likeliest / CHUNK * CHUNK, best);  // a high score early lets the others be skipped
+    for (int64_t first = 0; first < row.width; first += CHUNK) sample_chunk(row, key, first, best);
+    return best.id;
 }
 
 float log_sum_exp_row(Row row) {
@@ -209,18 +208,6 @@ float log_sum_exp_row(Row row) {
     return static_cast<float>(static_cast<double>(peak.value) + portable_log(total * FRACTION));
 }
 
-constexpr int64_t WORTH_SHARING = 1 << 15;  // values; with fewer, waking a thread takes longer than it would work
-
-// body(row, number, thread) for every row, by several threads where it pays.
-template <class Body>
-void each_row(Machine* machine, const float* logits, int64_t num_rows, int64_t width, const Body& body) {
-    const auto one = [&](int64_t r, int thread) { body(Row{const_cast<float*>(logits) + r * width, width}, r, thread); };
-    const FloatMode mode;
-    if (num_rows * width >= WORTH_SHARING) return machine->pool().run(num_rows, one);
-    for (int64_t r = 0; r < num_rows; r++) one(r, 0);
-}
-
-}  // namespace
 }  // namespace foreword
 
 using namespace foreword;
@@ -246,7 +233,7 @@ void foreword_keep_top_p(Machine* machine, float* logits, int64_t num_rows, int6
 }
 
 void foreword_keep_min_p(Machine* machine, float* logits, int64_t num_rows, int64_t width, const double* p) {
-    each_row(machine, logits, num_rows, width, [&](Row row, int64_t r, int) { min_p_row(row, p[r]); });
+    each_row(machine, logits, num_rows, width, [&](Row row, int64_t r, int) { keep_min_p_row(row, p[r]); });
 }
 
 void foreword_sample(Machine* machine, const float* logits, int64_t num_rows, int64_t width, const int64_t* seeds,
