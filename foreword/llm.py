@@ -65,13 +65,17 @@ class CompletionOutput:
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """The answer to one prompt: `params.n` choices, and shortcuts to the first."""
+    """The answer to one prompt: `params.n` choices, and shortcuts to the first.
+
+    metrics  of all choices together; each has its own as well
+    """
 
     request_id: str
     prompt: str | None
     prompt_token_ids: tuple[int, ...]
     outputs: tuple[CompletionOutput, ...]
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None
+    metrics: AnswerMetrics | None = None
 
     @property
     def text(self) -> str:
@@ -88,10 +92,6 @@ class RequestOutput:
     @property
     def logprobs(self) -> tuple[TokenLogprob, ...] | None:
         return self.outputs[0].logprobs
-
-    @property
-    def metrics(self) -> AnswerMetrics | None:
-        return self.outputs[0].metrics
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,6 +294,7 @@ class LLM:
             prompt_token_ids=job.prompt_ids,
             outputs=tuple(self._choice(i, answers[r.id], hashes[r.id]) for i, r in enumerate(job.requests)),
             prompt_logprobs=first.prompt_logprobs or None,
+            metrics=self._recorder.answer_metrics(*(request.id for request in job.requests)),
         )
 
     def _choice(self, index: int, answer: Answer, hashes: Sequence[int]) -> CompletionOutput:

@@ -140,3 +140,11 @@ def test_metrics_of_an_llm_are_those_of_its_engine(llm: LLM) -> None:
     assert f"foreword_preemptions_total {float(llm.stats.preemptions_total)}" in text
     assert f"foreword_prefix_cache_queries_total {float(llm.stats.prefix_cache_queries_total)}" in text
     assert " nan" not in text.lower()
+
+
+def test_metrics_of_an_answer_are_those_of_all_its_choices(llm: LLM) -> None:
+    (output,) = llm.generate(TEXT, SamplingParams(n=2, max_tokens=9, ignore_eos=True))
+    each = [choice.metrics for choice in output.outputs if choice.metrics]
+    assert output.metrics is not None and len(each) == 2
+    assert output.metrics.draft_tokens == sum(metrics.draft_tokens or 0 for metrics in each) > 0
+    assert output.metrics.seed == output.outputs[0].seed

@@ -36,7 +36,7 @@ something to divide by; no value is ever a nan.
 SPECULATIVE_HEAD = """
 ## Only where speculation is configured
 
-With `--speculate off` none of these exist. Ratios and positions appear once something was drafted.
+With `--speculate off` none of these exist. Ratios, positions and reasons appear once there is something to tell.
 """
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -9,16 +10,21 @@ from foreword.core.events import DraftUse, Tokens
 from foreword.core.request import Request
 from foreword.metrics.tally import DraftTally
 
-__all__ = ["AnswerMetrics", "Progress"]
+__all__ = ["AnswerMetrics", "Figures", "Progress", "metrics_of"]
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerMetrics:
-    """The `metrics` object of one answer. None means that there is no such value; it is left out.
+    """The `metrics` object of one choice, or of all choices of an answer. None means that there is no such value;
+    it is left out. Those of speculation exist where something was drafted.
 
-    time_per_output_token_ms, tokens_per_second  over the tokens after the first burst
-    prompt_tokens_per_second                     over the prompt tokens that were not cached
-    mean_acceptance_length                       delivered tokens per step that verified a draft
+    time_to_first_token_ms    of the choice that began first
+    time_per_output_token_ms  over the tokens after each choice's first burst: how fast one choice comes
+    tokens_per_second         over the same tokens: how fast all choices come together
+    prompt_tokens_per_second  over the prompt tokens that were not cached, of the first choice
+    mean_acceptance_length    delivered tokens per step that verified a draft
+    cached_tokens             of each prompt once
+    seed                      of the first choice
     """
 
     time_to_first_token_ms: float | None = None
@@ -34,6 +40,61 @@ class AnswerMetrics:
 
     def as_dict(self) -> dict[str, Any]:
         return {name: value for name, value in asdict(self).items() if value is not None}
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """What one choice's metrics are made of.
+
+    prompt        the name that all choices of a prompt share
+    first_token_s seconds from arrival to the first token; None: there was none
+    first_s       when the first tokens came; last_s: the newest; seconds of the recorder's clock
+    later_tokens  that came after the first burst
+    prompt_rate   prompt tokens computed per second, from the first step to the first token
+    num_cached    prompt tokens found in the prefix cache; None: the prompt was not computed
+    """
+
+    prompt: str
+    seed: int
+    first_token_s: float | None
+    first_s: float
+    last_s: float
+    later_tokens: int
+    prompt_rate: float | None
+    num_cached: int | None
+    tally: DraftTally
+
+
+def metrics_of(choices: Sequence[Figures]) -> AnswerMetrics:
+    """The metrics of an answer with these choices, at least one."""
+    tally = DraftTally()
+    for choice in choices:
+        tally.include(choice.tally)
+    cached = {choice.prompt: choice.num_cached for choice in reversed(choices) if choice.num_cached is not None}
+    firsts = [choice.first_token_s for choice in choices if choice.first_token_s is not None]
+    per_token, rate = _speeds([choice for choice in choices if choice.later_tokens])
+    return AnswerMetrics(
+        time_to_first_token_ms=min(firsts) * 1000 if firsts else None,
+        time_per_output_token_ms=per_token,
+        prompt_tokens_per_second=choices[0].prompt_rate,
+        tokens_per_second=rate,
+        draft_tokens=tally.drafted or None,
+        draft_tokens_acceptance=tally.acceptance,
+        mean_acceptance_length=tally.mean_length,
+        verify_steps=tally.verify_steps or None,
+        cached_tokens=sum(cached.values()) if cached else None,
+        seed=choices[0].seed,
+    )
+
+
+def _speeds(choices: Sequence[Figures]) -> tuple[float | None, float | None]:
+    """(milliseconds per token of a choice, tokens per second of all together), where tokens came after a first burst."""
+    if not choices:
+        return None, None
+    tokens = sum(choice.later_tokens for choice in choices)
+    seconds = sum(choice.last_s - choice.first_s for choice in choices)
+    span = max(choice.last_s for choice in choices) - min(choice.first_s for choice in choices)
+    return seconds * 1000 / tokens, tokens / span if span else None
 
 
 class Progress:
@@ -77,14 +138,14 @@ class Progress:
             self.computed = True
             self.scheduled_s = event.scheduled_s or None
             self.num_cached = event.num_cached
+        if event.draft is not None and event.draft.drafted:
+            self._count_draft(event.draft, len(event.token_ids))
         if not event.token_ids:
             return None
         before_s, self.last_s = self.last_s, now
         self.num_tokens += len(event.token_ids)
         if before_s is None:
             self.first_s, self.first_burst = now, len(event.token_ids)
-        if event.draft is not None and event.draft.drafted:
-            self._count_draft(event.draft, len(event.token_ids))
         return None if before_s is None else max(now - before_s, 0.0)
 
     def _count_draft(self, use: DraftUse, emitted: int) -> None:
@@ -99,35 +160,22 @@ class Progress:
     def first_token_s(self) -> float | None:
         return None if self.first_s is None else max(self.first_s - self.arrived_s, 0.0)
 
-    def answer(self, speculative: bool) -> AnswerMetrics:
-        """The figures so far; those of speculation only where it is configured."""
-        per_token = self._seconds_per_token()
-        return AnswerMetrics(
-            time_to_first_token_ms=_milli(self.first_token_s),
-            time_per_output_token_ms=_milli(per_token),
-            prompt_tokens_per_second=self._prompt_rate(),
-            tokens_per_second=1 / per_token if per_token else None,
-            draft_tokens=self.tally.drafted if speculative else None,
-            draft_tokens_acceptance=self.tally.acceptance,
-            mean_acceptance_length=self.tally.mean_length,
-            verify_steps=self.tally.verify_steps if speculative else None,
-            cached_tokens=self.num_cached if self.computed else None,
+    def figures(self, prompt: str) -> Figures:
+        """The figures so far."""
+        return Figures(
+            prompt=prompt,
             seed=self.request.seed,
+            first_token_s=self.first_token_s,
+            first_s=self.first_s or 0.0,
+            last_s=self.last_s or 0.0,
+            later_tokens=self.num_tokens - self.first_burst,
+            prompt_rate=self._prompt_rate(),
+            num_cached=self.num_cached if self.computed else None,
+            tally=self.tally,
         )
-
-    def _seconds_per_token(self) -> float | None:
-        """Between the first burst and the last; None where only one came."""
-        later = self.num_tokens - self.first_burst
-        if self.first_s is None or self.last_s is None or not later:
-            return None
-        return (self.last_s - self.first_s) / later
 
     def _prompt_rate(self) -> float | None:
         """Prompt tokens computed per second, from the first step to the first token."""
         if self.first_s is None or self.scheduled_s is None or self.first_s <= self.scheduled_s:
             return None
         return (len(self.request.prompt_ids) - self.num_cached) / (self.first_s - self.scheduled_s)
-
-
-def _milli(seconds: float | None) -> float | None:
-    return None if seconds is None else seconds * 1000

@@ -16,6 +16,7 @@ STAGES = ("schedule", "assemble", "forward", "sample", "draft", "commit")
 
 LATENCY_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 TOKEN_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
+DRAFT_TOKENS = (1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 24.0, 32.0, 48.0, 64.0)
 STAGE_S = (0.00001, 0.000025, 0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0)
 
 
@@ -50,8 +51,8 @@ def _histogram(name: str, help_: str, buckets: tuple[float, ...], *labels: str) 
     return Metric(name, "histogram", help_, labels, buckets)
 
 
-def _spec(kind: str, name: str, help_: str, *labels: str) -> Metric:
-    return Metric(name, kind, help_, ("drafter", *labels), speculative=True)
+def _spec(kind: str, name: str, help_: str, *labels: str, buckets: tuple[float, ...] = ()) -> Metric:
+    return Metric(name, kind, help_, labels, buckets, speculative=True)
 
 
 CATALOG = (
@@ -75,16 +76,34 @@ CATALOG = (
     _histogram("e2e_request_latency_seconds", "From arrival to the end of the answer.", LATENCY_S),
     _histogram("request_queue_seconds", "From arrival to the first step.", LATENCY_S),
     _histogram("step_seconds", "Time of one step, by stage.", STAGE_S, "stage"),
-    _spec("counter", "spec_drafts_total", "Drafts that were verified."),
-    _spec("counter", "spec_draft_tokens_total", "Tokens that were drafted and verified."),
-    _spec("counter", "spec_accepted_tokens_total", "Drafted tokens that were delivered."),
-    _spec("counter", "spec_accepted_tokens_per_position_total", "Drafted tokens delivered, by place in the draft.", "position"),
-    _spec("counter", "spec_draft_tokens_per_position_total", "Tokens drafted, by place in the draft.", "position"),
-    _spec("counter", "spec_drafter_errors_total", "Drafts dropped because the drafter failed."),
+    _spec("counter", "spec_drafts_total", "Drafts that were verified.", "drafter"),
+    _spec("counter", "spec_draft_tokens_total", "Tokens that were drafted and verified.", "drafter"),
+    _spec("counter", "spec_accepted_tokens_total", "Drafted tokens that were delivered.", "drafter"),
+    _spec(
+        "counter",
+        "spec_emitted_tokens_total",
+        "Tokens delivered by the steps that verified a draft, the one after the draft included.",
+        "drafter",
+    ),
+    _spec(
+        "counter",
+        "spec_accepted_tokens_per_position_total",
+        "Drafted tokens delivered, by place in the draft.",
+        "drafter",
+        "position",
+    ),
+    _spec("counter", "spec_draft_tokens_per_position_total", "Tokens drafted, by place in the draft.", "drafter", "position"),
+    _spec("counter", "spec_drafter_errors_total", "Drafts dropped because the drafter failed.", "drafter"),
     _spec(
         "gauge",
         "spec_system_efficiency_ratio",
         "Delivered tokens per verified row (drafted + 1), over steps that verified a draft.",
+        "drafter",
     ),
-    _spec("gauge", "spec_acceptance_ratio", "Delivered drafted tokens per drafted token."),
+    _spec("gauge", "spec_acceptance_ratio", "Delivered drafted tokens per drafted token.", "drafter"),
+    _spec("histogram", "spec_draft_length", "Tokens of the drafts that were chosen.", "drafter", buckets=DRAFT_TOKENS),
+    _spec("counter", "spec_no_draft_total", "Times that a request that may be drafted for got no draft, by reason.", "reason"),
+    _spec("counter", "spec_predicted_step_seconds_total", "What the steps that verified a draft were thought to cost."),
+    _spec("counter", "spec_realised_step_seconds_total", "What the steps that verified a draft cost."),
+    _spec("counter", "spec_exploration_seconds_total", "Spent on drafts and plain steps whose only use was to learn."),
 )

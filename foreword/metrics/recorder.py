@@ -5,17 +5,20 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Callable
+from typing import TypeVar
 
-from foreword.core.events import DraftUse, StepStats, Tokens
+from foreword.core.events import DraftingStats, DraftUse, StepStats, Tokens
 from foreword.core.request import Request
 from foreword.errors import ForewordError
 from foreword.metrics import log
-from foreword.metrics.answer import AnswerMetrics, Progress
+from foreword.metrics.answer import AnswerMetrics, Figures, Progress, metrics_of
 from foreword.metrics.catalog import REASONS, STAGES
 from foreword.metrics.prometheus import Registry
 from foreword.metrics.tally import DraftTally
 
 __all__ = ["Recorder"]
+
+Number = TypeVar("Number", int, float)
 
 KEPT_ANSWERS = 4096  # ended requests whose figures may still be asked for
 
@@ -28,6 +31,19 @@ GAUGES = (
     "device_memory_bytes",
 )
 TOTALS = ("prefix_cache_queries_total", "prefix_cache_hits_total", "preemptions_total")
+SECONDS = {
+    "spec_predicted_step_seconds_total": "predicted_seconds",
+    "spec_realised_step_seconds_total": "realised_seconds",
+    "spec_exploration_seconds_total": "exploring_seconds",
+}
+BY_DRAFTER = (
+    "spec_drafts_total",
+    "spec_draft_tokens_total",
+    "spec_accepted_tokens_total",
+    "spec_emitted_tokens_total",
+    "spec_drafter_errors_total",
+    "spec_draft_length",
+)
 
 
 class Recorder:
@@ -49,7 +65,7 @@ class Recorder:
         self._clock = clock
         self._live: dict[str, Progress] = {}
         self._choices: dict[str, log.Choices] = {}
-        self._ended: OrderedDict[str, AnswerMetrics] = OrderedDict()
+        self._ended: OrderedDict[str, Figures] = OrderedDict()
         self._stats = StepStats()
         self._tallies = {name: DraftTally() for name in drafters}
         self._interval = log.Interval()
@@ -61,9 +77,8 @@ class Recorder:
     def _start_series(self) -> None:
         self._registry.start("requests_finished_total", REASONS)
         self._registry.start("step_seconds", STAGES)
-        for name in ("spec_drafts_total", "spec_draft_tokens_total", "spec_accepted_tokens_total", "spec_drafter_errors_total"):
-            if self._drafters:
-                self._registry.start(name, self._drafters)
+        for name in BY_DRAFTER if self._drafters else ():
+            self._registry.start(name, self._drafters)
 
     # What happened to a request.
 
@@ -105,10 +120,14 @@ class Recorder:
         """An answer with that many choices was sent."""
         self._registry.add("choices_returned_total", num_choices)
 
-    def answer_metrics(self, request_id: str) -> AnswerMetrics | None:
-        """Figures of a request that is live or ended not long ago."""
+    def answer_metrics(self, *request_ids: str) -> AnswerMetrics | None:
+        """Figures of a choice, or of several together, that are live or ended not long ago."""
+        figures = [found for found in map(self._figures, request_ids) if found is not None]
+        return metrics_of(figures) if figures else None
+
+    def _figures(self, request_id: str) -> Figures | None:
         if request_id in self._live:
-            return self._live[request_id].answer(bool(self._drafters))
+            return self._live[request_id].figures(_prompt_name(request_id))
         return self._ended.get(request_id)
 
     # What happened to the engine.
@@ -117,17 +136,31 @@ class Recorder:
         """The engine after a step. The same step may be told twice; it counts once."""
         if stats.step == self._stats.step:
             return
+        before = self._stats if stats.step > self._stats.step else StepStats()  # an engine started again counts from zero
         for name in GAUGES:
             self._registry.set(name, getattr(stats, name))
         for name in TOTALS:
-            self._registry.add(name, _delta(getattr(self._stats, name), getattr(stats, name)))
+            self._registry.add(name, _growth(getattr(before, name), getattr(stats, name)))
         for stage, seconds in stats.stage_seconds.items():
             self._registry.observe("step_seconds", seconds, stage)
         for drafter, errors in stats.drafter_errors.items():
-            self._registry.add("spec_drafter_errors_total", _delta(self._stats.drafter_errors.get(drafter, 0), errors), drafter)
-        self._interval.prefix_queries += _delta(self._stats.prefix_cache_queries_total, stats.prefix_cache_queries_total)
-        self._interval.prefix_hits += _delta(self._stats.prefix_cache_hits_total, stats.prefix_cache_hits_total)
+            self._registry.add("spec_drafter_errors_total", _growth(before.drafter_errors.get(drafter, 0), errors), drafter)
+        if self._drafters:
+            self._count_decisions(before.drafting, stats.drafting)
+        self._interval.prefix_queries += _growth(before.prefix_cache_queries_total, stats.prefix_cache_queries_total)
+        self._interval.prefix_hits += _growth(before.prefix_cache_hits_total, stats.prefix_cache_hits_total)
         self._stats = stats
+
+    def _count_decisions(self, before: DraftingStats, now: DraftingStats) -> None:
+        """What was decided about drafts since the step before."""
+        for drafter, lengths in now.lengths.items():
+            known = before.lengths.get(drafter, {})
+            for length, count in lengths.items():
+                self._registry.observe("spec_draft_length", length, drafter, times=_growth(known.get(length, 0), count))
+        for reason, count in now.none.items():
+            self._registry.add("spec_no_draft_total", _growth(before.none.get(reason, 0), count), reason)
+        for name, seconds in SECONDS.items():
+            self._registry.add(name, _growth(getattr(before, seconds), getattr(now, seconds)))
 
     # Who reads.
 
@@ -179,6 +212,7 @@ class Recorder:
         self._registry.add("spec_drafts_total", 1, use.drafter)
         self._registry.add("spec_draft_tokens_total", use.drafted, use.drafter)
         self._registry.add("spec_accepted_tokens_total", accepted, use.drafter)
+        self._registry.add("spec_emitted_tokens_total", emitted, use.drafter)
         self._count_positions("spec_draft_tokens_per_position_total", use.drafter, use.drafted)
         self._count_positions("spec_accepted_tokens_per_position_total", use.drafter, accepted)
         self._registry.set("spec_system_efficiency_ratio", _sure(tally.efficiency), use.drafter)
@@ -194,7 +228,7 @@ class Recorder:
         del self._live[request.id]
         self._registry.add("requests_finished_total", 1, reason)
         self._registry.observe("e2e_request_latency_seconds", max(now - progress.arrived_s, 0.0))
-        self._ended[request.id] = progress.answer(bool(self._drafters))
+        self._ended[request.id] = progress.figures(_prompt_name(request.id))
         while len(self._ended) > KEPT_ANSWERS:
             self._ended.popitem(last=False)
         self._log_choice(progress, reason, now)
@@ -220,9 +254,9 @@ def _prompt_name(request_id: str) -> str:
     return request_id.rpartition("-")[0] or request_id
 
 
-def _delta(before: int, after: int) -> int:
-    """Growth of a total; an engine that was started again counts from zero."""
-    return after - before if after >= before else after
+def _growth(before: Number, after: Number) -> Number:
+    """Of a total, never negative: a counter that went back would be an error here, and cost the step its events."""
+    return max(after - before, 0)
 
 
 def _sure(ratio: float | None) -> float:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import zip_longest
+
 __all__ = ["DraftTally"]
 
 
@@ -37,6 +39,15 @@ class DraftTally:
         _count(self.drafted_at, drafted)
         _count(self.accepted_at, accepted)
 
+    def include(self, other: DraftTally) -> None:
+        """Add the sums of another tally."""
+        self.verify_steps += other.verify_steps
+        self.drafted += other.drafted
+        self.accepted += other.accepted
+        self.emitted += other.emitted
+        self.drafted_at = _sums(self.drafted_at, other.drafted_at)
+        self.accepted_at = _sums(self.accepted_at, other.accepted_at)
+
     @property
     def acceptance(self) -> float | None:
         return self.accepted / self.drafted if self.drafted else None
@@ -55,6 +66,10 @@ class DraftTally:
         """Share accepted among the drafts that reached each place."""
         accepted = [*self.accepted_at, *[0] * (len(self.drafted_at) - len(self.accepted_at))]
         return tuple(hit / base for hit, base in zip(accepted, self.drafted_at, strict=True))
+
+
+def _sums(left: list[int], right: list[int]) -> list[int]:
+    return [a + b for a, b in zip_longest(left, right, fillvalue=0)]
 
 
 def _count(places: list[int], length: int) -> None:

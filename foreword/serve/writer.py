@@ -62,6 +62,7 @@ class Writer(ABC):
         self.wanted = wanted
         self._per_prompt = per_prompt
         self._head = head
+        self._running = len(self.answers)  # choices whose last chunk was not written yet
         self._begun: set[int] = set()
         self._accepted: Counter[int] = Counter()  # by choice, not yet told
 
@@ -80,7 +81,7 @@ class Writer(ABC):
     def whole(self) -> dict[str, Any]:
         """The body of an answer that is not streamed."""
         choices = [self._whole_choice(index, answer) for index, answer in enumerate(self.answers)]
-        return {**self.head(self.kind), "choices": choices, "usage": self.usage(), **self._single(choices)}
+        return {**self.head(self.kind), "choices": choices, "usage": self.usage(), **self._metrics(*self.answers)}
 
     def chunk(self, index: int, delta: Delta) -> dict[str, Any] | None:
         """The chunk of one delta, or None if it holds nothing for the caller."""
@@ -97,7 +98,7 @@ class Writer(ABC):
             "stop_reason": delta.stop_reason,
             **self._chunk_extras(index, delta, first),
         }
-        return {**self.chunk_of(choice), **self._single([choice])}
+        return {**self.chunk_of(choice), **self._together(delta)}
 
     def usage_chunk(self) -> dict[str, Any] | None:
         """The last chunk, if it was asked for: usage and no choices."""
@@ -172,11 +173,14 @@ class Writer(ABC):
             extras |= self._metrics(self.answers[index]) if delta.finish_reason else {}
         return extras
 
-    def _metrics(self, answer: Answer) -> dict[str, Any]:
-        found = self.server.recorder.answer_metrics(answer.request.id) if self.wanted.metrics else None
+    def _metrics(self, *answers: Answer) -> dict[str, Any]:
+        """Figures of one choice, or of several together."""
+        if not self.wanted.metrics:
+            return {}
+        found = self.server.recorder.answer_metrics(*(answer.request.id for answer in answers))
         return {} if found is None else {"metrics": found.as_dict()}
 
-    def _single(self, choices: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """The figures of an only choice stand beside `usage` too."""
-        alone = len(self.answers) == 1 and "metrics" in choices[0]
-        return {"metrics": choices[0]["metrics"]} if alone else {}
+    def _together(self, delta: Delta) -> dict[str, Any]:
+        """In a stream the figures of all choices stand beside the end of the last."""
+        self._running -= delta.finish_reason is not None
+        return self._metrics(*self.answers) if delta.finish_reason and not self._running else {}

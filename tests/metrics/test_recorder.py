@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from foreword.core.events import DraftUse, StepStats, Tokens, cut
+from foreword.core.events import DraftingStats, DraftUse, StepStats, Tokens, cut
 from foreword.core.params import SamplingParams
 from foreword.core.request import Request
 from foreword.errors import RequestFailed
@@ -87,6 +87,7 @@ def test_delivered_tokens_are_counted_after_the_cut(clock: Clock) -> None:
     assert series["spec_drafts_total", "ngram"] == 2
     assert series["spec_draft_tokens_total", "ngram"] == 8
     assert series["spec_accepted_tokens_total", "ngram"] == 3 + 2
+    assert series["spec_emitted_tokens_total", "ngram"] == 4 + 2
     assert series["spec_system_efficiency_ratio", "ngram"] == 6 / 10
     assert series["spec_acceptance_ratio", "ngram"] == 5 / 8
     assert [series["spec_accepted_tokens_per_position_total", "ngram", str(p)] for p in range(3)] == [2, 2, 1]
@@ -171,6 +172,55 @@ def test_figures_that_do_not_exist_are_absent(clock: Clock) -> None:
     assert off.answer_metrics("unknown") is None
 
 
+def test_a_request_that_drafted_nothing_says_so_by_absence(clock: Clock) -> None:
+    recorder = Recorder(("ngram",), clock=clock)
+    asked = request()
+    recorder.arrived(asked)
+    recorder.delivered(asked, tokens(0, 3, reason="stop"), 102.0)
+    metrics = recorder.answer_metrics("a")
+    assert metrics is not None
+    assert not [name for name in metrics.as_dict() if "draft" in name or "verify" in name or "acceptance" in name]
+
+
+def test_figures_of_several_choices_together(clock: Clock) -> None:
+    """Two choices of one prompt and one of another: sums of what is counted, the first to begin, speeds of all together."""
+    recorder = Recorder(("ngram", "suffix"), clock=clock)
+    a, b, c = request("x-0-0", seed=7), request("x-0-1", seed=8), request("x-1-0", seed=7)
+    for asked in (a, b, c):
+        recorder.arrived(asked)
+    recorder.delivered(a, tokens(0, 1, num_cached=4), 103.0)
+    recorder.delivered(b, tokens(0, 2, DraftUse("ngram", 3, 1), num_cached=9), 102.0)
+    recorder.delivered(a, tokens(1, 4, DraftUse("suffix", 5, 3), "stop"), 105.0)
+    recorder.delivered(b, tokens(2, 4, DraftUse("ngram", 4, 4), "stop"), 104.0)
+    recorder.delivered(c, tokens(0, 1, reason="length", num_cached=2), 102.5)
+    metrics = recorder.answer_metrics("x-0-0", "x-0-1", "x-1-0")
+    assert metrics is not None
+    assert metrics.as_dict() == {
+        "time_to_first_token_ms": 2000.0,
+        "time_per_output_token_ms": (2 + 2) / (4 + 4) * 1000,
+        "tokens_per_second": 8 / (105 - 102),
+        "prompt_tokens_per_second": (10 - 4) / 2,
+        "draft_tokens": 12,
+        "draft_tokens_acceptance": 8 / 12,
+        "mean_acceptance_length": (2 + 4 + 4) / 3,
+        "verify_steps": 3,
+        "cached_tokens": 4 + 2,
+        "seed": 7,
+    }
+    alone = recorder.answer_metrics("x-0-1")
+    assert alone is not None and (alone.draft_tokens, alone.seed, alone.tokens_per_second) == (7, 8, 2.0)
+
+
+def test_a_verified_draft_counts_where_nothing_was_emitted(clock: Clock) -> None:
+    recorder = Recorder(("ngram",), clock=clock)
+    asked = request()
+    recorder.arrived(asked)
+    recorder.delivered(asked, cut(tokens(0, 3, DraftUse("ngram", 4, 2)), 0, "length"), 102.0)
+    metrics = recorder.answer_metrics("a")
+    assert metrics is not None and (metrics.draft_tokens, metrics.draft_tokens_acceptance) == (4, 0.0)
+    assert scrape(recorder)["spec_draft_tokens_total", "ngram"] == 4
+
+
 def test_an_end_without_tokens(clock: Clock) -> None:
     recorder = Recorder((), clock=clock)
     asked = request()
@@ -225,11 +275,54 @@ def test_steps_set_gauges_and_add_what_is_new(clock: Clock) -> None:
     assert series["spec_drafter_errors_total", "ngram"] == 1
 
 
-def test_an_engine_started_again_counts_from_zero(clock: Clock) -> None:
+@pytest.mark.parametrize("again", [2, 9])
+def test_an_engine_started_again_counts_from_zero(clock: Clock, again: int) -> None:
     recorder = Recorder((), clock=clock)
     recorder.step(StepStats(step=9, preemptions_total=5))
-    recorder.step(StepStats(step=1, preemptions_total=2))
-    assert scrape(recorder)["preemptions_total",] == 7
+    recorder.step(StepStats(step=1, preemptions_total=again))
+    assert scrape(recorder)["preemptions_total",] == 5 + again
+
+
+DECIDED = DraftingStats(
+    lengths={"ngram": {1: 2, 7: 1}},
+    none={"does not pay": 3},
+    predicted_seconds=0.5,
+    realised_seconds=0.75,
+    exploring_seconds=0.25,
+)
+DECIDED_MORE = DraftingStats(
+    lengths={"ngram": {1: 2, 7: 2}, "draft": {32: 1}},
+    none={"does not pay": 4, "asleep": 1},
+    predicted_seconds=1.0,
+    realised_seconds=1.0,
+    exploring_seconds=0.25,
+)
+
+
+def test_decisions_about_drafts(clock: Clock) -> None:
+    recorder = Recorder(("ngram", "draft"), clock=clock)
+    recorder.step(StepStats(step=1, drafting=DECIDED))
+    recorder.step(StepStats(step=2, drafting=DECIDED_MORE))
+    series = scrape(recorder)
+    assert (series["spec_draft_length_count", "ngram"], series["spec_draft_length_sum", "ngram"]) == (4, 16)
+    assert [series["spec_draft_length_bucket", "ngram", bound] for bound in ("1.0", "6.0", "8.0")] == [2, 2, 4]
+    assert series["spec_draft_length_bucket", "draft", "24.0"] == 0
+    assert series["spec_draft_length_bucket", "draft", "32.0"] == 1
+    assert series["spec_no_draft_total", "does not pay"] == 4
+    assert series["spec_no_draft_total", "asleep"] == 1
+    assert series["spec_predicted_step_seconds_total",] == 1.0
+    assert series["spec_realised_step_seconds_total",] == 1.0
+    assert series["spec_exploration_seconds_total",] == 0.25
+
+
+def test_decisions_outlive_the_engine(clock: Clock) -> None:
+    recorder = Recorder(("ngram", "draft"), clock=clock)
+    recorder.step(StepStats(step=5, drafting=DECIDED_MORE))
+    recorder.step(StepStats(step=1, drafting=DECIDED))
+    series = scrape(recorder)
+    assert (series["spec_draft_length_count", "ngram"], series["spec_draft_length_sum", "ngram"]) == (4 + 3, 16 + 9)
+    assert series["spec_no_draft_total", "does not pay"] == 7
+    assert series["spec_realised_step_seconds_total",] == 1.75
 
 
 def test_returned_choices(clock: Clock) -> None:

@@ -23,6 +23,18 @@ def test_positions_have_bases_of_their_own() -> None:
     assert tally.efficiency == 5 / 7
 
 
+def test_tallies_add_up() -> None:
+    one, other, both = DraftTally(), DraftTally(), DraftTally()
+    one.add(drafted=4, accepted=2, emitted=3)
+    other.add(drafted=1, accepted=1, emitted=2)
+    other.add(drafted=6, accepted=0, emitted=1)
+    for tally in (one, other):
+        both.include(tally)
+    assert (both.verify_steps, both.drafted, both.accepted, both.emitted) == (3, 11, 3, 6)
+    assert both.drafted_at == [3, 2, 2, 2, 1, 1] and both.accepted_at == [2, 1]
+    assert one.drafted_at == [1, 1, 1, 1], "what is added stays as it was"
+
+
 @st.composite
 def drafts(draw: st.DrawFn) -> tuple[int, int, int]:
     drafted = draw(st.integers(1, 16))

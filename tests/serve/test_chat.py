@@ -218,8 +218,20 @@ def test_metrics_of_an_answer(served: Running) -> None:
 
 
 def test_metrics_of_several_choices(served: Running) -> None:
+    served.say(Script("Hello world", (4,), num_cached=2))
     answer = served.chat(metrics=True, n=2, seed=5)
     assert [choice.metrics["seed"] for choice in answer.choices] == [5, 6]
+    assert [choice.metrics["draft_tokens"] for choice in answer.choices] == [12, 12]
+    assert (answer.metrics["seed"], answer.metrics["draft_tokens"], answer.metrics["cached_tokens"]) == (5, 24, 2)
+
+
+def test_streamed_metrics_of_several_choices(served: Running) -> None:
+    served.say(lambda request: Script("Hello world", (4,), delay_s=0.002 * int(request.id[-1])))
+    chunks = [chunk for chunk in served.chat(metrics=True, n=3, stream=True) if chunk.choices]
+    ends = [chunk for chunk in chunks if chunk.choices[0].finish_reason]
+    assert [chunk.choices[0].metrics["draft_tokens"] for chunk in ends] == [12, 12, 12]
+    assert [chunk.metrics["draft_tokens"] for chunk in chunks if hasattr(chunk, "metrics")] == [36]
+    assert hasattr(ends[-1], "metrics")
 
 
 def test_draft_marks_in_a_stream(served: Running) -> None:
