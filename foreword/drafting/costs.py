@@ -9,11 +9,11 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from foreword.core.params import SamplingParams
 
-__all__ = ["Calibration", "Curve", "Drift", "PassCost", "SamplePrices", "StepCosts", "sampling_class"]
+__all__ = ["Calibration", "Curve", "Drift", "PassCost", "SamplePrices", "Shape", "StepCosts", "sampling_class"]
 
 SAMPLING_CLASSES = 5  # greedy, noise, filtered, processed, with logprobs
 FIXED_SHARE = 0.05  # of a step of one row, until measured: what sampling takes however many rows there are
@@ -114,26 +114,61 @@ class PassCost:
         return self.curve.at(max(backlog, requests)) + (length - 1) * self.curve.at(requests)
 
 
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What a step computes.
+
+    rows     of all kinds; sampled: those whose token is sampled
+    context  tokens read by the first rows of all requests
+    further  tokens read by their further rows
+    extra    model seconds of sampling beyond greedy
+    """
+
+    rows: int
+    sampled: int
+    context: int = 0
+    further: int = 0
+    extra: float = 0.0
+
+    def plus(self, requests: int, context: int) -> Shape:
+        """With so many requests more, each of which decodes one token."""
+        return replace(self, rows=self.rows + requests, sampled=self.sampled + requests, context=self.context + context)
+
+
 class StepCosts:
-    """Model seconds of a step by rows and sampled rows, without context, at greedy sampling."""
+    """Model seconds of a step."""
 
     def __init__(self, calibration: Calibration) -> None:
+        self._calibration = calibration
         self._all = Curve(calibration.sampled)
-        self._one = Curve(calibration.single or calibration.sampled)
+        one = Curve(calibration.single or calibration.sampled)
+        self._one = Curve({rows: one.at(rows) for rows in self._all.rows})
         self._pending = [0.0] * len(self._all.rows)
 
-    def seconds(self, rows: int, sampled: int) -> float:
-        everything = self._all.at(rows)
-        if sampled >= rows:
-            return everything
-        one = min(self._one.at(rows), everything)
-        return one + (everything - one) * (sampled - 1) / (rows - 1)
+    def of(self, shape: Shape) -> float:
+        seconds = self._all.at(shape.rows) if shape.sampled >= shape.rows else self._mixed(shape.rows, shape.sampled)
+        return seconds + self._constant(shape)
 
-    def further(self, rows: int, sampled: int, count: int) -> list[float]:
-        """Seconds with 0, 1, ..., count further rows, all of them sampled."""
-        if sampled >= rows:
-            return self._all.up_to(rows + count)[rows : rows + count + 1]
-        return [self.seconds(rows + n, sampled + n) for n in range(count + 1)]
+    def with_further(self, shape: Shape, count: int) -> list[float]:
+        """Seconds with 0, 1, ..., count further rows, all of them sampled, without what these read."""
+        rows, constant = shape.rows, self._constant(shape)
+        if shape.sampled >= rows:
+            return [seconds + constant for seconds in self._all.up_to(rows + count)[rows : rows + count + 1]]
+        return [self._mixed(rows + n, shape.sampled + n) + constant for n in range(count + 1)]
+
+    def reading(self, context: int) -> float:
+        """What each further row of a request takes for its context."""
+        return self._calibration.read_further * context
+
+    def _constant(self, shape: Shape) -> float:
+        """What does not depend on the number of rows."""
+        known = self._calibration
+        return known.read_first * shape.context + known.read_further * shape.further + shape.extra
+
+    def _mixed(self, rows: int, sampled: int) -> float:
+        everything = self._all.at(rows)
+        one = min(self._one.at(rows), everything)
+        return one + (everything - one) * max(sampled - 1, 0) / (rows - 1)
 
     def learn(self, rows: int, ratio: float) -> None:
         """A step of `rows` rows, all sampled, took `ratio` times what it should: correct the points it lies between.
@@ -153,8 +188,7 @@ class StepCosts:
             factor = math.exp(self._pending[index])
             self._pending[index] = 0.0
             self._all.scale(index, factor)
-            if index < len(self._one.rows):
-                self._one.scale(index, factor)
+            self._one.scale(index, factor)
 
 
 class Drift:

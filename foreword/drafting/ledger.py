@@ -1,0 +1,88 @@
+"""How far each request is ahead of plain decoding, so that nobody pays for drafts of others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from foreword.drafting.policy import Served
+
+__all__ = ["Account", "Ledger"]
+
+ALLOWANCE = 0.02
+FLOOR_TOKENS = 32
+REPAYMENT = 0.98  # of what was invested, is still owed after each token
+
+
+@dataclass(slots=True)
+class Account:
+    """One request, in model seconds.
+
+    tokens   its answer is thought to have at least so many, for what it may fall behind at first
+    lead     how far it is ahead of plain decoding
+    plain    how long plain decoding would have taken so far
+    invested what it was delayed by for drafts to come, as far as these are still owed
+    context  tokens it last read
+    """
+
+    tokens: int
+    lead: float = 0.0
+    plain: float = 0.0
+    invested: float = 0.0
+    context: int = 0
+
+    def slack(self, step: float) -> float:
+        """How far it may still fall back, plain steps taking `step` each: it never is 2 % behind."""
+        return self.lead + self.invested + ALLOWANCE * max(self.plain, self.tokens * step)
+
+
+class Ledger:
+    """Accounts of live requests, and of the *ghosts*: requests that ended early thanks to drafts.
+
+    Plain decoding would still be serving a ghost, and its steps would cost more for it, until the lead it ended with
+    is used up. Whoever arrives takes the place of a ghost: a client that waits for its answer sends its next request
+    when the last one ends, so that plain decoding would never have both.
+    """
+
+    def __init__(self) -> None:
+        self.accounts: dict[str, Account] = {}
+        self.ghosts: list[Account] = []
+
+    @property
+    def ghost_context(self) -> int:
+        return sum(ghost.context for ghost in self.ghosts)
+
+    def open(self, request_id: str, bound: int | None) -> Account:
+        """A request begins, whose answer has at most `bound` tokens."""
+        if self.ghosts:
+            self.ghosts.remove(max(self.ghosts, key=lambda ghost: ghost.lead))
+        account = Account(FLOOR_TOKENS if bound is None else min(FLOOR_TOKENS, bound))
+        self.accounts[request_id] = account
+        return account
+
+    def close(self, request_id: str) -> None:
+        """A request is over."""
+        account = self.accounts.pop(request_id, None)
+        if account is not None and account.lead > 0.0:
+            self.ghosts.append(account)
+
+    def settle(self, served: Iterable[Served], plain: float, actual: float) -> None:
+        """A step took `actual`; plain decoding would have taken `plain` for each token, or piece of a prompt, of each request."""
+        for one in served:
+            account = self.accounts.get(one.state.id)
+            if account is None:
+                account = self.open(one.state.id, one.state.params.max_tokens)
+            earned = one.emitted * plain if one.samples else plain
+            account.plain += earned
+            account.lead += earned - actual
+            account.context = one.context
+            if account.invested:
+                account.invested *= REPAYMENT**one.emitted
+        if self.ghosts:
+            self.ghosts = _later(self.ghosts, actual)
+
+
+def _later(ghosts: Iterable[Account], seconds: float) -> list[Account]:
+    for ghost in ghosts:
+        ghost.lead -= seconds
+    return [ghost for ghost in ghosts if ghost.lead > 0.0]

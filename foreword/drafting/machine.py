@@ -1,0 +1,131 @@
+"""What the controller believes about the machine, and how each step corrects it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from foreword.drafting.costs import OUTLIER, SAMPLING_CLASSES, Calibration, Drift, PassCost, SamplePrices, Shape, StepCosts
+from foreword.drafting.policy import Served
+from foreword.drafting.watchdog import Watchdog
+
+__all__ = ["Machine", "Tally"]
+
+PRICE_EVERY = 8  # steps between two looks at the price of sampling
+PASS_RATE = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Tally:
+    """A step that is over: as it was, and as it would have been without its drafts.
+
+    kinds     sampled rows by sampling class
+    emitted   tokens, of `sampling` requests
+    decoding  no prompt was computed: each row was sampled
+    """
+
+    shape: Shape
+    plain: Shape
+    kinds: Sequence[int]
+    emitted: int
+    sampling: int
+
+    @property
+    def drafted(self) -> int:
+        return self.shape.rows - self.plain.rows
+
+    @property
+    def decoding(self) -> bool:
+        return self.shape.sampled == self.shape.rows
+
+
+class Machine:
+    """Costs of steps and passes in model seconds, corrected by what they really take.
+
+    watchdog   doubts it all
+    predicted  seconds that steps with drafts were thought to take, drafting included; realised: what they took
+    """
+
+    def __init__(self, calibration: Calibration, passes: Mapping[str, PassCost]) -> None:
+        self.costs = StepCosts(calibration)
+        self.prices = SamplePrices(self.costs.of(Shape(1, 1)))
+        self.watchdog = Watchdog()
+        self.predicted = self.realised = 0.0
+        self._passes = dict(passes)
+        self._drift = Drift()
+        self._pass_factor = 1.0
+        self._carried = self._carried_prediction = 0.0
+        self._num_steps = 0
+
+    @property
+    def drift(self) -> float:
+        """Seconds by model second."""
+        return self._drift.factor or 1.0
+
+    def tally(self, served: Sequence[Served], kinds: Mapping[str, int]) -> Tally:
+        """Sum up a step; kinds: sampling classes of the requests that are not greedy."""
+        rows = sampled = drafted = further = context = emitted = sampling = 0
+        by_kind = [0] * SAMPLING_CLASSES
+        by_kind_plain = [0] * SAMPLING_CLASSES
+        for one in served:
+            draft = one.num_draft
+            rows += one.num_tokens
+            context += one.context - draft
+            if draft:
+                drafted += draft
+                further += draft * one.context
+            if one.samples:
+                sampling += 1
+                emitted += one.emitted
+                kind = kinds.get(one.state.id, 0) if kinds else 0
+                by_kind[kind] += 1 + draft
+                by_kind_plain[kind] += 1
+        plain = Shape(rows, sampling, context, 0, self._extra(by_kind_plain))
+        if not drafted:
+            return Tally(plain, plain, by_kind, emitted, sampling)
+        sampled = sampling + drafted
+        return Tally(Shape(rows + drafted, sampled, context, further, self._extra(by_kind)), plain, by_kind, emitted, sampling)
+
+    def measured(self, tally: Tally, seconds: Mapping[str, float], passes: float) -> tuple[float, float]:
+        """Learn from a step, in which drafters' passes should have taken `passes` model seconds.
+
+        Returns model seconds: of the step without drafting, and of the drafting in it.
+        """
+        drafting = seconds.get("draft", 0.0)
+        verifying = sum(seconds.values()) - drafting
+        cost = self.costs.of(tally.shape)
+        if tally.drafted:
+            self.predicted += (cost + self._carried_prediction) * self.drift
+            self.realised += verifying + self._carried
+        if tally.decoding and verifying > 0.0:
+            self._learn(tally, cost, verifying, seconds.get("sample", 0.0))
+        drafted = drafting / self.drift
+        if passes > 0.0 and drafted > 0.0:
+            self._pass_factor *= min(max(drafted / passes, 1 / OUTLIER), OUTLIER) ** PASS_RATE
+        self._carried, self._carried_prediction = drafting, passes
+        return cost, drafted
+
+    def drafting(self, drafter: str, backlog: int, requests: int, length: int) -> float:
+        """Model seconds of drafting `length` tokens for `requests` requests with so many rows to compute first."""
+        return self._pass_factor * self._passes[drafter].draft(backlog, requests, length)
+
+    def models(self, drafter: str) -> bool:
+        return drafter in self._passes
+
+    def _learn(self, tally: Tally, cost: float, verifying: float, sampling: float) -> None:
+        ratio = verifying / cost
+        self.costs.learn(tally.shape.rows, self._drift.update(ratio))
+        if tally.drafted:
+            needed = self.costs.of(tally.plain) * tally.emitted / tally.sampling
+            self.watchdog.speculated(verifying + self._carried, needed)
+        else:
+            self.watchdog.plain(ratio)
+        self._num_steps += 1
+        if self._num_steps % PRICE_EVERY == 0 and sampling > 0.0:
+            self.prices.learn(tally.kinds, sampling / self.drift)
+
+    def _extra(self, kinds: Sequence[int]) -> float:
+        if not any(kinds[1:]):
+            return 0.0
+        return math.fsum(count * self.prices.extra(kind) for kind, count in enumerate(kinds) if count)

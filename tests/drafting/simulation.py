@@ -1,0 +1,269 @@
+"""A simulated engine: machines with ridges, drafters with known acceptance, and time that only costs move.
+
+The text of every answer is the token 1 over and over; a guess is right if it is 1 and wrong if it is 0. Which places of
+an answer can be guessed is fixed by its seed, so that two policies are tried on the same luck.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Container, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+
+from foreword.core.draft import Draft
+from foreword.core.params import SamplingParams
+from foreword.core.request import Request, RequestState
+from foreword.drafting.base import Ask
+from foreword.drafting.costs import Calibration, PassCost
+from foreword.drafting.drafting import Drafting
+from foreword.drafting.policy import Load, Policy, Served, StepFacts
+
+ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048)
+STEP = 0.01  # seconds of a step of one row
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A roofline: steps take the same up to `ridge` rows, then grow with the rows.
+
+    speed  how fast it is at a time, 1 as calibrated; noise: relative deviation of a step
+    """
+
+    name: str
+    ridge: int
+    speed: Callable[[float], float] = lambda now: 1.0
+    noise: float = 0.0
+
+    def seconds(self, rows: int) -> float:
+        return STEP * max(rows / self.ridge, 1.0)
+
+    def calibration(self) -> Calibration:
+        seconds = {rows: self.seconds(rows) for rows in ROWS}
+        return Calibration(seconds, seconds)
+
+
+def swinging(now: float) -> float:
+    """Bandwidth that halves and recovers every 200 steps of the calibrated speed."""
+    return 0.5 if int(now / (100 * STEP)) % 2 else 1.0
+
+
+@dataclass(frozen=True)
+class Text:
+    """One answer.
+
+    chance  that a guess of the token at an output index is right
+    told    the drafter's confidence is that chance; otherwise it has none
+    offers  share of the places where the drafter has a guess at all
+    """
+
+    tokens: int
+    chance: Callable[[int], float]
+    told: bool = False
+    offers: float = 1.0
+    prompt: int = 8
+
+
+def steady(chance: float) -> Callable[[int], float]:
+    return lambda index: chance
+
+
+def two_sorts(seed: int, good: float = 0.97, bad: float = 0.15, share: float = 0.5) -> Callable[[int], float]:
+    """Places that are easy and places that are hard, about a dozen of one sort in a row."""
+
+    def chance(index: int) -> float:
+        return good if random.Random(seed * 7919 + index // 12).random() < share else bad
+
+    return chance
+
+
+@dataclass
+class Places:
+    """Which places of one answer can be guessed, and what a drafter knows of it."""
+
+    right: list[bool]
+    chance: list[float]
+    offered: list[bool]
+
+    @classmethod
+    def of(cls, text: Text, seed: int) -> Places:
+        luck = random.Random(seed)
+        chance = [text.chance(index) for index in range(text.tokens + 64)]
+        return cls([luck.random() < p for p in chance], chance, [luck.random() < text.offers for _ in chance])
+
+
+class HostDrafter:
+    """Looks things up: each ask takes `seconds`."""
+
+    def __init__(self, name: str, world: World, seconds: float) -> None:
+        self.name = name
+        self.world = world
+        self.seconds = seconds
+
+    def start(self, state: RequestState) -> None: ...
+
+    def finish(self, request_id: str, output: Sequence[int] = ()) -> None: ...
+
+    def check(self, live: Container[str]) -> None: ...
+
+    def propose(self, asks: Sequence[Ask]) -> list[Draft | None]:
+        self.world.now += self.seconds * len(asks)
+        return [self._propose(ask) for ask in asks]
+
+    def _propose(self, ask: Ask) -> Draft | None:
+        text, places = self.world.texts[ask.state.id], self.world.places[self.name, ask.state.id]
+        start = ask.length - ask.state.num_prompt
+        if not places.offered[start]:
+            return None
+        part = slice(start, start + ask.max_tokens)
+        confidence = tuple(places.chance[part]) if text.told else ()
+        return Draft(tuple(map(int, places.right[part])), self.name, confidence)
+
+
+class ModelDrafter(HostDrafter):
+    """Runs a model whose pass takes `share` of a step of as many rows."""
+
+    def __init__(self, name: str, world: World, share: float) -> None:
+        super().__init__(name, world, 0.0)
+        self.share = share
+        self.computed: dict[str, int] = {}
+
+    def finish(self, request_id: str, output: Sequence[int] = ()) -> None:
+        self.computed.pop(request_id, None)
+
+    def backlog(self, ask: Ask) -> int:
+        return max(ask.length - self.computed.get(ask.state.id, 0), 1)
+
+    def pass_seconds(self, rows: int, sampled: int) -> float:
+        return self.share * self.world.machine.seconds(rows)
+
+    def propose(self, asks: Sequence[Ask]) -> list[Draft | None]:
+        self._pass(sum(map(self.backlog, asks)))
+        drafts = [self._propose(ask) for ask in asks]
+        kept = [self._stopped(ask, draft) for ask, draft in zip(asks, drafts, strict=True)]
+        for length in range(1, max(len(draft.token_ids) for draft in kept)):
+            self._pass(sum(len(draft.token_ids) > length for draft in kept))
+        for ask in asks:
+            self.computed[ask.state.id] = ask.length
+        return list(kept)
+
+    def _pass(self, rows: int) -> None:
+        self.world.now += self.share * self.world.machine.seconds(rows) * self.world.slowness()
+
+    def _stopped(self, ask: Ask, draft: Draft | None) -> Draft:
+        assert draft is not None
+        product = 1.0
+        for index, confidence in enumerate(draft.confidence):
+            product *= confidence
+            if product < ask.worth:
+                return Draft(draft.token_ids[: index + 1], draft.drafter, draft.confidence[: index + 1])
+        return draft
+
+
+@dataclass
+class Outcome:
+    """What a run showed. Seconds of each request by its place in the list of texts, from its start to its end."""
+
+    seconds: float = 0.0
+    tokens: int = 0
+    latencies: dict[int, float] = field(default_factory=dict)
+    rows: int = 0
+    emitted: int = 0
+    steps: list[tuple[float, int, int]] = field(default_factory=list)
+
+    @property
+    def rate(self) -> float:
+        return self.tokens / self.seconds
+
+    @property
+    def efficiency(self) -> float:
+        """Emitted tokens by verified rows, over the steps that verified a draft."""
+        return self.emitted / self.rows if self.rows else 1.0
+
+
+class World:
+    """A machine that serves texts, `concurrency` at once; the next begins when one ends."""
+
+    def __init__(
+        self, machine: Machine, texts: Sequence[Text], concurrency: int, asking: float = 0.0, share: float = 0.0
+    ) -> None:
+        self.machine = machine
+        self.listed = list(texts)
+        self.concurrency = concurrency
+        self.now = 0.0
+        self.texts: dict[str, Text] = {}
+        self.places: dict[tuple[str, str], Places] = {}
+        self.hosts = [HostDrafter("suffix", self, asking * STEP / concurrency)]
+        self.models = [ModelDrafter("draft", self, share)] if share else []
+        self._luck = random.Random(5)
+
+    def slowness(self) -> float:
+        return 1.0 / self.machine.speed(self.now)
+
+    def passes(self) -> dict[str, PassCost]:
+        return {model.name: PassCost.measured({rows: model.pass_seconds(rows, rows) for rows in ROWS}) for model in self.models}
+
+    def run(self, policy: Policy | None, hosts: bool = True) -> Outcome:
+        """Serve all texts; policy None: speculation is off."""
+        names = [*self.hosts] if hosts else []
+        door = Drafting(names, 2, policy, self.models) if policy else None
+        outcome = Outcome()
+        live: dict[str, tuple[RequestState, float]] = {}
+        waiting = count()
+        while live or len(outcome.latencies) < len(self.listed):
+            while len(live) < self.concurrency and (index := next(waiting)) < len(self.listed):
+                self._start(index, live, door)
+            self._step(live, door, outcome)
+        outcome.seconds = self.now
+        return outcome
+
+    def _start(self, index: int, live: dict[str, tuple[RequestState, float]], door: Drafting | None) -> None:
+        text, name = self.listed[index], str(index)
+        self.texts[name] = text
+        self.places["suffix", name] = Places.of(text, index)
+        self.places["draft", name] = Places.of(text, index + 10_000)
+        params = SamplingParams(temperature=0.0, max_tokens=text.tokens)
+        state = RequestState(Request(name, (1,) * text.prompt, params, 0), index, 1 << 20)
+        live[name] = state, self.now
+        if door:
+            door.start(state)
+
+    def _step(self, live: dict[str, tuple[RequestState, float]], door: Drafting | None, outcome: Outcome) -> None:
+        begin = self.now
+        states = [state for state, _ in live.values()]
+        runs = [_run(state) for state in states]
+        rows = sum(state.num_missing + len(state.draft) for state in states)
+        self.now += self.machine.seconds(rows) * self.slowness() * (1 + self.machine.noise * self._luck.gauss(0, 1))
+        verified = self.now
+        served = tuple(
+            Served(s, s.num_missing, len(s.draft), True, len(run), len(s.tokens)) for s, run in zip(states, runs, strict=True)
+        )
+        ended = [len(state.tokens) + len(run) >= state.limit for state, run in zip(states, runs, strict=True)]
+        asks = [None if over else Ask(s, run) for s, run, over in zip(states, runs, ended, strict=True)]
+        drafts = door.propose(asks, Load()) if door else (None,) * len(asks)
+        self._count(outcome, served)
+        for state, run, draft, over in zip(states, runs, drafts, ended, strict=True):
+            state.num_computed = len(state.tokens) + len(run) - 1
+            state.append(run)
+            state.set_draft(draft.token_ids if draft else (), "")
+            if over:
+                outcome.latencies[int(state.id)] = self.now - live.pop(state.id)[1]
+        if door:
+            door.measured(StepFacts(served, {"forward": verified - begin, "draft": self.now - verified}))
+            assert not door.errors, door.errors
+            for state, over in zip(states, ended, strict=True):
+                if over:
+                    door.finish(state.id)
+        outcome.steps.append((self.now - begin, sum(len(run) for run in runs), rows))
+
+    def _count(self, outcome: Outcome, served: Sequence[Served]) -> None:
+        outcome.tokens += sum(one.emitted for one in served)
+        drafted = [one for one in served if one.num_draft]
+        outcome.rows += sum(one.num_draft + 1 for one in drafted)
+        outcome.emitted += sum(one.emitted for one in drafted)
+
+
+def _run(state: RequestState) -> tuple[int, ...]:
+    """What a step emits: the right guesses and one token more, within the limit."""
+    wrong = state.draft.index(0) if 0 in state.draft else len(state.draft)
+    return (1,) * min(wrong + 1, state.limit - len(state.tokens))
