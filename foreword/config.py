@@ -173,6 +173,11 @@ class Config:
             raise ConfigError(f"speculate names a drafter twice: {self.speculate}", "speculate")
         return names
 
+    @property
+    def runs_draft_model(self) -> bool:
+        """Whether `draft_model` is loaded: to guess, or to be paid for in a replay."""
+        return self.draft_model is not None and ("draft" in self.drafter_names() or self.replay_cost)
+
     def with_speculative_config(self) -> Config:
         """`speculative_config` (vLLM's JSON) spread over the fields it stands for."""
         if self.speculative_config is None:

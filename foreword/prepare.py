@@ -37,9 +37,9 @@ def directories(config: Config) -> Config:
     """
     config = config.with_speculative_config()
     path = MODEL if config.model in (None, DEMO) else resolve_path(str(config.model))
-    if config.draft_model is None or "draft" not in config.drafter_names():
+    if not config.runs_draft_model:
         return replace(config, model=str(path))
-    drafter = DRAFTER if config.draft_model == DEMO else resolve_path(config.draft_model)
+    drafter = DRAFTER if config.draft_model == DEMO else resolve_path(str(config.draft_model))
     return replace(config, model=str(path), draft_model=str(drafter))
 
 
@@ -52,7 +52,7 @@ def prepare(config: Config) -> Prepared:
     config = directories(config)
     path = Path(str(config.model))
     tokenizer, rows = read_vocabulary(path)
-    if "draft" in config.drafter_names():
+    if config.runs_draft_model:
         check_same_tokenizer(tokenizer, read_vocabulary(Path(str(config.draft_model)))[0])
     return Prepared(config, path, tokenizer, tokenizer.unused_ids(rows))
 

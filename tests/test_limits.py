@@ -31,7 +31,7 @@ def recording(checkpoint: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("drafter", ["off", "ngram", "draft", "replay"])
+@pytest.mark.parametrize("drafter", ["off", "ngram", "suffix", "draft", "replay"])
 @pytest.mark.parametrize("off_by", [-1, 0, 1])
 def test_every_answer_ends_at_the_limit(checkpoint: Path, recording: Path, drafter: str, off_by: int) -> None:
     limit = 3 * BLOCK + off_by
@@ -42,6 +42,7 @@ def test_every_answer_ends_at_the_limit(checkpoint: Path, recording: Path, draft
         replay_file=str(recording) if drafter == "replay" else None,
         replay_error_rate=0.1 if drafter == "replay" else 0.0,
         num_speculative_tokens=16,
+        draft_length="fixed",
         max_model_len=limit,
         block_size=BLOCK,
         kv_cache_memory=f"{2 * (limit + BLOCK)}tokens",

@@ -36,8 +36,10 @@ def test_a_thousand_requests_on_a_small_cache(tmp_path: Path) -> None:
     """64 at once in 4,000 tokens of cache, speculating, against one at a time without."""
     path = write_checkpoint(tmp_path / "model", "llama", seed=5)
     _, alone = answers(path, max_num_seqs=1, speculate="off", prefix_caching=False)
-    llm, crowded = answers(path, max_num_seqs=64, kv_cache_memory="4000tokens", max_num_batched_tokens=128)
-    assert len(crowded) == NUM_REQUESTS
-    assert crowded == alone
-    assert llm.stats.preemptions_total > 0, "the cache was meant to be too small"
-    assert llm.stats.prefix_cache_hits_total > 0
+    for draft_length in ("fixed", "adaptive"):
+        small = {"kv_cache_memory": "4000tokens", "max_num_batched_tokens": 128}
+        llm, crowded = answers(path, max_num_seqs=64, draft_length=draft_length, **small)
+        assert len(crowded) == NUM_REQUESTS
+        assert crowded == alone
+        assert llm.stats.preemptions_total > 0, "the cache was meant to be too small"
+        assert llm.stats.prefix_cache_hits_total > 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from foreword.core.draft import Draft
 from foreword.core.request import RequestState
@@ -62,6 +62,7 @@ class Drafter(Protocol):
         """One draft for each ask, of at most its max_tokens; None where there is nothing to guess from."""
 
 
+@runtime_checkable
 class PassDrafter(Drafter, Protocol):
     """A drafter that runs a model: each token costs a forward pass, so it is asked only where that pays."""
 

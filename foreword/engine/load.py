@@ -15,13 +15,17 @@ from foreword.cache.blocks import BlockPool
 from foreword.cache.storage import KVStorage
 from foreword.config import Config, EngineInfo, Machine, ModelFacts, Resolved, resolve
 from foreword.core.batch import SCRATCH_BLOCK, Chunk, build_batch
-from foreword.drafting.base import Drafter
+from foreword.drafting.base import Drafter, PassDrafter
+from foreword.drafting.controller import Controller
 from foreword.drafting.drafting import Drafting
 from foreword.drafting.model import ModelDrafter
 from foreword.drafting.ngram import NgramDrafter
 from foreword.drafting.policy import FixedLength
-from foreword.drafting.replay import ReplayDrafter, read_recording
+from foreword.drafting.prediction import PredictionDrafter
+from foreword.drafting.replay import PaidReplay, ReplayDrafter, read_recording
+from foreword.drafting.suffix import SuffixDrafter
 from foreword.engine.assemble import Assembler
+from foreword.engine.calibrate import Calibrator, pass_cost
 from foreword.engine.engine import Engine
 from foreword.engine.runner import Runner
 from foreword.engine.scheduler import Scheduler
@@ -29,7 +33,7 @@ from foreword.engine.stages import Stages
 from foreword.engine.trace import TracedScheduler
 from foreword.errors import ConfigError
 from foreword.hardware import machine, probe
-from foreword.kernels.cpu.library import library_digest
+from foreword.kernels.cpu.library import library_digest, load_library
 from foreword.kernels.ops import Ops
 from foreword.kernels.registry import select, why_not_native
 from foreword.models.base import Model, Precision
@@ -52,8 +56,7 @@ def load(config: Config, unused_ids: Sequence[int], resolved: Resolved | None = 
     """
     assert config.model is not None and config.speculative_config is None, "a config that was not prepared"
     target = read_facts(Path(config.model), config.gguf_dequantize)
-    wants_draft_model = "draft" in config.drafter_names() and config.draft_model is not None
-    drafter = read_facts(Path(config.draft_model), config.gguf_dequantize) if wants_draft_model and config.draft_model else None
+    drafter = read_facts(Path(str(config.draft_model)), config.gguf_dequantize) if config.runs_draft_model else None
     if resolved is None:
         resolved = resolve(config, this_machine(config), target, drafter)
     return _Loader(config, resolved, unused_ids, progress).engine(target, drafter)
@@ -83,22 +86,41 @@ class _Loader:
         model = self.model(self.config.model, resolved.max_model_len)
         kv = self.storage(model)
         sampler = Sampler(self.ops, model.vocab_size, self.unused_ids, resolved.test_mode)
-        drafters = [self.drafter(name, model.vocab_size) for name in resolved.drafters]
+        drafting = self.drafting(model.vocab_size)
         self.seconds["weights"] = time.perf_counter() - started
         stages = Stages()
-        drafting = Drafting(drafters, model.vocab_size, FixedLength(resolved.num_speculative_tokens))
         runner = Runner(model, kv, sampler, drafting, stages)
         started = time.perf_counter()
         runner.warm_up(build_batch([Chunk([0], 0, [SCRATCH_BLOCK], 1)], resolved.block_size, self.ops.row_tile, resolved.device))
         self.seconds["warmup"] = time.perf_counter() - started
+        assembler = Assembler(resolved.block_size, self.ops.row_tile, resolved.device)
+        if not drafting.off and resolved.draft_length == "adaptive":
+            started = time.perf_counter()
+            drafting.policy = self.controller(assembler, runner)
+            stages.take()
+            self.seconds["calibration"] = time.perf_counter() - started
         return Engine(
-            self.info(target, drafter),
-            self.scheduler(),
-            Assembler(resolved.block_size, self.ops.row_tile, resolved.device),
-            runner,
-            stages,
-            device_memory=_device_memory(resolved),
+            self.info(target, drafter), self.scheduler(), assembler, runner, stages, device_memory=_device_memory(resolved)
         )
+
+    def drafting(self, vocab_size: int) -> Drafting:
+        """Every drafter that was asked for; those that run a model apart."""
+        lookups: list[Drafter] = []
+        passes: list[PassDrafter] = []
+        for name in self.resolved.drafters:
+            drafter = self.drafter(name, vocab_size)
+            if isinstance(drafter, PassDrafter):
+                passes.append(drafter)
+            else:
+                lookups.append(drafter)
+        return Drafting(lookups, vocab_size, FixedLength(self.resolved.num_speculative_tokens), passes)
+
+    def controller(self, assembler: Assembler, runner: Runner) -> Controller:
+        """The policy that knows what steps cost here."""
+        resolved = self.resolved
+        calibration = Calibrator(assembler, runner, resolved.max_num_batched_tokens, resolved.max_model_len).calibration()
+        passes = {model.name: pass_cost(model, resolved.max_num_seqs) for model in runner.drafting.passes}
+        return Controller(calibration, resolved.num_speculative_tokens, passes)
 
     def scheduler(self) -> Scheduler:
         resolved, trace = self.resolved, self.config.trace
@@ -124,13 +146,25 @@ class _Loader:
     def drafter(self, name: str, vocab_size: int) -> Drafter:
         """The one place that knows every drafter's constructor."""
         config, resolved = self.config, self.resolved
+        if name == "prediction":
+            return PredictionDrafter(frozenset(self.unused_ids))
+        if name == "suffix":
+            return SuffixDrafter(resolved.suffix_corpus_bytes, self.unused_ids, load_library()[0])
         if name == "ngram":
             return NgramDrafter(resolved.prompt_lookup_min, resolved.prompt_lookup_max)
         if name == "replay":
-            assert config.replay_file is not None
-            return ReplayDrafter(read_recording(config.replay_file), config.replay_error_rate, vocab_size)
+            return self.replay_drafter(vocab_size)
         assert name == "draft" and config.draft_model is not None
         return self.model_drafter(config.draft_model, vocab_size)
+
+    def replay_drafter(self, vocab_size: int) -> Drafter:
+        config = self.config
+        assert config.replay_file is not None
+        replay = ReplayDrafter(read_recording(config.replay_file), config.replay_error_rate, vocab_size)
+        if not config.replay_cost:
+            return replay
+        assert config.draft_model is not None
+        return PaidReplay(replay, self.model_drafter(config.draft_model, vocab_size))
 
     def model_drafter(self, path: str, vocab_size: int) -> ModelDrafter:
         resolved = self.resolved
