@@ -50,6 +50,7 @@ FULL_SHARE = 3  # its cache holds one third of what its requests need
 def run(args: argparse.Namespace) -> int:
     for name, value in (SMOKE if args.quick else USUAL).items():
         setattr(args, name, value if getattr(args, name) is None else getattr(args, name))
+    _check(args)
     draw = importlib.import_module("foreword.cli.bench_speculate_plot").draw if args.plot else None
     result = _remote(args) if args.base_url else _replayed(args) if args.replay_acceptance else _local(args)
     show_result(result)
@@ -68,13 +69,13 @@ def _local(args: argparse.Namespace) -> dict[str, Any]:
     config = with_demo_drafter(read_config(args))
     target = _load(config, args)
     make = functools.partial(scripts_of, room=_room(target.engines[ADAPTIVE], args))
-    return _measured_locally(target, config, args, _listed("categories", args.categories, ALL), make)
+    return _measured_locally(target, config, args, _categories(args), make)
 
 
 def _replayed(args: argparse.Namespace) -> dict[str, Any]:
     """The same with recorded answers as drafts, in categories of one acceptance each."""
     rates = acceptances(args.replay_acceptance)
-    base = [name for name in _listed("categories", args.categories, ALL) if name != MIXED]
+    base = [name for name in _categories(args) if name != MIXED]
     config = _replaying(args)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "recording.jsonl"
@@ -85,18 +86,16 @@ def _replayed(args: argparse.Namespace) -> dict[str, Any]:
         record(recorder, groups, rates, loads[-1], file)
         del recorder
         gc.collect()
-        config = replace(config, replay_file=str(file), replay_cost=args.replay_cost)
+        config = replace(config, replay_file=str(file), replay_cost=getattr(args, "replay_cost", False))
         return _measured_locally(_load(config, args), config, args, categories_of(rates), make)
 
 
 def _remote(args: argparse.Namespace) -> dict[str, Any]:
-    if args.fixed or args.plain or args.replay_acceptance:
-        raise ConfigError("--fixed, --plain and --replay-acceptance need engines of their own: leave out --base-url")
     target = RemoteTarget(args.base_url, read_config(args).api_key)
     reach = min(target.reach, args.context)
     room = Room.of(reach, args.max_tokens, target.count, target.plain_ids(), library_functions())
     make = functools.partial(scripts_of, room=room)
-    cells = _cells(_listed("categories", args.categories, ALL), _loads(args), args, make)
+    cells = _cells(_categories(args), _loads(args), args, make)
     modes = _modes(target.drafters, args)
     return _result(target.model, args, modes, _measure(target, cells, modes, args.rounds))
 
@@ -223,6 +222,18 @@ def _small_cache(config: Config, engine: LocalEngine, cell: Cell) -> Config:
 
 
 # The command line
+
+
+def _check(args: argparse.Namespace) -> None:
+    """What can be known before anything is loaded. Raises ConfigError."""
+    for read in (_categories, _loads, _lengths):
+        read(args)
+    if args.base_url and (args.fixed or args.plain or args.replay_acceptance):
+        raise ConfigError("--fixed, --plain and --replay-acceptance need engines of their own: leave out --base-url")
+
+
+def _categories(args: argparse.Namespace) -> tuple[str, ...]:
+    return _listed("categories", args.categories, ALL)
 
 
 def _listed(name: str, text: str, known: Sequence[str]) -> tuple[str, ...]:

@@ -13,14 +13,14 @@ from foreword.errors import ConfigError
 try:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-    from matplotlib.ticker import NullLocator, ScalarFormatter
+    from matplotlib.ticker import FormatStrFormatter, NullLocator
 except ImportError:
     raise ConfigError("--plot needs matplotlib: pip install 'foreword[bench]'", "plot") from None
 
 __all__ = ["draw"]
 
 Cells = Sequence[Mapping[str, Any]]
-TICKS = (0.25, 0.5, 0.8, 1, 1.25, 1.5, 2, 3, 4, 6, 8, 12)
+TICKS = (0.25, 0.5, 0.75, 1, 1.5, 2, 3, 4, 6, 8, 12)
 INK, GRID = "#222222", "#dddddd"
 COLORS = ("#1f5fa8", "#d1662b", "#3c8d4f", "#8a5aa8", "#b8962e", "#5aa6b8", "#a83c5c", "#777777", "#6b8e23", "#c06090")
 STAGES = {
@@ -40,7 +40,7 @@ def draw(result: Mapping[str, Any], file: Path) -> None:
     categories = list(dict.fromkeys(cell["category"] for cell in cells))
     height = 1.6 + 0.42 * len(categories)
     figure = Figure(figsize=(3.0 + 2.9 * max(len(loads), 2), 2 * height + 1.6), layout="constrained")
-    above, below = figure.subfigures(2, 1)
+    above, below = figure.subfigures(2, 1, squeeze=False)[:, 0]
     for axes, load in zip(_row(above, len(loads), share=True), loads, strict=True):
         _ratios(axes, [cell for cell in cells if (cell["cache_full"], cell["concurrency"]) == load], categories, result["modes"])
     left, right = _row(below, 2)
@@ -76,7 +76,7 @@ def _ratios(axes: Axes, cells: Cells, categories: Sequence[str], modes: Sequence
     axes.set_xscale("log")
     axes.set_xlim(*_span(cells))
     axes.set_xticks([tick for tick in TICKS if _span(cells)[0] <= tick <= _span(cells)[1]])
-    axes.xaxis.set_major_formatter(ScalarFormatter())
+    axes.xaxis.set_major_formatter(FormatStrFormatter("%g"))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.set_yticks(range(len(categories)), categories)
     axes.set_ylim(len(categories) - 0.5, -0.5)

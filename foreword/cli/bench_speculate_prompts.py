@@ -31,7 +31,8 @@ from foreword.cli.bench_speculate_texts import (
 __all__ = ["ALL", "CATEGORIES", "MIXED", "QUICK", "Category", "Room", "Script", "scripts_of", "seed_of", "woven"]
 
 MIXED = "mixed"
-CODE = 'def check_lamp(count):\n    return count\n{"name": "Paul", "age": 42}\n'
+CODE = "def check_lamp(count):\n    return count\n"
+JSON = '{"name": "Paul", "age": 42, "city": "Oslo", "job": "pilot"}'
 PROSE = "Anna found a red lamp in the forest. The clever fox moved the basket of Hugo."
 CHAT = (
     "What is speculative decoding?",
@@ -54,7 +55,8 @@ class Room:
 
     prompt_tokens  of one request, at most
     answer_tokens  of an ordinary answer, at most
-    code, prose    characters of a token in such text
+    code           characters of a token in code and JSON
+    prose          characters of a token in plain sentences
     ids            token ids that a random prompt is drawn from
     library        functions of the standard library
     """
@@ -71,8 +73,8 @@ class Room:
         cls, reach: int, answer_tokens: int, count: Callable[[str], int], ids: Sequence[int], library: tuple[str, ...]
     ) -> Room:
         """`reach` tokens for a prompt and its answer together, as `count` counts them."""
-        code, prose = (len(sample) / max(count(sample), 1) for sample in (CODE, PROSE))
-        return cls(reach // 2, min(answer_tokens, reach // 4), code, prose, ids, library)
+        code, json_, prose = (len(sample) / max(count(sample), 1) for sample in (CODE, JSON, PROSE))
+        return cls(reach // 2, min(answer_tokens, reach // 4), min(code, json_), prose, ids, library)
 
     def part(self, share: float, density: float) -> int:
         """Characters of a part of the prompt; one tenth stays for instructions and the template."""
