@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
-from ctypes import POINTER, c_float, c_int32, c_int64, c_void_p
+from ctypes import POINTER, c_char_p, c_float, c_int32, c_int64, c_uint32, c_void_p
 from enum import IntEnum
 from pathlib import Path
 from types import MappingProxyType
@@ -30,7 +30,7 @@ __all__ = [
     "load_library",
 ]
 
-VERSION = 3  # of the signatures and structures below, as in api.cpp
+VERSION = 4  # of the signatures and structures below, as in api.cpp
 ISAS = ("portable", "avx2", "avx512", "amx")  # enum Isa
 KIND_NAMES = ("float32", "bfloat16", "float16", "int8", "int4", "q8_0", "q5_0", "q4_0", "q4_k", "q5_k", "q6_k")
 KINDS = MappingProxyType({name: number for number, name in enumerate(KIND_NAMES)})  # enum Kind
@@ -164,6 +164,12 @@ SIGNATURES = MappingProxyType(
         "foreword_packed_bytes": (c_int64, c_int32, c_int64, c_int64),
         "foreword_pack": (None, c_void_p, c_int32, c_int32, c_void_p, c_int64, c_int64, c_void_p),
         "foreword_unpack": (None, c_void_p, POINTER(Weight), c_void_p),
+        "foreword_suffix_new": (c_void_p, c_int32, c_void_p, c_int64, c_char_p, c_int64),
+        "foreword_suffix_delete": (None, c_void_p),
+        "foreword_suffix_start": (c_int32, c_void_p, c_uint32),
+        "foreword_suffix_finish": (None, c_void_p, c_int32, c_void_p, c_int64),
+        "foreword_suffix_num_texts": (c_int64, c_void_p),
+        "foreword_suffix_propose": (c_int64, c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_void_p),
     }
 )
 

@@ -1,0 +1,374 @@
+// Guesses from the longest suffix match: the same as drafting/suffix_index.py, to the bit, which explains the method.
+//
+// Memory comes zeroed and is touched only as it fills: a zero is a boundary, or nowhere. Callers have checked handles.
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <cstdlib>
+#include <memory>
+#include <new>
+#include <utility>
+#include <vector>
+
+namespace foreword {
+namespace {
+
+constexpr int NUM_ORDERS = 4;
+constexpr int ORDERS[NUM_ORDERS] = {1, 2, 4, 8};
+constexpr int MAX_WALK = 16;
+constexpr int MAX_MATCH = 32;
+constexpr int MAX_PLACES = 2 * MAX_WALK;
+constexpr double MIN_REACH = 0.05;
+constexpr int64_t OWN_WEIGHT = 2;
+constexpr int32_t SMALLEST = 64;
+constexpr uint64_t FACTOR = 0x9E3779B97F4A7C15;
+constexpr int32_t BOUNDARY = 0;
+constexpr int32_t NOWHERE = 0;
+
+constexpr int64_t cube(int64_t length) { return length * length * length; }
+
+template <class T>
+class Zeros {
+public:
+    explicit Zeros(int64_t count) : data_(static_cast<T*>(std::calloc(count, sizeof(T)))) {
+        if (!data_) throw std::bad_alloc();
+    }
+    T& operator[](int64_t i) { return data_.get()[i]; }
+    const T& operator[](int64_t i) const { return data_.get()[i]; }
+
+private:
+    struct Free {
+        void operator()(T* data) const { std::free(data); }
+    };
+    std::unique_ptr<T, Free> data_;
+};
+
+// Hashes of the last n tokens, for the first `count` of ORDERS.
+struct Keys {
+    int count = 0;
+    uint32_t of[NUM_ORDERS];
+};
+
+class Slots;
+
+// Where a match goes on: the next token stands at `slot`.
+struct Place {
+    const Slots* slots;
+    int32_t slot;
+    int32_t length;
+    int64_t weight;
+};
+
+struct Places {
+    int count = 0;
+    std::array<Place, MAX_PLACES> of;
+};
+
+// Class Slots of suffix_index.py.
+class Slots {
+public:
+    explicit Slots(int32_t capacity)
+        : capacity_(capacity), tokens_(capacity), heads_(capacity * int64_t{NUM_ORDERS}), chains_(capacity) {}
+
+    int32_t write() const { return write_; }
+    int32_t capacity() const { return capacity_; }
+    int32_t token(int32_t slot) const { return tokens_[slot]; }
+    int32_t before(int32_t slot) const { return slot > 1 ? slot - 1 : capacity_ - 1; }
+    int32_t after(int32_t slot) const { return slot + 1 < capacity_ ? slot + 1 : 1; }
+
+    Keys keys(uint32_t owner) const {
+        Keys keys;
+        uint64_t key = owner;
+        int32_t slot = write_;
+        for (int length = 1; length <= ORDERS[NUM_ORDERS - 1]; length++) {
+            slot = before(slot);
+            if (tokens_[slot] == BOUNDARY) break;
+            key = (key ^ static_cast<uint64_t>(tokens_[slot])) * FACTOR;
+            key ^= key >> 29;
+            if (length == ORDERS[keys.count]) keys.of[keys.count++] = static_cast<uint32_t>(key >> 32);
+        }
+        return keys;
+    }
+
+    void append(int32_t token, uint32_t owner) {
+        if (token != BOUNDARY) link(keys(owner));
+        tokens_[write_] = token;
+        chains_[write_].owner = owner;
+        write_ = after(write_);
+        tokens_[write_] = BOUNDARY;
+    }
+
+    // Adds where the end of `text` stands here too, by the longest order that has a match, latest first.
+    void find(const Keys& keys, const Slots& text, uint32_t owner, Places& places) const {
+        const int before = places.count;
+        for (int order = keys.count - 1; order >= 0 && places.count == before; order--) {
+            walk(order, heads_[bucket(order, keys.of[order])], text, owner, places);
+        }
+    }
+
+private:
+    // Of one slot: the namespace of its token, and the slot before it in the chain of each order.
+    struct Chains {
+        uint32_t owner;
+        int32_t links[NUM_ORDERS];
+    };
+
+    int64_t bucket(int order, uint32_t key) const {
+        return int64_t{order} * capacity_ + static_cast<int64_t>(uint64_t{key} * capacity_ >> 32);
+    }
+
+    void link(const Keys& keys) {
+        Chains& chains = chains_[write_];
+        for (int order = 0; order < keys.count; order++) {
+            int32_t& head = heads_[bucket(order, keys.of[order])];
+            chains.links[order] = head;
+            head = write_;
+        }
+    }
+
+    void walk(int order, int32_t slot, const Slots& text, uint32_t owner, Places& places) const {
+        int32_t youngest = 0;
+        for (int looked = 0; looked < MAX_WALK && slot != NOWHERE; looked++) {
+            const int32_t age = slot <= write_ ? write_ - slot : write_ - slot + capacity_ - 1;
+            if (age <= youngest) return;
+            const int32_t length = chains_[slot].owner == owner ? common(slot, text) : 0;
+            if (length >= ORDERS[order]) {
+                places.of[places.count++] = {this, slot, length, cube(length) * (this == &text ? OWN_WEIGHT : 1)};
+            }
+            youngest = age;
+            slot = chains_[slot].links[order];
+        }
+    }
+
+    // How many tokens before `slot` are those that end `text`.
+    int32_t common(int32_t slot, const Slots& text) const {
+        int32_t end = text.write_;
+        for (int32_t length = 0; length < MAX_MATCH; length++) {
+            slot = before(slot);
+            end = text.before(end);
+            if (tokens_[slot] == BOUNDARY || tokens_[slot] != text.tokens_[end]) return length;
+        }
+        return MAX_MATCH;
+    }
+
+    int32_t capacity_;
+    int32_t write_ = 1;
+    Zeros<int32_t> tokens_;
+    Zeros<int32_t> heads_;
+    Zeros<Chains> chains_;
+};
+
+struct Text {
+    uint32_t owner;
+    Slots slots{SMALLEST};
+
+    void make_room(int64_t count) {
+        int64_t capacity = slots.capacity();
+        while (slots.write() + count >= capacity) capacity *= 2;
+        if (capacity == slots.capacity()) return;
+        Slots larger(static_cast<int32_t>(capacity));
+        for (int32_t slot = 1; slot < slots.write(); slot++) larger.append(slots.token(slot), owner);
+        slots = std::move(larger);
+    }
+};
+
+// What places say about one token: the sum of their weights, and the longest match.
+struct Vote {
+    int32_t token;
+    int32_t length;
+    int64_t weight;
+};
+
+class Guesser {
+public:
+    Guesser(const Slots& text, const std::vector<double>& doubts) : text_(text), doubts_(doubts) {}
+
+    // Follows the places for as long as they go on and are likely to be right; returns the number of tokens.
+    int32_t guess(Places& places, int32_t max_tokens, int32_t* token_ids, double* confidence) {
+        double reach = 1.0;
+        for (int32_t step = 0; step < max_tokens; step++) {
+            count(places, token_ids);
+            if (num_votes_ == 0) return step;
+            const Vote& best = winner();
+            const double probability = static_cast<double>(best.weight) / (static_cast<double>(total_) + doubt(best.length, step));
+            reach *= probability;
+            if (reach < MIN_REACH) return step;
+            token_ids[step] = best.token - 1;
+            confidence[step] = probability;
+            keep(places, best.token);
+        }
+        return max_tokens;
+    }
+
+private:
+    // What comes next at each place: votes in the order in which they were found.
+    void count(const Places& places, const int32_t* token_ids) {
+        num_votes_ = 0;
+        total_ = 0;
+        for (int i = 0; i < places.count; i++) {
+            const Place& place = places.of[i];
+            tokens_[i] = next(place, token_ids);
+            if (tokens_[i] == BOUNDARY) continue;
+            Vote& vote = vote_for(tokens_[i]);
+            vote.weight += place.weight;
+            vote.length = std::max(vote.length, place.length);
+            total_ += place.weight;
+        }
+    }
+
+    // At the end of the own text it runs on into the guess.
+    int32_t next(const Place& place, const int32_t* token_ids) const {
+        if (place.slots == &text_ && place.slot >= text_.write()) return token_ids[place.slot - text_.write()] + 1;
+        return place.slots->token(place.slot);
+    }
+
+    Vote& vote_for(int32_t token) {
+        for (int i = 0; i < num_votes_; i++) {
+            if (votes_[i].token == token) return votes_[i];
+        }
+        votes_[num_votes_] = {token, 0, 0};
+        return votes_[num_votes_++];
+    }
+
+    // The token that weighs most, on a draw the one found first.
+    const Vote& winner() const {
+        return *std::max_element(
+            votes_.begin(), votes_.begin() + num_votes_, [](const Vote& a, const Vote& b) { return a.weight < b.weight; }
+        );
+    }
+
+    // The match grows with the guess.
+    double doubt(int32_t length, int32_t step) const {
+        const size_t grown = static_cast<size_t>(length) + step;
+        return doubts_[std::min(grown, doubts_.size() - 1)] * static_cast<double>(OWN_WEIGHT * cube(length));
+    }
+
+    // Those that say `token`, one token on.
+    void keep(Places& places, int32_t token) {
+        int kept = 0;
+        for (int i = 0; i < places.count; i++) {
+            if (tokens_[i] != token) continue;
+            Place& place = places.of[kept++] = places.of[i];
+            place.slot = place.slots == &text_ ? place.slot + 1 : place.slots->after(place.slot);
+        }
+        places.count = kept;
+    }
+
+    const Slots& text_;
+    const std::vector<double>& doubts_;
+    std::array<int32_t, MAX_PLACES> tokens_;
+    std::array<Vote, MAX_PLACES> votes_;
+    int num_votes_ = 0;
+    int64_t total_ = 0;
+};
+
+class SuffixIndex {
+public:
+    SuffixIndex(int32_t corpus_slots, std::vector<double> doubts, std::vector<uint8_t> never)
+        : doubts_(std::move(doubts)), never_(std::move(never)) {
+        if (corpus_slots > 0) corpus_ = std::make_unique<Slots>(corpus_slots);
+    }
+
+    int32_t start(uint32_t owner) {
+        if (free_.empty()) {
+            free_.reserve(texts_.size() + 1);  // finish() must not fail
+            texts_.emplace_back();
+            free_.push_back(static_cast<int32_t>(texts_.size()) - 1);
+        }
+        const int32_t text = free_.back();
+        texts_[text] = std::make_unique<Text>(Text{owner});
+        free_.pop_back();
+        return text;
+    }
+
+    void finish(int32_t text, const int32_t* output, int64_t count) {
+        const uint32_t owner = texts_[text]->owner;
+        texts_[text].reset();
+        free_.push_back(text);
+        if (!corpus_ || count == 0) return;
+        const int64_t first = count > corpus_->capacity() ? count - corpus_->capacity() : 0;
+        for (int64_t i = first; i < count; i++) corpus_->append(token(output[i]), owner);
+        corpus_->append(BOUNDARY, owner);
+    }
+
+    int32_t propose(int32_t id, int32_t max_tokens, const int32_t* added, int32_t count, int32_t* token_ids, double* confidence) {
+        Text& text = *texts_[id];
+        text.make_room(count);
+        for (int32_t i = 0; i < count; i++) text.slots.append(token(added[i]), text.owner);
+        const Keys keys = text.slots.keys(text.owner);
+        Places places;
+        text.slots.find(keys, text.slots, text.owner, places);
+        if (corpus_) corpus_->find(keys, text.slots, text.owner, places);
+        return Guesser(text.slots, doubts_).guess(places, max_tokens, token_ids, confidence);
+    }
+
+    int64_t num_texts() const { return static_cast<int64_t>(texts_.size() - free_.size()); }
+
+private:
+    int32_t token(int32_t id) const {
+        return static_cast<size_t>(id) < never_.size() && never_[id] ? BOUNDARY : id + 1;
+    }
+
+    std::vector<double> doubts_;
+    std::vector<uint8_t> never_;
+    std::unique_ptr<Slots> corpus_;
+    std::vector<std::unique_ptr<Text>> texts_;
+    std::vector<int32_t> free_;
+};
+
+}  // namespace
+}  // namespace foreword
+
+using foreword::SuffixIndex;
+
+extern "C" {
+
+// never: a byte for each id, 1 for those that are neither matched nor guessed. Null if memory is short.
+SuffixIndex* foreword_suffix_new(
+    int32_t corpus_slots, const double* doubts, int64_t num_doubts, const uint8_t* never, int64_t num_never
+) {
+    try {
+        const std::vector<uint8_t> flags(never, never + num_never);
+        return new SuffixIndex(corpus_slots, {doubts, doubts + num_doubts}, flags);
+    } catch (const std::bad_alloc&) {
+        return nullptr;
+    }
+}
+
+void foreword_suffix_delete(SuffixIndex* index) { delete index; }
+
+// A handle, or -1 if memory is short.
+int32_t foreword_suffix_start(SuffixIndex* index, uint32_t owner) {
+    try {
+        return index->start(owner);
+    } catch (const std::bad_alloc&) {
+        return -1;
+    }
+}
+
+void foreword_suffix_finish(SuffixIndex* index, int32_t text, const int32_t* output, int64_t count) {
+    index->finish(text, output, count);
+}
+
+int64_t foreword_suffix_num_texts(const SuffixIndex* index) { return index->num_texts(); }
+
+// Each query is [text, max_tokens, count, count tokens]. Guesses lie one after the other in token_ids and confidence,
+// which have room for the sum of max_tokens; lengths has one for each query. Returns how many queries were answered:
+// fewer than there are if memory is short.
+int64_t foreword_suffix_propose(
+    SuffixIndex* index, const int32_t* queries, int64_t count, int32_t* lengths, int32_t* token_ids, double* confidence
+) {
+    for (int64_t i = 0; i < count; i++) {
+        try {
+            lengths[i] = index->propose(queries[0], queries[1], queries + 3, queries[2], token_ids, confidence);
+        } catch (const std::bad_alloc&) {
+            return i;
+        }
+        queries += 3 + queries[2];
+        token_ids += lengths[i];
+        confidence += lengths[i];
+    }
+    return count;
+}
+}
