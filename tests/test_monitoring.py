@@ -1,0 +1,213 @@
+"""The dashboard and the alert rules: they name what exists, divide by nothing, and alert when they should."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from foreword.metrics.catalog import CATALOG, PREFIX, Metric
+
+ROOT = Path(__file__).parent.parent
+MONITORING = ROOT / "monitoring"
+RULES, RULES_TEST = MONITORING / "foreword-alerts.yml", MONITORING / "foreword-alerts.test.yml"
+DASHBOARD = MONITORING / "foreword-dashboard.json"
+PAGE = ROOT / "docs" / "monitoring.md"
+
+METRICS = {row.name: row for row in CATALOG}
+OUTER = {"job", "instance"}  # labels that Prometheus adds
+HISTOGRAM = ("_bucket", "_count", "_sum")
+
+
+def alerts() -> list[dict[str, Any]]:
+    groups = yaml.safe_load(RULES.read_text(encoding="utf-8"))["groups"]
+    return [rule for group in groups for rule in group["rules"]]
+
+
+def panels() -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads(DASHBOARD.read_text(encoding="utf-8"))["panels"]
+    return found
+
+
+def expressions() -> dict[str, str]:
+    """Every expression, by where it stands."""
+    found = {rule["alert"]: rule["expr"] for rule in alerts()}
+    for panel in panels():
+        for target in panel.get("targets", ()):
+            found[f"{panel['title']} {target['refId']}"] = target["expr"]
+    return found
+
+
+EXPRESSIONS = expressions()
+
+
+def metric_of(name: str) -> Metric:
+    """The row of the catalog that a series belongs to; a histogram is read by its parts."""
+    plain = name.removeprefix(PREFIX)
+    for suffix in HISTOGRAM:
+        row = METRICS.get(plain.removesuffix(suffix))
+        if plain.endswith(suffix) and row is not None and row.kind == "histogram":
+            return row
+    row = METRICS[plain]
+    assert row.kind != "histogram", f"{name} is a histogram: {', '.join(HISTOGRAM)}"
+    return row
+
+
+def selectors(expression: str) -> Iterator[tuple[Metric, str, set[str]]]:
+    """(metric, name, labels that are matched) of each series in an expression."""
+    for name, matchers in re.findall(rf"\b({PREFIX}\w+)(?:\{{([^}}]*)\}})?", expression):
+        yield metric_of(name), name, set(re.findall(r"(\w+)\s*[=!]~?", matchers))
+
+
+@pytest.mark.parametrize("place", EXPRESSIONS)
+def test_every_series_exists_with_its_labels(place: str) -> None:
+    expression = EXPRESSIONS[place]
+    known = {"le", *OUTER}
+    for metric, name, matched in selectors(expression):
+        inner = {"le"} if name.endswith("_bucket") else set()
+        assert matched <= {*metric.labels, *OUTER, *inner}, f"{name} has no such label"
+        known |= set(metric.labels)
+    grouped = re.findall(r"\b(?:by|without|on|ignoring)\s*\(([^)]*)\)", expression)
+    assert {label.strip() for labels in grouped for label in labels.split(",")} <= known
+
+
+@pytest.mark.parametrize("place", EXPRESSIONS)
+def test_counters_are_read_as_rates_and_gauges_are_not(place: str) -> None:
+    """A counter's bare value says how long the server runs."""
+    expression = EXPRESSIONS[place]
+    for metric, name, _ in selectors(expression):
+        ranged = re.search(rf"(?:rate|increase|resets)\({name}(?:\{{[^}}]*\}})?\[", expression)
+        assert bool(ranged) == (metric.kind != "gauge"), name
+
+
+def denominators(expression: str) -> Iterator[str]:
+    """What stands behind each `/`, with its parentheses."""
+    bare = re.sub(r'"[^"]*"', lambda text: "x" * len(text[0]), expression)
+    for division in re.finditer("/", bare):
+        start = division.end() + len(bare[division.end() :]) - len(bare[division.end() :].lstrip())
+        assert bare[start] == "(", f"no guard behind / in {expression}"
+        depth = 0
+        for end in range(start, len(bare)):
+            depth += {"(": 1, ")": -1}.get(bare[end], 0)
+            if depth == 0:
+                yield expression[start : end + 1]
+                break
+
+
+def guarded(expression: str) -> bool:
+    return all(re.search(r"> 0\)$", denominator) for denominator in denominators(expression))
+
+
+@pytest.mark.parametrize("place", EXPRESSIONS)
+def test_every_division_is_guarded(place: str) -> None:
+    """0 / 0 is a NaN; `> 0` leaves nothing to divide by instead."""
+    assert guarded(EXPRESSIONS[place])
+
+
+@pytest.mark.parametrize("place", [place for place in EXPRESSIONS if "histogram_quantile" in EXPRESSIONS[place]])
+def test_quantiles_of_nothing_are_guarded(place: str) -> None:
+    assert re.search(r"and .*_count.* > 0$", EXPRESSIONS[place].strip())
+
+
+def test_a_division_without_a_guard_is_noticed() -> None:
+    assert guarded("rate(a[5m]) / (rate(b[5m]) > 0) < 0.6")
+    assert not guarded("rate(a[5m]) / (rate(b[5m]) + rate(c[5m])) < 0.6")
+    assert guarded('rate(a{path="x/y"}[5m]) > 0')
+    with pytest.raises(AssertionError, match="no guard"):
+        guarded("rate(a[5m]) / rate(b[5m])")
+
+
+# Alerts
+
+
+@pytest.mark.parametrize("rule", alerts(), ids=lambda rule: rule["alert"])
+def test_an_alert_says_what_it_means_and_what_to_do(rule: dict[str, Any]) -> None:
+    assert re.fullmatch(r"Foreword[A-Z]\w+", rule["alert"])
+    assert rule["labels"]["severity"] in ("critical", "warning", "info")
+    notes = rule["annotations"]
+    assert set(notes) == {"summary", "description", "action"}
+    assert all(note and "\n" not in note for note in notes.values())
+    assert "$labels.instance" in notes["summary"]
+
+
+def test_alerts_have_names_of_their_own_and_are_documented() -> None:
+    names = [rule["alert"] for rule in alerts()]
+    assert len(set(names)) == len(names)
+    written = re.findall(r"^\| `(Foreword\w+)` \| (\w+) \|", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    assert written == [(rule["alert"], rule["labels"]["severity"]) for rule in alerts()]
+
+
+def rule_tests() -> dict[str, list[dict[str, Any]]]:
+    """What the rule tests expect, by alert."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for test in yaml.safe_load(RULES_TEST.read_text(encoding="utf-8"))["tests"]:
+        for expected in test["alert_rule_test"]:
+            found.setdefault(expected["alertname"], []).append(expected)
+    return found
+
+
+def test_every_alert_is_seen_to_fire() -> None:
+    expected = rule_tests()
+    assert set(expected) == {rule["alert"] for rule in alerts()}
+    assert all(any(test["exp_alerts"] for test in tests) for tests in expected.values())
+
+
+def test_the_series_of_the_rule_tests_exist() -> None:
+    for test in yaml.safe_load(RULES_TEST.read_text(encoding="utf-8"))["tests"]:
+        for series in test["input_series"]:
+            for metric, name, labels in selectors(series["series"]):
+                inner = {"le"} if name.endswith("_bucket") else set()
+                assert labels == {*metric.labels, *OUTER, *inner}, series["series"]
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
+@pytest.mark.parametrize("command", [("check", "rules", RULES.name), ("test", "rules", RULES_TEST.name)], ids=lambda c: c[0])
+def test_prometheus_agrees(command: tuple[str, ...]) -> None:
+    done = subprocess.run(["promtool", *command], cwd=MONITORING, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+# The dashboard
+
+
+def test_the_dashboard_can_be_imported() -> None:
+    board = json.loads(DASHBOARD.read_text(encoding="utf-8"))
+    assert board["title"] == "Foreword" and board["uid"] == "foreword" and board["schemaVersion"] >= 36
+    variables = {item["name"]: item for item in board["templating"]["list"]}
+    assert set(variables) == {"datasource", "job", "instance"}
+    assert variables["datasource"]["type"] == "datasource"
+    ids = [panel["id"] for panel in panels()]
+    assert len(set(ids)) == len(ids)
+    for panel in panels():
+        if panel["type"] != "row":
+            assert panel["datasource"]["uid"] == "${datasource}" and panel["description"], panel["title"]
+
+
+def test_panels_do_not_overlap() -> None:
+    taken: set[tuple[int, int]] = set()
+    for panel in panels():
+        place = panel["gridPos"]
+        cells = {(place["x"] + x, place["y"] + y) for x in range(place["w"]) for y in range(place["h"])}
+        assert not cells & taken and place["x"] + place["w"] <= 24, panel["title"]
+        taken |= cells
+
+
+def test_every_panel_can_be_narrowed_to_an_instance() -> None:
+    for panel in panels():
+        for target in panel.get("targets", ()):
+            for _, name, labels in selectors(target["expr"]):
+                assert labels >= OUTER, f"{panel['title']}: {name}"
+
+
+def test_the_dashboard_shows_every_metric() -> None:
+    shown = {
+        metric.name for panel in panels() for target in panel.get("targets", ()) for metric, _, _ in selectors(target["expr"])
+    }
+    assert shown == set(METRICS)
