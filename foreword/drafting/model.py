@@ -28,7 +28,7 @@ MAX_WINDOW = 4096  # tokens; what lies further back costs more to read than it t
 TIMED_TOKENS = 4
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Run:
     """The part of one ask in one propose()."""
 
@@ -42,7 +42,7 @@ class ModelDrafter:
     """Runs the draft model for all asking requests at once, one more token each a pass.
 
     It samples with the target's parameters and noise, so that it agrees as often as the two distributions allow.
-    Its KV lives in blocks of its own; when they run out, the request that drafted longest ago loses them and is
+    Its KV lives in blocks of its own; when they run out, the request whose turn was longest ago loses them and is
     caught up later. A request that outgrows the window is read again from the last half of the window on.
 
     max_rows  rows of one pass; a longer backlog (a new prompt) is caught up over several steps
@@ -64,6 +64,7 @@ class ModelDrafter:
         self._max_rows = max_rows
         self._window = min(max_len, MAX_WINDOW)
         self._tracks: dict[str, Track] = {}
+        self._proposals = 0
 
     def start(self, state: RequestState) -> None:
         self._tracks[state.id] = Track.of(state, self._vocab_size)
@@ -78,8 +79,7 @@ class ModelDrafter:
         self._pool.check(track.blocks for track in self._tracks.values())
 
     def backlog(self, ask: Ask) -> int:
-        """Known tokens that are not computed; the last one always is one of them."""
-        return ask.length - self._track(ask).known
+        return self._follow(ask).backlog
 
     def propose(self, asks: Sequence[Ask]) -> list[Draft | None]:
         drafts: list[Draft | None] = [None] * len(asks)
@@ -87,8 +87,7 @@ class ModelDrafter:
             run.track.known += len(run.lane.token_ids)
             run.track.guessed = guess.token_ids[:-1]
             if guess.token_ids:
-                confidence = tuple(min(math.exp(logprob), 1.0) for logprob in guess.logprobs)
-                drafts[run.number] = Draft(tuple(guess.token_ids), self.name, confidence)
+                drafts[run.number] = Draft(guess.token_ids, self.name, tuple(map(math.exp, guess.logprobs)))
         return drafts
 
     def pass_seconds(self, rows: int, sampled: int) -> float:
@@ -104,27 +103,28 @@ class ModelDrafter:
 
     def _guess(self, runs: Sequence[_Run]) -> Iterator[tuple[_Run, Guess]]:
         """One call for the requests that it can sample for; the others pass by pass."""
-        inside = [run for run in runs if self._loop is not None and run.track.plain]
-        if self._loop is not None and inside:
-            yield from zip(inside, self._loop.draft([run.lane for run in inside], self._block_size, self._unused), strict=True)
-        outside = [run for run in runs if self._loop is None or not run.track.plain]
+        loop = self._loop
+        inside = [run for run in runs if run.track.plain] if loop is not None else []
+        if loop is not None and inside:
+            yield from zip(inside, loop.draft([run.lane for run in inside], self._block_size, self._unused), strict=True)
+        outside = [run for run in runs if loop is None or not run.track.plain]
         if outside:
             lanes = [run.lane for run in outside]
             yield from zip(outside, self._passes.draft([run.ask for run in outside], lanes), strict=True)
 
     def _runs(self, asks: Sequence[Ask]) -> list[_Run]:
-        """Catch up within max_rows and the memory, the shortest backlogs first; who is there guesses as far as memory lasts."""
-        asking = {ask.state.id for ask in asks}
-        tracks = [self._track(ask) for ask in asks]
+        """Who is computed now, and how far: within max_rows and the memory, the shortest backlogs first."""
+        self._proposals += 1
+        tracks = [self._follow(ask) for ask in asks]
         budget = self._max_rows
         sizes: dict[int, int] = {}
-        for number in sorted(range(len(asks)), key=lambda number: asks[number].length - tracks[number].known):
+        for number in sorted(range(len(asks)), key=lambda number: tracks[number].backlog):
             track = tracks[number]
-            size = min(asks[number].length - track.known, budget)
-            if size and self._reserve(track, track.known + size, asking):
+            size = min(track.backlog, budget)
+            if size and self._reserve(track, track.known + size - track.origin):
+                track.served = self._proposals
                 sizes[number] = size
                 budget -= size
-                self._tracks[asks[number].state.id] = self._tracks.pop(asks[number].state.id)  # most recently used last
         return [_Run(n, asks[n], tracks[n], self._lane(asks[n], tracks[n], size)) for n, size in sizes.items()]
 
     def _lane(self, ask: Ask, track: Track, size: int) -> DraftLane:
@@ -136,47 +136,54 @@ class ModelDrafter:
             token_ids=token_ids,
             start=track.known - track.origin,
             blocks=track.blocks,
-            first=ask.length,
-            max_tokens=self._room(ask, track) if track.known + size == ask.length else 0,
+            first=track.length,
+            max_tokens=self._room(track, ask.max_tokens) if size == track.backlog else 0,
             floor=math.log(ask.worth) if ask.worth > 0 else -math.inf,
             sampling=track.sampling,
         )
 
-    def _room(self, ask: Ask, track: Track) -> int:
-        """Guesses that can be made: all but the last have a slot and lie in the window."""
-        length = ask.length - track.origin
-        wanted = min(ask.max_tokens, self._window - length + 1)
-        self._grow(track, length + wanted - 1)
-        return min(wanted, len(track.blocks) * self._block_size - length + 1)
+    def _room(self, track: Track, max_tokens: int) -> int:
+        """Guesses that can be made: all but the last lie in the window and have a slot."""
+        length = track.length - track.origin
+        wanted = min(max_tokens, self._window - length + 1)
+        missing = self._missing(track, length + wanted - 1)
+        if missing > 0:
+            self._grow(track, min(missing, self._pool.num_free))
+            wanted = min(wanted, len(track.blocks) * self._block_size - length + 1)
+        return wanted
 
-    def _track(self, ask: Ask) -> Track:
+    def _follow(self, ask: Ask) -> Track:
         """What is computed for an ask; nothing if the request has outgrown the window."""
         track = self._tracks[ask.state.id]
-        track.keep_common(ask)
-        if ask.length - track.origin > self._window:
-            self._pool.release(track.blocks)
-            track.begin_at(ask.length - max(self._window // 2, 1))
+        track.follow(ask)
+        if track.length - track.origin > self._window:
+            self._drop(track, track.length - max(self._window // 2, 1))
         return track
 
-    def _reserve(self, track: Track, end: int, asking: Container[str]) -> bool:
-        """Hold blocks for the tokens up to `end`, taking them from requests that do not ask now."""
-        length = end - track.origin
-        while self._missing(track, length) > self._pool.num_free:
-            victim = next((t for id_, t in self._tracks.items() if t.blocks and id_ not in asking), None)
-            if victim is None:
+    def _reserve(self, track: Track, length: int) -> bool:
+        """Hold blocks for `length` tokens, taking them from those whose turn was the longest ago."""
+        missing = self._missing(track, length)
+        while missing > self._pool.num_free:
+            others = [t for t in self._tracks.values() if t.blocks and t.served < self._proposals and t is not track]
+            if not others:
                 return False
-            self._pool.release(victim.blocks)
-            victim.begin_at(victim.origin)
-        self._grow(track, length)
+            victim = min(others, key=lambda t: (t.served, -t.backlog))
+            self._drop(victim, victim.origin)
+        self._grow(track, missing)
         return True
 
-    def _grow(self, track: Track, length: int) -> None:
-        """Hold blocks for `length` tokens, or as many as there are."""
-        missing = min(self._missing(track, length), self._pool.num_free)
-        track.blocks.extend(self._pool.allocate() for _ in range(missing))
-
     def _missing(self, track: Track, length: int) -> int:
+        """Blocks for `length` tokens that are not there, negative if there are more."""
         return -(-length // self._block_size) - len(track.blocks)
+
+    def _grow(self, track: Track, count: int) -> None:
+        for _ in range(count):
+            track.blocks.append(self._pool.allocate())
+
+    def _drop(self, track: Track, origin: int) -> None:
+        """Nothing of it is computed any more; it is read from `origin` on."""
+        self._pool.release(track.blocks)
+        track.begin_at(origin)
 
     def _scratch_runs(self, rows: int, sampled: int, tokens: int) -> list[_Run]:
         """Of `rows` known tokens and `sampled` drafts, shared by requests that fit the window, on the scratch block."""

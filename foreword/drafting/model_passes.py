@@ -19,19 +19,24 @@ __all__ = ["PassByPass"]
 
 @dataclass(slots=True)
 class _Progress:
-    """One lane, the tokens that it computes next, and the position of the first of them."""
+    """One lane while it drafts.
+
+    pending  tokens that it computes next, from position `start` on
+    total    sum of the log-probabilities
+    """
 
     ask: Ask
     lane: DraftLane
     pending: Sequence[int]
     start: int
-    guess: Guess = field(default_factory=lambda: Guess([], []))
-    total: float = 0.0  # of the log-probabilities
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    total: float = 0.0
     ended: bool = False
 
     @property
     def row(self) -> SampleRow:
-        return SampleRow(self.ask.state, (*self.ask.run, *self.guess.token_ids))
+        return SampleRow(self.ask.state, (*self.ask.run, *self.token_ids))
 
     def extend(self, token_id: int, logprob: float) -> None:
         """Add a guess; a row without a legal token (-1) ends the draft instead."""
@@ -40,10 +45,10 @@ class _Progress:
         self.ended = token_id < 0
         if self.ended:
             return
-        self.guess.token_ids.append(token_id)
-        self.guess.logprobs.append(logprob)
+        self.token_ids.append(token_id)
+        self.logprobs.append(logprob)
         self.total += logprob
-        self.ended = len(self.guess.token_ids) == self.lane.max_tokens or self.total < self.lane.floor
+        self.ended = len(self.token_ids) == self.lane.max_tokens or self.total < self.lane.floor
 
 
 class PassByPass:
@@ -63,7 +68,7 @@ class PassByPass:
         active = [one for one in everyone if one.lane.max_tokens]
         while active := [one for one in active if not one.ended]:
             self._pass(active)
-        return [one.guess for one in everyone]
+        return [Guess(tuple(one.token_ids), tuple(one.logprobs)) for one in everyone]
 
     def _pass(self, lanes: Sequence[_Progress]) -> None:
         """Compute what is pending, and sample the rows of those that want a guess."""
@@ -80,5 +85,5 @@ class PassByPass:
         """Of one id a row (any id where it is -1), in the distribution that it was sampled from."""
         chosen = torch.tensor(token_ids, dtype=torch.int64, device=logits.device).clamp(min=0)[:, None]
         own = logits.gather(1, chosen)[:, 0].double()
-        logprobs: list[float] = (own - self._ops.log_sum_exp(logits).double()).tolist()
+        logprobs: list[float] = (own - self._ops.log_sum_exp(logits).double()).clamp(max=0).tolist()
         return logprobs

@@ -135,11 +135,11 @@ def test_rejected_guesses_are_forgotten_and_the_last_token_is_computed_again() -
     """KV of positions 3 and 4 was computed for guesses; the target said otherwise at 4."""
     state = state_of((1, 2, 3))
     track = Track.of(state, VOCAB_SIZE)
-    track.known, track.guessed = 3, [7, 8]
-    track.keep_common(Ask(state, run=(7, 9, 5)))
-    assert (track.known, track.guessed) == (4, [])
+    track.known, track.guessed = 3, (7, 8)
+    track.follow(Ask(state, run=(7, 9, 5)))
+    assert (track.known, track.guessed) == (4, ())
     track.known = 3
-    track.keep_common(Ask(state, run=()))
+    track.follow(Ask(state, run=()))
     assert track.known == 2
 
 

@@ -107,7 +107,7 @@ def assert_as_asked(lane: DraftLane, guess: Guess) -> None:
     assert not set(guess.token_ids) & set(UNUSED)
     total = 0.0
     for number, logprob in enumerate(guess.logprobs, start=1):
-        assert logprob <= 1e-6
+        assert logprob <= 0
         total += logprob
         assert (total < lane.floor) <= (number == len(guess.logprobs))
     assert len(guess.logprobs) == lane.max_tokens or total < lane.floor
@@ -136,9 +136,9 @@ def test_neighbours_change_nothing(isa: str) -> None:
 
 def test_nothing_legal_ends_the_draft() -> None:
     _, program = compiled(isas()[-1], 1)
-    assert program.draft([lane_of(0)], BLOCK_SIZE, torch.arange(VOCAB)) == [Guess([], [])]
+    assert program.draft([lane_of(0)], BLOCK_SIZE, torch.arange(VOCAB)) == [Guess((), ())]
     few = program.draft([lane_of(0), lane_of(1, max_tokens=0)], BLOCK_SIZE, torch.arange(1, VOCAB))
-    assert few == [Guess([0] * 6, [0.0] * 6), Guess([], [])], "one token is left, and certain"
+    assert few == [Guess((0,) * 6, (0.0,) * 6), Guess((), ())], "one token is left, and certain"
 
 
 def test_a_row_without_a_slot_is_our_own_bug() -> None:

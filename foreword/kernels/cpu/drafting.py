@@ -29,8 +29,8 @@ class DraftCall:
         self._logprobs = array("d", bytes(8 * self._count * self._columns))
         self._counts = array("q", bytes(8 * self._count))
         for number, lane in enumerate(lanes):
-            end = lane.start + len(lane.token_ids) + max(lane.max_tokens - 1, 0)
-            assert len(lane.blocks) * block_size >= end, "a row without a slot"
+            rows = len(lane.token_ids) + lane.max_tokens - (lane.max_tokens > 0)
+            assert len(lane.blocks) * block_size >= lane.start + rows, "a row without a slot"
             self._pack(number, lane)
 
     @property
@@ -59,7 +59,7 @@ class DraftCall:
         found: list[Guess] = []
         for number, count in enumerate(self._counts):
             first = number * self._columns
-            found.append(Guess(self._guesses[first : first + count].tolist(), self._logprobs[first : first + count].tolist()))
+            found.append(Guess(tuple(self._guesses[first : first + count]), tuple(self._logprobs[first : first + count])))
         return found
 
     def _pack(self, number: int, lane: DraftLane) -> None:
