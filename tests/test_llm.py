@@ -1,5 +1,6 @@
 """The offline API, on a real checkpoint."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,14 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
     """Drafts for itself: every answer comes in bursts of several tokens."""
     path = write_checkpoint(tmp_path_factory.mktemp("llm") / "model", "llama", seed=5)
     return LLM(
-        str(path), draft_model=str(path), speculate="draft", threads=1, max_model_len=128, kv_cache_memory="2000tokens", seed=3
+        str(path),
+        draft_model=str(path),
+        speculate="prediction,draft",
+        draft_length="fixed",
+        threads=1,
+        max_model_len=128,
+        kv_cache_memory="2000tokens",
+        seed=3,
     )
 
 
@@ -129,7 +137,7 @@ def test_two_streams_and_an_answer_at_once(llm: LLM) -> None:
 
 
 def test_a_refused_batch_leaves_nothing_behind(llm: LLM) -> None:
-    with pytest.raises(InvalidRequest, match=r"speculation.method must be one of auto, off, draft"):
+    with pytest.raises(InvalidRequest, match=r"speculation.method must be one of auto, off, prediction, draft"):
         llm.generate([TEXT, TEXT], [SamplingParams(), SamplingParams(speculation=Speculation("ngram"))])
     assert llm._client.idle and not llm._inbox
 
@@ -148,3 +156,30 @@ def test_metrics_of_an_answer_are_those_of_all_its_choices(llm: LLM) -> None:
     assert output.metrics is not None and len(each) == 2
     assert output.metrics.draft_tokens == sum(metrics.draft_tokens or 0 for metrics in each) > 0
     assert output.metrics.seed == output.outputs[0].seed
+
+
+def test_a_prediction_is_drafted_and_changes_no_token(llm: LLM) -> None:
+    plain = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, speculation=Speculation("prediction"))
+    (whole,) = llm.generate(TEXT, plain)
+    assert whole.metrics is not None and whole.metrics.draft_tokens is None, "drafted without a prediction"
+    # Text and tokens are not one to one: what the tokenizer makes of the text may differ in places from what was sampled.
+    for prediction in (whole.text, whole.text[:30] + "something else" + whole.text[60:], "nothing of the kind"):
+        (same,) = llm.generate(TEXT, replace(plain, prediction=prediction))
+        assert same.token_ids == whole.token_ids
+    (same,) = llm.generate(TEXT, replace(plain, prediction=whole.text))
+    assert same.metrics is not None and (same.metrics.draft_tokens_acceptance or 0) > 0.3
+
+
+def test_each_choice_predicts_for_itself(llm: LLM) -> None:
+    params = SamplingParams(n=3, max_tokens=30, ignore_eos=True, seed=4, speculation=Speculation("prediction"))
+    (plain,) = llm.generate(TEXT, params)
+    (guessed,) = llm.generate(TEXT, replace(params, prediction=plain.outputs[1].text))
+    assert [choice.token_ids for choice in guessed.outputs] == [choice.token_ids for choice in plain.outputs]
+    drafted = [choice.metrics.draft_tokens or 0 for choice in guessed.outputs if choice.metrics]
+    assert drafted[1] > 10
+    llm.check()
+
+
+def test_a_prediction_longer_than_the_context_is_refused(llm: LLM) -> None:
+    with pytest.raises(InvalidRequest, match="the prediction has 300 tokens; the context is 128"):
+        llm.generate(TEXT, SamplingParams(prediction="7" * 300))

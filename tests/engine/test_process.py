@@ -9,6 +9,8 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -17,6 +19,8 @@ from foreword.core.events import Failed, Tokens
 from foreword.core.params import SamplingParams, Speculation
 from foreword.core.request import Request
 from foreword.engine.client import ProcessClient
+from foreword.engine.messages import Remove
+from foreword.engine.process import _handle
 from foreword.errors import CheckpointError, ConfigError, EngineDead, InvalidRequest
 from tests.checkpoints import EOS, write_checkpoint
 
@@ -85,13 +89,30 @@ async def test_leaving_a_stream_early_aborts_it(client: ProcessClient) -> None:
     await settled(client)
 
 
+async def test_how_much_was_delivered_reaches_the_engine(checkpoint: Path) -> None:
+    client = ProcessClient(config_of(checkpoint), unused_ids=())
+    client.alive = True
+    for name in "ab":
+        client._queues[name] = asyncio.Queue()
+    client.finish("a", 5)
+    client.abort("b")
+    client.finish("gone", 7)
+    sent = [client._outbox.get() for _ in range(client._outbox.qsize())]
+    assert sent == [Remove("a", 5), Remove("b", None)]
+    heard: list[tuple[str, int | None]] = []
+    engine: Any = SimpleNamespace(remove=lambda request_id, num_tokens: heard.append((request_id, num_tokens)))
+    for message in sent:
+        _handle(engine, message)
+    assert heard == [("a", 5), ("b", None)]
+
+
 async def test_a_bad_request_ends_alone(client: ProcessClient) -> None:
     bad = make_request("bad", speculation=Speculation("draft"))
     good, events = await asyncio.gather(collect(client, make_request("good")), _events(client, bad))
     assert len(good) == 12
     (failed,) = events
     assert isinstance(failed, Failed) and isinstance(failed.error, InvalidRequest)
-    assert failed.error.param == "speculation.method" and "ngram" in failed.error.message
+    assert failed.error.param == "speculation.method" and "suffix" in failed.error.message
 
 
 async def _events(client: ProcessClient, request: Request) -> list[object]:
@@ -117,7 +138,7 @@ async def test_loading_is_reported(checkpoint: Path) -> None:
     progress: list[tuple[int, int]] = []
     client = ProcessClient(config_of(checkpoint), (), lambda done, total: progress.append((done, total)))
     info = await client.start()
-    assert info.architecture == "llama" and info.resolved.drafters == ("ngram",)
+    assert info.architecture == "llama" and info.resolved.drafters == ("prediction", "suffix")
     assert progress and progress[-1][0] == progress[-1][1] > 0
     await client.close()
     assert not client.dead.is_set()
