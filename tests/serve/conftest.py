@@ -1,4 +1,4 @@
-"""A real uvicorn on a free port of the loopback, with a fake engine behind it."""
+"""A real uvicorn on a free port of the loopback, with a fake engine behind it (or a real one)."""
 
 from __future__ import annotations
 
@@ -18,9 +18,11 @@ import pytest
 import uvicorn
 
 from foreword.config import Config
+from foreword.engine.client import EngineClient
 from foreword.metrics.recorder import Recorder
 from foreword.serve.app import create_app
-from tests.fakes import FakeClient, Script, byte_tokenizer, engine_info
+from foreword.text.tokenizer import Tokenizer
+from tests.fakes import FakeClient, Script, byte_tokenizer
 
 MODEL = "fake-model"
 
@@ -30,7 +32,7 @@ class Running:
     """A server that runs in a thread."""
 
     url: str
-    client: FakeClient
+    client: Any
     http: httpx.Client
     openai: openai.OpenAI
     app: Any
@@ -62,10 +64,11 @@ COMPLETION_FIELDS = frozenset(inspect.signature(openai.resources.Completions.cre
 
 
 @contextlib.contextmanager
-def running(config: Config | None = None, client: FakeClient | None = None, key: str = "none") -> Iterator[Running]:
+def running(
+    config: Config | None = None, client: EngineClient | None = None, key: str = "none", tokenizer: Tokenizer | None = None
+) -> Iterator[Running]:
     config, client = config or Config(), client or FakeClient()
-    info = engine_info(config=config)
-    app = create_app(config, client, byte_tokenizer(), Recorder(info.resolved.drafters), MODEL)
+    app = create_app(config, client, tokenizer or byte_tokenizer(), Recorder(config.drafter_names()), MODEL)
     listener = socket.create_server(("127.0.0.1", 0))
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=1))
@@ -73,6 +76,7 @@ def running(config: Config | None = None, client: FakeClient | None = None, key:
     async def main() -> None:
         await client.start()
         await server.serve(sockets=[listener])
+        await client.close()
 
     thread = threading.Thread(target=lambda: asyncio.run(main()))
     thread.start()
