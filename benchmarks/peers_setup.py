@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from peers_models import MODELS, write_checkpoint
 
-__all__ = ["make_environment", "make_files"]
+__all__ = ["TO_GGUF", "convert", "make_environment", "make_files"]
 
 TO_GGUF, TO_OPENVINO = (Path(__file__).with_name(f"peers_to_{name}.py") for name in ("gguf", "openvino"))
 PACKAGES = ("llama-cpp-python", "openvino-genai", "openvino-tokenizers", "nncf", "gguf", "transformers", "numpy")
@@ -37,19 +37,19 @@ def make_files(python: str, name: str, folder: Path) -> None:
     """Everything that is not there yet: checkpoint, GGUF files, OpenVINO's folders."""
     write_checkpoint(MODELS[name], folder)
     bf16, f16 = folder / "bf16.gguf", folder / "f16.gguf"
-    _convert(python, TO_GGUF, "gguf", folder, bf16)
+    convert(python, TO_GGUF, "gguf", folder, bf16)
     for kind in GGUF_KINDS:
-        _convert(python, TO_GGUF, "quantize", bf16, folder / f"{kind}.gguf", kind)
+        convert(python, TO_GGUF, "quantize", bf16, folder / f"{kind}.gguf", kind)
     fp16 = folder / "openvino-fp16"
     if not fp16.exists():
-        _convert(python, TO_GGUF, "quantize", bf16, f16, "f16")
-        _convert(python, TO_OPENVINO, "convert", f16, fp16)
+        convert(python, TO_GGUF, "quantize", bf16, f16, "f16")
+        convert(python, TO_OPENVINO, "convert", f16, fp16)
         f16.unlink()
     for kind in ("int8", "int4"):
-        _convert(python, TO_OPENVINO, "compress", fp16, folder / f"openvino-{kind}", kind)
+        convert(python, TO_OPENVINO, "compress", fp16, folder / f"openvino-{kind}", kind)
 
 
-def _convert(python: str, script: Path, action: str, source: Path, out: Path, *more: str) -> None:
+def convert(python: str, script: Path, action: str, source: Path, out: Path, *more: str) -> None:
     """Made under another name first, so that what is there is whole."""
     if out.exists():
         return

@@ -33,7 +33,6 @@ __all__ = [
     "show",
     "show_json",
     "with_all_drafters",
-    "with_demo_drafter",
 ]
 
 Item = TypeVar("Item")
@@ -65,24 +64,20 @@ def read_examples(args: argparse.Namespace) -> tuple[Example, ...]:
     return found
 
 
-def with_demo_drafter(config: Config) -> Config:
-    """With `auto`, the demo's own draft model beside it."""
+def with_all_drafters(config: Config) -> Config:
+    """With `auto`, every drafter that can run here: the demo brings a draft model of its own."""
     if config.speculate != "auto" or config.draft_model is not None or config.model not in (None, DEMO):
         return config
     return replace(config, draft_model=DEMO)
 
 
-def with_all_drafters(config: Config) -> Config:
-    """With `auto`, every drafter that can run here: the demo brings a draft model of its own."""
-    config = with_demo_drafter(config)
-    if config.speculate != "auto":
-        return config
-    return replace(config, speculate="ngram,draft" if config.draft_model else "ngram")
-
-
 def modes(drafters: Sequence[str]) -> tuple[str, ...]:
-    """What is compared: no speculation, each drafter alone, and all of them where there are several."""
-    return (OFF, *drafters, *(("auto",) if len(drafters) > 1 else ()))
+    """What is compared: no speculation, each drafter alone where there are several, and what runs by default.
+
+    These prompts come without predictions, so there is nothing to see of the drafter that needs them.
+    """
+    alone = [name for name in drafters if name != "prediction"]
+    return (OFF, *(alone if len(alone) > 1 else ()), *(("auto",) if drafters else ()))
 
 
 def params(mode: str, max_tokens: int, temperature: float = 0.0, seed: int = 0) -> SamplingParams:

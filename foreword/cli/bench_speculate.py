@@ -24,7 +24,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from foreword.cli.bench_common import DEMO, show_json, with_demo_drafter
+from foreword.cli.bench_common import DEMO, show_json, with_all_drafters
 from foreword.cli.bench_speculate_local import LocalEngine, LocalTarget
 from foreword.cli.bench_speculate_prompts import ALL, MIXED, QUICK, Room, Script, scripts_of
 from foreword.cli.bench_speculate_remote import RemoteTarget
@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _local(args: argparse.Namespace) -> dict[str, Any]:
-    config = with_demo_drafter(read_config(args))
+    config = with_all_drafters(read_config(args))
     target = _load(config, args)
     make = functools.partial(scripts_of, room=_room(target.engines[ADAPTIVE], args))
     return _measured_locally(target, config, args, _categories(args), make)

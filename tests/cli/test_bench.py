@@ -50,7 +50,7 @@ def test_latency(common: list[str], capsys: pytest.CaptureFixture[str], monkeypa
     assert code == 0
     assert result["equal"] is True
     assert set(result["kinds"]) == {"a", "b"}
-    assert set(result["kinds"]["a"]) == {"off", "ngram"}
+    assert set(result["kinds"]["a"]) == {"off", "auto"}
     assert result["kinds"]["a"]["off"]["ratio"] == 1.0
     assert "acceptance" not in result["kinds"]["a"]["off"]
     assert set(result["step_overhead_us"]) == {"1", "64"}
@@ -61,7 +61,7 @@ def test_throughput(common: list[str], capsys: pytest.CaptureFixture[str]) -> No
     code, result = bench(capsys, "throughput", "--num-requests", "6", "--concurrency", "3", *common)
     assert code == 0
     assert result["equal"] is True
-    assert set(result["modes"]) == {"off", "ngram"}
+    assert set(result["modes"]) == {"off", "auto"}
     assert 0 < result["tokens"] <= 36
 
 

@@ -40,13 +40,14 @@ def test_every_mode_goes_first_once() -> None:
 
 
 def test_modes() -> None:
-    assert modes(("ngram",)) == ("off", "ngram")
-    assert modes(("ngram", "draft")) == ("off", "ngram", "draft", "auto")
+    assert modes(()) == ("off",)
+    assert modes(("ngram",)) == modes(("prediction", "suffix")) == ("off", "auto")
+    assert modes(("prediction", "suffix", "draft")) == ("off", "suffix", "draft", "auto")
 
 
 def test_the_demo_brings_its_drafter() -> None:
-    assert with_all_drafters(Config()).drafter_names() == ("ngram", "draft")
-    assert with_all_drafters(Config(model="other")).drafter_names() == ("ngram",)
+    assert with_all_drafters(Config()).drafter_names() == ("prediction", "suffix", "draft")
+    assert with_all_drafters(Config(model="other")).drafter_names() == ("prediction", "suffix")
     assert with_all_drafters(Config(speculate="off")).drafter_names() == ()
 
 

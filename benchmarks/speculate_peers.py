@@ -1,0 +1,202 @@
+"""Speculation in Foreword, transformers and llama-cpp-python: the same model and prompts, on against off.
+
+    python benchmarks/speculate_peers.py [--model FOLDER --drafter FOLDER] [--env FOLDER] [--rounds 5]
+
+The first run installs the others into an environment of their own (--env), as benchmarks/peers.py does.
+
+Regime: the bundled demo (or --model, a Llama or Qwen2 checkpoint in bfloat16), greedy, one request at a time (neither of
+the others speculates for several), the prompts of `foreword bench speculate` as token ids, no prefix cache. Engines and
+modes take turns within each round; a ratio is time without speculation over time with it in the same round, for all
+prompts of the category, with a 95 % interval over the rounds. The first round is not counted.
+
+    foreword       auto: what runs by default
+    transformers   lookup: generate(prompt_lookup_num_tokens=10); assistant: generate(assistant_model=...)
+    llama.cpp      lookup: LlamaPromptLookupDecoding of llama-cpp-python, 10 tokens
+
+`other answers` counts the prompts whose tokens change when speculation is switched on, in any round. Prints a table and
+one JSON line; exit code 1 if that ever happens to Foreword.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from peers_setup import TO_GGUF, convert, make_environment
+from peers_worker import Worker
+
+from foreword.cli.bench_common import rotated, show, show_json
+from foreword.cli.bench_speculate_figures import ratio_of
+from foreword.cli.bench_speculate_local import LocalEngine
+from foreword.cli.bench_speculate_prompts import CATEGORIES, Room, Script, scripts_of
+from foreword.cli.bench_speculate_round import AUTO, OFF
+from foreword.cli.bench_speculate_texts import library_functions
+from foreword.cli.terminal import tracked
+from foreword.config import Config
+from foreword.demo import DRAFTER, MODEL
+
+HERE = Path(__file__).parent
+RANDOM = "random"
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A prompt as ids, as Foreword's own conversation had it."""
+
+    category: str
+    prompt: tuple[int, ...]
+    tokens: int
+
+
+@dataclass(slots=True)
+class Contender:
+    """An engine and the modes it has, `off` among them.
+
+    worker   its process; None: Foreword, in this one
+    seconds  by category and mode: one a round, of all prompts of the category
+    answers  by prompt and mode: all that were ever given
+    """
+
+    name: str
+    modes: tuple[str, ...]
+    worker: Worker | None
+    version: str = ""
+    seconds: dict[tuple[str, str], list[float]] = field(default_factory=lambda: defaultdict(list))
+    answers: dict[tuple[Question, str], set[tuple[int, ...]]] = field(default_factory=lambda: defaultdict(set))
+
+    def changed(self, mode: str, questions: Sequence[Question]) -> int:
+        """Prompts that were ever answered otherwise than without speculation."""
+        return sum(len(self.answers[question, mode] | self.answers[question, OFF.name]) > 1 for question in questions)
+
+
+def main() -> int:
+    args = _parse()
+    engine = LocalEngine(_config(args))
+    questions = list(_questions(engine, args))
+    contenders = [Contender("foreword", (OFF.name, AUTO.name), None), *_others(engine, args)]
+    plan = [
+        (number, category, contender, mode)
+        for number in range(args.rounds + 1)
+        for category in dict.fromkeys(question.category for question in questions)
+        for contender, mode in rotated([(one, mode) for one in contenders for mode in one.modes], number)
+    ]
+    for number, category, contender, mode in tracked(plan, "measuring", len(plan)):
+        mine = [question for question in questions if question.category == category]
+        taken = sum(_ask(contender, mode, question, engine, number) for question in mine)
+        if number > 0:
+            contender.seconds[category, mode].append(taken)
+    for contender in contenders:
+        if contender.worker is not None:
+            contender.worker.close()
+    return _report(contenders, questions, args)
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, default=MODEL, metavar="FOLDER", help="checkpoint (default: the bundled demo)")
+    parser.add_argument("--drafter", type=Path, metavar="FOLDER", help="draft model (default: the demo's, with the demo)")
+    parser.add_argument("--env", type=Path, default=Path("build/peers"), metavar="FOLDER", help="environment of the others")
+    parser.add_argument("--files", type=Path, default=Path("build/speculate-peers"), metavar="FOLDER", help="GGUF file, log")
+    parser.add_argument("--categories", default=",".join(name for name in CATEGORIES if name != RANDOM), metavar="LIST")
+    parser.add_argument("--requests", type=int, default=3, metavar="N", help="scripts of a category (default: 3)")
+    parser.add_argument("--max-tokens", type=int, default=128, metavar="N")
+    parser.add_argument("--context", type=int, default=2048, metavar="N")
+    parser.add_argument("--rounds", type=int, default=5, metavar="N")
+    parser.add_argument("--threads", type=int, default=1, metavar="N")
+    args = parser.parse_args()
+    args.drafter = args.drafter or (DRAFTER if args.model == MODEL else None)
+    return args
+
+
+def _config(args: argparse.Namespace) -> Config:
+    drafter = None if args.drafter is None else str(args.drafter)
+    return Config(model=str(args.model), draft_model=drafter, threads=args.threads, prefix_caching=False)
+
+
+def _questions(engine: LocalEngine, args: argparse.Namespace) -> Iterator[Question]:
+    """Every turn of every script: later turns hold the answers that Foreword gave without speculation."""
+    reach = min(engine.reach, args.context)
+    room = Room.of(reach, args.max_tokens, lambda text: len(engine.tokenizer.encode(text)), (), library_functions())
+    for category in args.categories.split(","):
+        scripts = scripts_of(category, args.requests, 0, room)
+        for call in engine.run(scripts, OFF, 1, "questions").calls:
+            yield Question(category, call.prompt_ids, scripts[call.script].max_tokens)
+
+
+def _others(engine: LocalEngine, args: argparse.Namespace) -> Iterator[Contender]:
+    python = make_environment(args.env)
+    args.files.mkdir(parents=True, exist_ok=True)
+    log, gguf = args.files / "peers.log", args.files / f"{args.model.resolve().name}.gguf"
+    log.write_bytes(b"")
+    convert(python, TO_GGUF, "gguf", args.model, gguf)
+    loads: Mapping[str, dict[str, Any]] = {
+        "transformers": {"path": str(args.model), "drafter": None if args.drafter is None else str(args.drafter)},
+        "llama_cpp": {"path": str(gguf), "context": min(engine.reach, args.context)},
+    }
+    for name, arguments in loads.items():
+        worker = Worker(python, HERE / f"speculate_peers_{name}.py", log)
+        facts = worker("load", threads=args.threads, **arguments)
+        yield Contender(name.replace("_", "."), tuple(facts["modes"]), worker, facts["version"])
+
+
+def _ask(contender: Contender, mode: str, question: Question, engine: LocalEngine, number: int) -> float:
+    """Seconds of one answer."""
+    if contender.worker is None:
+        script = Script(prompt_ids=question.prompt, max_tokens=question.tokens)
+        call = engine.run((script,), OFF if mode == OFF.name else AUTO, 1, f"{mode} {number}").calls[0]
+        seconds, ids = call.total_s, call.output
+    else:
+        stop = list(engine.tokenizer.eos_token_ids)
+        answer = contender.worker("answer", mode=mode, prompt=question.prompt, tokens=question.tokens, stop=stop)
+        seconds, ids = answer["seconds"], answer["ids"]
+    contender.answers[question, mode].add(tuple(ids))
+    return float(seconds)
+
+
+def _report(contenders: Sequence[Contender], questions: Sequence[Question], args: argparse.Namespace) -> int:
+    ways = [(contender, mode) for contender in contenders for mode in contender.modes if mode != OFF.name]
+    found = {f"{contender.name} {mode}": _figures(contender, mode, questions) for contender, mode in ways}
+    categories = list(dict.fromkeys(question.category for question in questions))
+    rows = [[category, *(_cell(found[way][category]) for way in found)] for category in categories]
+    show("time off over time on, tokens/s off and on, prompts answered otherwise", ("category", *found), rows)
+    versions = {contender.name: contender.version for contender in contenders if contender.version}
+    regime = {"model": args.model.name, "rounds": args.rounds, "threads": args.threads}
+    show_json({"bench": "speculate peers", **regime, "versions": versions, "modes": found})
+    return 1 if contenders[0].changed(AUTO.name, questions) else 0
+
+
+def _figures(contender: Contender, mode: str, questions: Sequence[Question]) -> dict[str, dict[str, Any]]:
+    figures: dict[str, dict[str, Any]] = {}
+    for category in dict.fromkeys(question.category for question in questions):
+        mine = [question for question in questions if question.category == category]
+        plain, other = contender.seconds[category, OFF.name], contender.seconds[category, mode]
+        ratio = ratio_of([a / b for a, b in zip(plain, other, strict=True)])
+        figures[category] = {
+            **(ratio.as_dict() if ratio else {}),
+            "tokens_per_second": {way: _rate(contender, way, mine) for way in (OFF.name, mode)},
+            "prompts": len(mine),
+            "other_answers": contender.changed(mode, mine),
+        }
+    return figures
+
+
+def _rate(contender: Contender, mode: str, questions: Sequence[Question]) -> float:
+    """The median round's; all rounds have the same answers unless `other_answers` says so."""
+    tokens = sum(len(next(iter(contender.answers[question, mode]))) for question in questions)
+    return tokens / statistics.median(contender.seconds[questions[0].category, mode])
+
+
+def _cell(figures: Mapping[str, Any]) -> str:
+    bounds = f" [{figures['low']:.2f}, {figures['high']:.2f}]" if "low" in figures else ""
+    off, on = figures["tokens_per_second"].values()
+    return f"{figures['ratio']:.2f}x{bounds} {off:.0f} to {on:.0f}/s {figures['other_answers']}/{figures['prompts']}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

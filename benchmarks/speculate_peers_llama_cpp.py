@@ -1,0 +1,45 @@
+"""llama-cpp-python with its prompt lookup. See peers_worker.py; runs in the environment of the peers."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import llama_cpp
+from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
+from peers_worker import serve
+
+DRAFTED = 10  # tokens, the default of the class
+
+
+class LlamaCpp:
+    """One context; prompt lookup is switched by giving it or not."""
+
+    def load(self, path: str, threads: int, context: int) -> dict[str, Any]:
+        self.llama = llama_cpp.Llama(
+            path,
+            n_ctx=context,
+            n_threads=threads,
+            n_threads_batch=threads,
+            logits_all=True,  # both ways: prompt lookup needs it
+            draft_model=LlamaPromptLookupDecoding(num_pred_tokens=DRAFTED),
+            verbose=False,
+        )
+        self.lookup = self.llama.draft_model
+        return {"version": llama_cpp.__version__, "modes": ["off", "lookup"]}
+
+    def answer(self, mode: str, prompt: list[int], tokens: int, stop: list[int]) -> dict[str, Any]:
+        self.llama.draft_model = self.lookup if mode == "lookup" else None
+        self.llama.reset()
+        self.llama._ctx.kv_cache_clear()
+        started = time.perf_counter()
+        ids: list[int] = []
+        for token in self.llama.generate(prompt, temp=0.0, top_k=1, reset=True):
+            ids.append(token)
+            if token in stop or len(ids) == tokens:
+                break
+        return {"seconds": time.perf_counter() - started, "ids": ids}
+
+
+if __name__ == "__main__":
+    serve(LlamaCpp())

@@ -1,0 +1,47 @@
+"""transformers with prompt lookup and with an assistant model. See peers_worker.py; runs in the environment of the peers."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+import transformers
+from peers_worker import serve
+from transformers import AutoModelForCausalLM
+
+DRAFTED = 10  # tokens of prompt lookup, as its documentation has it
+
+
+class Transformers:
+    """`generate()`, greedy, one request at a time: speculation takes no batch."""
+
+    def load(self, path: str, threads: int, drafter: str | None) -> dict[str, Any]:
+        torch.set_num_threads(threads)
+        transformers.utils.logging.set_verbosity_error()
+        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).eval()
+        self.options: dict[str, dict[str, Any]] = {"off": {}, "lookup": {"prompt_lookup_num_tokens": DRAFTED}}
+        if drafter is not None:
+            self.options["assistant"] = {
+                "assistant_model": AutoModelForCausalLM.from_pretrained(drafter, dtype=torch.bfloat16).eval()
+            }
+        return {"version": transformers.__version__, "modes": list(self.options)}
+
+    def answer(self, mode: str, prompt: list[int], tokens: int, stop: list[int]) -> dict[str, Any]:
+        ids = torch.tensor([prompt])
+        started = time.perf_counter()
+        with torch.inference_mode():
+            out = self.model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=tokens,
+                do_sample=False,
+                eos_token_id=stop,
+                pad_token_id=stop[0],
+                **self.options[mode],
+            )
+        return {"seconds": time.perf_counter() - started, "ids": out[0, len(prompt) :].tolist()}
+
+
+if __name__ == "__main__":
+    serve(Transformers())
