@@ -1,11 +1,15 @@
 """The offline API, on a real checkpoint."""
 
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from foreword import LLM, SamplingParams, Speculation
+from foreword.core.request import RequestState
+from foreword.engine.scheduler import Plan
 from foreword.errors import CheckpointError, ConfigError, ContextLengthExceeded, InvalidRequest
 from tests.checkpoints import write_checkpoint
 
@@ -183,3 +187,34 @@ def test_each_choice_predicts_for_itself(llm: LLM) -> None:
 def test_a_prediction_longer_than_the_context_is_refused(llm: LLM) -> None:
     with pytest.raises(InvalidRequest, match="the prediction has 300 tokens; the context is 128"):
         llm.generate(TEXT, SamplingParams(prediction="7" * 300))
+
+
+def test_off_has_no_draft_row_and_no_drafter(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside a request that is drafted for, in the same steps."""
+    engine = llm._client._engine
+    asked: set[str] = set()
+    drafted: Counter[str] = Counter()
+    plan = engine.scheduler.plan
+
+    def planned() -> Plan:
+        made = plan()
+        drafted.update({work.state.id: work.num_draft for work in made.work})
+        return made
+
+    for drafter in (*engine.drafting.drafters, *engine.drafting.passes):
+        monkeypatch.setattr(drafter, "start", _hearing(drafter.start, asked))
+    monkeypatch.setattr(engine.scheduler, "plan", planned)
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, prediction=TEXT)
+    outputs = llm.generate([TEXT, TEXT], [params, replace(params, speculation=Speculation("off"))])
+    on, off = (f"{output.request_id}-0" for output in outputs)
+    assert outputs[0].token_ids == outputs[1].token_ids
+    assert on in asked and off not in asked
+    assert drafted[on] > 0 and drafted[off] == 0
+
+
+def _hearing(start: Callable[[RequestState], None], heard: set[str]) -> Callable[[RequestState], None]:
+    def hear(state: RequestState) -> None:
+        heard.add(state.id)
+        start(state)
+
+    return hear
