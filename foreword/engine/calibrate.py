@@ -25,8 +25,8 @@ __all__ = ["Calibrator", "pass_cost"]
 ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 CHUNKS = (1, 16, 64, 128)  # rows of a prompt, of which the last is sampled
 CONTEXT, CONTEXT_ROWS = 1024, 8  # tokens of a long text, and rows of one request that read it
-ROUNDS = 7
-BUDGET_S = 0.5  # for each table; a model so large that one round takes longer is timed once, up to where it took as long
+ROUNDS = 5
+FIRST_S, MORE_S = 1.5, 0.2  # for each table: a large model is timed once, and no further than the first of these
 
 Timed = Callable[[int], float]
 
@@ -102,11 +102,11 @@ def rounds(timed: Timed, sizes: Sequence[int], clock: Callable[[], float]) -> Ma
     timed(sizes[0])
     seconds: dict[int, list[float]] = {}
     started = clock()
-    for _ in range(ROUNDS):
-        for size in sizes[: len(seconds) or len(sizes)]:
+    for round_ in range(ROUNDS):
+        for size in sizes if round_ == 0 else tuple(seconds):
+            if clock() - started > (MORE_S if round_ else FIRST_S):
+                break
             seconds.setdefault(size, []).append(timed(size))
-            if clock() - started > BUDGET_S:
-                return {rows: median(of) for rows, of in seconds.items()}
     return {rows: median(of) for rows, of in seconds.items()}
 
 

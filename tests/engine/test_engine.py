@@ -67,7 +67,7 @@ class Broken:
         if self.answer is None:
             raise RuntimeError("start")
 
-    def finish(self, request_id: str) -> None:
+    def finish(self, request_id: str, output: Sequence[int] = ()) -> None:
         if self.answer is None:
             raise RuntimeError("finish")
 
@@ -145,7 +145,7 @@ def test_a_request_whose_tokens_are_all_masked_fails_alone(checkpoint: Path) -> 
         (make_request("a", prompt=[]), InvalidRequest, "no tokens"),
         (make_request("a", prompt=[10**6]), InvalidRequest, "1000000"),
         (make_request("a", prompt=[-1]), InvalidRequest, "-1"),
-        (make_request("a", speculation=Speculation("draft")), InvalidRequest, "ngram"),
+        (make_request("a", speculation=Speculation("draft")), InvalidRequest, "suffix"),
     ],
 )
 def test_an_impossible_request_is_answered_by_an_error(
