@@ -191,7 +191,9 @@ def test_eos_inside_an_accepted_run_ends_the_answer_there(checkpoint: Path, tmp_
     first = whole.index(stop)
     recording = tmp_path / "recording.jsonl"
     recording.write_text(f'{{"prompt_token_ids": {list(PROMPT)}, "token_ids": {whole}}}')
-    speculating = engine_of(checkpoint, speculate="replay", replay_file=str(recording), num_speculative_tokens=16)
+    speculating = engine_of(
+        checkpoint, speculate="replay", replay_file=str(recording), num_speculative_tokens=16, draft_length="fixed"
+    )
     for name, request in (
         ("eos", Request("eos", PROMPT, SamplingParams(max_tokens=20), 1, (stop,))),
         ("id", make_request("id", stop_token_ids=(stop,))),
@@ -215,7 +217,7 @@ def test_removing_a_request_frees_everything_at_once(checkpoint: Path) -> None:
         engine.remove(name)
         engine.check()
     assert engine.idle and engine.scheduler.pool.num_used == 0
-    (drafter,) = engine.drafting.drafters
+    (drafter,) = engine.drafting.passes
     drafter.check(())
     assert not drafter._tracks  # type: ignore[attr-defined]
     engine.remove("nobody")

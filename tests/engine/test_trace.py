@@ -42,7 +42,7 @@ def test_a_changed_plan_is_noticed(tmp_path: Path) -> None:
 
 def test_an_engine_writes_a_trace(tmp_path: Path) -> None:
     """`--trace FILE`, from a real engine, replayed without its model."""
-    llm = LLM(str(write_checkpoint(tmp_path / "model", seed=5)), trace=str(tmp_path / "trace"), threads=1)
+    llm = LLM(str(write_checkpoint(tmp_path / "model", seed=5)), trace=str(tmp_path / "trace"), threads=1, draft_length="fixed")
     llm.generate({"prompt_token_ids": [40, 41, 42, 40, 41]}, SamplingParams(max_tokens=20, n=3, seed=1, ignore_eos=True))
     plans = list(replay((tmp_path / "trace").read_text().splitlines()))
     assert len(plans) == llm.stats.step
