@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from foreword.core.draft import Draft
 from foreword.core.request import RequestState
 from foreword.drafting.base import Ask
-from foreword.drafting.suffix_index import BYTES_PER_SLOT, Index, SuffixIndex
+from foreword.drafting.suffix_index import BYTES_PER_SLOT, Index, Query, SuffixIndex
 from foreword.drafting.suffix_native import NativeSuffixIndex
 
 __all__ = ["SuffixDrafter"]
@@ -61,12 +61,14 @@ class SuffixDrafter:
         assert self._index.num_texts() == len(self._tracks)
 
     def propose(self, asks: Sequence[Ask]) -> list[Draft | None]:
-        tracks = [self._tracks[ask.state.id] for ask in asks]
-        queries = [(track.text, ask.max_tokens, ask.tokens_from(track.known)) for ask, track in zip(asks, tracks, strict=True)]
-        guesses = self._index.propose(queries)
-        for track, (_, _, new) in zip(tracks, queries, strict=True):
-            track.known += len(new)
+        guesses = self._index.propose([self._query(ask) for ask in asks])
         return [Draft(token_ids, self.name, confidence) if token_ids else None for token_ids, confidence in guesses]
+
+    def _query(self, ask: Ask) -> Query:
+        track = self._tracks[ask.state.id]
+        new = ask.tokens_from(track.known)
+        track.known += len(new)
+        return track.text, ask.max_tokens, new
 
 
 class _Namespaces:

@@ -16,14 +16,16 @@ __all__ = ["BYTES_PER_SLOT", "DOUBTS", "MAX_MATCH", "MAX_WALK", "MIN_REACH", "OR
 
 ORDERS = (1, 2, 4, 8)  # n-grams that are chained
 MAX_WALK = 16  # places looked at in one chain
+ENOUGH = 4  # places found in a text; if the longest order has fewer, the next one is walked as well
 MAX_MATCH = 32  # matches are not measured beyond
+LENGTHS = (*ORDERS, MAX_MATCH + 1)  # order i finds matches of LENGTHS[i] tokens up to LENGTHS[i + 1], exclusive
 MIN_REACH = 0.05  # a draft ends before it reaches a token with less than this probability
 BYTES_PER_SLOT = 4 * (2 + 2 * len(ORDERS))  # token, owner, and a head and a link for each order
-OWN_WEIGHT = 2  # of a place in the own text; of one in the corpus 1
+OWN_WEIGHT = 4  # of a place in the own text; of one in the corpus 1
 
 # Weight against all that was seen, by length of match in units of that match's weight: how often something new follows.
 # Measured: docs/lab/suffix.md.
-DOUBTS = (4.0, 4.0, *(2.2 * length**-1.15 for length in range(2, 2 * MAX_MATCH)))
+DOUBTS = (4.0, 4.0, *(1.5 * length**-1.05 for length in range(2, 2 * MAX_MATCH)))
 
 SMALLEST = 64  # slots of a text that begins
 MASK = 2**64 - 1
@@ -96,26 +98,26 @@ class Slots:
         self.tokens[self.write] = BOUNDARY
 
     def places(self, keys: Sequence[int], text: Slots, owner: int) -> list[Place]:
-        """Where the end of `text` stands here too, by the longest order that has a match, latest first."""
-        for order, key, heads, links in reversed(list(zip(ORDERS, keys, self.heads, self.links, strict=False))):
-            places = []
-            for slot in self._chain(heads[key * self.capacity >> 32], links):
+        """Where the end of `text` stands here too, by the longest orders that have matches, until there are ENOUGH."""
+        places: list[Place] = []
+        for order in range(len(keys) - 1, -1, -1):
+            if len(places) >= ENOUGH:
+                break
+            for slot in self._chain(order, keys[order]):
                 length = self._common(slot, text) if self.owners[slot] == owner else 0
-                if length >= order:
-                    weight = length**3 * (OWN_WEIGHT if self is text else 1)
-                    places.append(Place(self, slot, length, weight))
-            if places:
-                return places
-        return []
+                if LENGTHS[order] <= length < LENGTHS[order + 1]:
+                    places.append(Place(self, slot, length, length**2 * (OWN_WEIGHT if self is text else 1)))
+        return places
 
-    def _chain(self, slot: int, links: Sequence[int]) -> Iterator[int]:
-        youngest = 0
+    def _chain(self, order: int, key: int) -> Iterator[int]:
+        """Latest first."""
+        slot, youngest = self.heads[order][key * self.capacity >> 32], 0
         for _ in range(MAX_WALK):
             age = (self.write - slot) % (self.capacity - 1)
             if slot == NOWHERE or age <= youngest:
                 return
             yield slot
-            youngest, slot = age, links[slot]
+            youngest, slot = age, self.links[order][slot]
 
     def _common(self, slot: int, text: Slots) -> int:
         """How many tokens before `slot` are those that end `text`."""
@@ -250,7 +252,7 @@ def _vote(places: Sequence[Place], tokens: Sequence[int], step: int) -> tuple[in
         votes[token] = votes.get(token, 0) + place.weight
     best = max(votes, key=lambda token: votes[token])
     length = max(place.length for place, token in zip(places, tokens, strict=True) if token == best)
-    doubt = DOUBTS[min(length + step, len(DOUBTS) - 1)] * (OWN_WEIGHT * length**3)
+    doubt = DOUBTS[min(length + step, len(DOUBTS) - 1)] * (OWN_WEIGHT * length**2)
     return best, votes[best] / (sum(votes.values()) + doubt)
 
 

@@ -61,11 +61,14 @@ class NativeSuffixIndex:
         return self._guesses(len(queries))
 
     def _guesses(self, count: int) -> list[Guess]:
+        lengths = self._lengths[:count].tolist()
+        total = sum(lengths)
+        token_ids, confidence = self._token_ids[:total].tolist(), self._confidence[:total].tolist()
         guesses = []
         first = 0
-        for length in self._lengths[:count]:
+        for length in lengths:
             end = first + length
-            guesses.append((tuple(self._token_ids[first:end]), tuple(self._confidence[first:end])) if length else NOTHING)
+            guesses.append((tuple(token_ids[first:end]), tuple(confidence[first:end])) if length else NOTHING)
             first = end
         return guesses
 

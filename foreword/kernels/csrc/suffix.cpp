@@ -18,15 +18,16 @@ constexpr int NUM_ORDERS = 4;
 constexpr int ORDERS[NUM_ORDERS] = {1, 2, 4, 8};
 constexpr int MAX_WALK = 16;
 constexpr int MAX_MATCH = 32;
-constexpr int MAX_PLACES = 2 * MAX_WALK;
+constexpr int ENOUGH = 4;
+constexpr int MAX_PLACES = 2 * (ENOUGH - 1 + MAX_WALK);
 constexpr double MIN_REACH = 0.05;
-constexpr int64_t OWN_WEIGHT = 2;
+constexpr int64_t OWN_WEIGHT = 4;
 constexpr int32_t SMALLEST = 64;
 constexpr uint64_t FACTOR = 0x9E3779B97F4A7C15;
 constexpr int32_t BOUNDARY = 0;
 constexpr int32_t NOWHERE = 0;
 
-constexpr int64_t cube(int64_t length) { return length * length * length; }
+constexpr int64_t square(int64_t length) { return length * length; }
 
 template <class T>
 class Zeros {
@@ -99,10 +100,10 @@ public:
         tokens_[write_] = BOUNDARY;
     }
 
-    // Adds where the end of `text` stands here too, by the longest order that has a match, latest first.
+    // Adds where the end of `text` stands here too, by the longest orders that have matches, until there are ENOUGH.
     void find(const Keys& keys, const Slots& text, uint32_t owner, Places& places) const {
-        const int before = places.count;
-        for (int order = keys.count - 1; order >= 0 && places.count == before; order--) {
+        const int enough = places.count + ENOUGH;
+        for (int order = keys.count - 1; order >= 0 && places.count < enough; order--) {
             walk(order, heads_[bucket(order, keys.of[order])], text, owner, places);
         }
     }
@@ -133,8 +134,8 @@ private:
             const int32_t age = slot <= write_ ? write_ - slot : write_ - slot + capacity_ - 1;
             if (age <= youngest) return;
             const int32_t length = chains_[slot].owner == owner ? common(slot, text) : 0;
-            if (length >= ORDERS[order]) {
-                places.of[places.count++] = {this, slot, length, cube(length) * (this == &text ? OWN_WEIGHT : 1)};
+            if (length >= ORDERS[order] && (order == NUM_ORDERS - 1 || length < ORDERS[order + 1])) {
+                places.of[places.count++] = {this, slot, length, square(length) * (this == &text ? OWN_WEIGHT : 1)};
             }
             youngest = age;
             slot = chains_[slot].links[order];
@@ -241,7 +242,7 @@ private:
     // The match grows with the guess.
     double doubt(int32_t length, int32_t step) const {
         const size_t grown = static_cast<size_t>(length) + step;
-        return doubts_[std::min(grown, doubts_.size() - 1)] * static_cast<double>(OWN_WEIGHT * cube(length));
+        return doubts_[std::min(grown, doubts_.size() - 1)] * static_cast<double>(OWN_WEIGHT * square(length));
     }
 
     // Those that say `token`, one token on.
