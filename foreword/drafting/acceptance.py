@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from foreword.core.draft import Draft
 
-__all__ = ["Rates", "Record"]
+__all__ = ["PASS_PRIORS", "Rates", "Record"]
 
 GROUPS = (0, 1, 2, 2, 3, 3, 3, 3, 4, 4, 4, 4, 4, 4, 4, 4, 5)  # by position in the draft; beyond the end as the last
 NUM_GROUPS = 6
@@ -19,6 +19,7 @@ EDGES = (0.2, 0.4, 0.6, 0.75, 0.85, 0.93, 0.98)  # of the buckets of confidence
 BUCKETS = tuple(sum(step / 64 >= edge for edge in EDGES) for step in range(65))
 UNKNOWN, ANY = 8, 9  # the bucket of drafts without confidence, and that of all drafts together
 PRIORS = (0.1, 0.3, 0.5, 0.67, 0.8, 0.9, 0.95, 0.98, 0.5, 0.5)
+PASS_PRIORS = (0.3, 0.5, 0.6, 0.75, 0.85, 0.9, 0.95, 0.98, 0.75, 0.75)  # whoever brings a draft model chose it for the job
 PRIOR_TRIALS = 4.0
 MEMORY = 1 - 1 / 256  # of all requests, by trial of the same kind
 OWN_TRIALS = 4.0
@@ -56,7 +57,8 @@ class Record:
 class Rates:
     """How a drafter does on all requests: P(right) by bucket of confidence and group of positions."""
 
-    def __init__(self) -> None:
+    def __init__(self, priors: Sequence[float] = PRIORS) -> None:
+        self._priors = priors
         self._hits = [[0.0] * NUM_GROUPS for _ in PRIORS]
         self._trials = [[0.0] * NUM_GROUPS for _ in PRIORS]
         self._usual: list[list[float] | None] = [None] * len(PRIORS)
@@ -103,11 +105,16 @@ class Rates:
             chances.append(chance)
         return chances
 
+    @property
+    def trials(self) -> float:
+        """How many guesses of late were scored."""
+        return sum(self._trials[ANY])
+
     def usual(self, bucket: int) -> list[float]:
         """P(right) by group of positions; where little is known, that of the group before it."""
         usual = self._usual[bucket]
         if usual is None:
-            usual, before = [], PRIORS[bucket]
+            usual, before = [], self._priors[bucket]
             for hits, trials in zip(self._hits[bucket], self._trials[bucket], strict=True):
                 before = (hits + PRIOR_TRIALS * before) / (trials + PRIOR_TRIALS)
                 usual.append(before)

@@ -8,8 +8,9 @@ from itertools import accumulate
 
 from foreword.drafting.admission import MARGIN
 
-__all__ = ["Member", "Plan", "plans"]
+__all__ = ["FEW", "Member", "Plan", "plans"]
 
+FEW = 8  # rows; whoever has more to compute first comes last
 LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16)
 
 Passes = Callable[[int, int, int], float]
@@ -32,10 +33,6 @@ class Member:
     rows: int
     backlog: int
     horizon: float
-
-    def share(self, plan: Plan) -> float:
-        """Its part of what the plan invests."""
-        return plan.invested * self.backlog / sum(member.backlog for member in plan.members)
 
     def hoped(self, length: int) -> float:
         """Tokens expected from `length` guesses."""
@@ -67,7 +64,7 @@ def plans(members: Sequence[Member], tokens: float, rows: int, costs: Sequence[f
     costs   of the step with 0, 1, ... drafted rows
     passes  seconds of drafting, by (rows to compute first, requests, length)
     """
-    ranked = sorted(members, key=lambda member: member.tokens - member.hoped(4))
+    ranked = sorted(members, key=lambda member: (member.backlog > FEW, member.tokens - member.hoped(4)))
     least = MARGIN * tokens / costs[rows]
     found: list[Plan] = []
     for count in _counts(len(ranked)):

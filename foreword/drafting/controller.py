@@ -15,10 +15,10 @@ from functools import partial
 from foreword.core.draft import Draft
 from foreword.core.events import DraftingStats
 from foreword.core.request import RequestState
-from foreword.drafting.acceptance import Rates, Record
+from foreword.drafting.acceptance import PASS_PRIORS, Rates, Record
 from foreword.drafting.admission import best_count, split
 from foreword.drafting.base import Ask
-from foreword.drafting.cascade import Member, Plan, plans
+from foreword.drafting.cascade import FEW, Member, Plan, plans
 from foreword.drafting.costs import Calibration, PassCost, Shape, sampling_class
 from foreword.drafting.ledger import ALLOWANCE, Account, Ledger
 from foreword.drafting.machine import Machine
@@ -27,12 +27,16 @@ from foreword.drafting.watchdog import Budget
 
 __all__ = ["Controller"]
 
-LEAST_CHANCE = 0.03  # guesses less likely than this are never worth a row
+LEAST_CHANCE = 0.01  # guesses less likely than this are never worth a row
 PATIENCE = 4  # asks without a draft that pays before a request is left alone for a while
 LONGEST_NAP = 8  # asks, while nothing is offered
 LONGEST_SLEEP = 32  # asks, while what is offered does not pay
-TRUST = 0.5  # a request may be delayed by so much of what it expects from its own draft
+TRUST = 1.0  # a request may be delayed by so much of what it expects from its own draft
 FITTINGS = 4  # of a choice into the ledger
+AWAKE = 8  # rounds that nobody is left alone after a model drafted: it may for all in the same passes
+PROVEN = 16  # guesses of a drafter that were scored, before more is invested in it than
+STAKE = 5.0  # plain steps, once
+PLANS = 12  # that are looked at for one that the ledger allows
 LONGEST_PASSES = 16  # tokens that a model is asked for
 TYPICAL_ANSWER = 128.0  # tokens, before any has ended
 UNOFFERED, UNPAID, INDEBTED, WATCHED, ASLEEP = "nothing to guess from", "does not pay", "ledger", "watchdog", "asleep"
@@ -47,12 +51,13 @@ class _Request:
     kind     its sampling class
     records  how each drafter does on it
     missed   asks in a row without a draft that paid
-    asleep   asks still to be left alone
+    wakes    round of asks until which it is left alone
+    read     drafters' models have read its prompt once
     context  tokens that its next row reads
     tried    model seconds of a pass whose only use was to learn
     """
 
-    __slots__ = ("account", "asleep", "bound", "context", "kind", "missed", "records", "state", "tried")
+    __slots__ = ("account", "bound", "context", "kind", "missed", "read", "records", "state", "tried", "wakes")
 
     def __init__(self, state: RequestState, bound: int, account: Account) -> None:
         own = state.params.speculation.max_tokens
@@ -61,7 +66,8 @@ class _Request:
         self.bound = bound if own is None else min(own, bound)
         self.kind = sampling_class(state.params)
         self.records: defaultdict[str, Record] = defaultdict(Record)
-        self.missed = self.asleep = self.context = 0
+        self.missed = self.wakes = self.context = 0
+        self.read = False
         self.tried = 0.0
 
 
@@ -98,16 +104,20 @@ class Controller:
         self._max_tokens = max_tokens
         self._machine = Machine(calibration, passes or {})
         self._rates: defaultdict[str, Rates] = defaultdict(Rates)
+        self._rates.update({drafter: Rates(PASS_PRIORS) for drafter in passes or {}})
         self._ledger = Ledger()
         self._budget = Budget()
         self._requests: dict[str, _Request] = {}
         self._kinds: dict[str, int] = {}
         self._typical_answer = TYPICAL_ANSWER
+        self._round = 0
+        self._last_plan = -AWAKE
         self._asking: list[_Request] = []
         self._strangers: dict[str, Account] = {}
         self._frame: _Frame | None = None
         self._rate = 0.0
         self._drafting = 0.0
+        self._stakes = 0.0
         self._lengths: defaultdict[str, Counter[int]] = defaultdict(Counter)
         self._none: Counter[str] = Counter()
 
@@ -138,8 +148,7 @@ class Controller:
         if self._machine.watchdog.resting:
             self._say_none(request, WATCHED)
             return 0
-        if request.asleep:
-            request.asleep -= 1
+        if request.wakes > self._round >= self._last_plan + AWAKE:
             self._say_none(request, ASLEEP)
             return 0
         return request.bound
@@ -153,10 +162,18 @@ class Controller:
         if plan is None:
             self._explore(offers, drafter, backlogs, wanted)
             return wanted
+        self._last_plan = self._round
         worth = self._worth(plan, drafter, frame)
+        requests = [self._request(offers[member.index]) for member in plan.members]
+        staked = self._staked(plan, requests, drafter)
+        self._stakes += staked
         for member in plan.members:
             wanted[member.index] = plan.length, worth
-            self._request(offers[member.index]).account.invested += member.share(plan)
+        for request in self._asking if staked else requests:
+            if staked or not request.read:
+                request.account.lead += plan.invested
+        for request in requests:
+            request.read = True
         self._drafting += plan.seconds + plan.invested
         return wanted
 
@@ -170,6 +187,7 @@ class Controller:
             else:
                 self._miss(candidate.request, reason, LONGEST_SLEEP if reason is UNPAID else 0)
         self._asking.clear()
+        self._round += 1
         self._frame = None
         return admitted
 
@@ -190,7 +208,7 @@ class Controller:
             none=dict(self._none),
             predicted_seconds=self._machine.predicted,
             realised_seconds=self._machine.realised,
-            exploring_seconds=self._budget.spent * self._machine.drift,
+            exploring_seconds=max(self._budget.spent, 0.0) * self._machine.drift,
         )
 
     # The next step
@@ -270,7 +288,7 @@ class Controller:
         rated = [cost + sunk for cost in costs] if sunk else costs
         limit = frame.plain + self._patience_of_others((candidate.request for candidate in found), frame)
         reason = UNPAID
-        for _ in range(FITTINGS):
+        for fitting in range(FITTINGS):
             count = best_count(gains, frame.shape.sampled, rated, limit + sunk)
             if not count:
                 return nothing, reason
@@ -278,17 +296,25 @@ class Controller:
             reason = INDEBTED
             allowed = frame.plain + self._least_patience(found, lengths, frame)
             if costs[count] <= allowed:
+                if self._wants_plain(frame):
+                    return nothing, WATCHED
                 self._rate = (frame.shape.sampled + _expected(found, lengths)) / rated[count]
                 return lengths, UNPAID
-            limit = allowed
+            limit = allowed if fitting < FITTINGS - 2 else frame.plain
         return nothing, reason
+
+    def _wants_plain(self, frame: _Frame) -> bool:
+        """Give a step of speculation up, that the watchdog knows what plain ones take, if that was saved up for."""
+        lost = frame.plain - frame.shape.sampled / self._rate if self._rate else frame.plain
+        return self._machine.watchdog.stale and self._budget.take(max(lost, 0.0))
 
     def _least_patience(self, found: Sequence[_Candidate], lengths: Sequence[int], frame: _Frame) -> float:
         """How much the requests drafted for bear to be delayed, each in view of what it expects."""
-        return min(
+        patience = min(
             candidate.request.account.slack(frame.plain) + TRUST * frame.plain * sum(candidate.chances[:length])
             for candidate, length in zip(found, lengths, strict=True)
         )
+        return max(patience, 0.0)
 
     def _give(self, candidate: _Candidate, length: int) -> Draft:
         draft = candidate.draft
@@ -299,9 +325,15 @@ class Controller:
         return Draft(draft.token_ids[:length], draft.drafter, draft.confidence[:length])
 
     def _miss(self, request: _Request, reason: str, longest: int) -> None:
-        """No draft this time; a request that has had none for long is left alone for growing spells."""
+        """No draft this time; a request that has had none for long is left alone for growing spells.
+
+        Spells are powers of two and end where such a number divides the round: requests wake together, so that a model
+        can draft for all of them in the same passes.
+        """
         request.missed += 1
-        request.asleep = min(max(request.missed - PATIENCE, 0), longest)
+        if request.missed > PATIENCE and longest:
+            spell = min(1 << min(request.missed - PATIENCE, 10), longest)
+            request.wakes = (self._round // spell + 1) * spell
         self._say_none(request, reason)
 
     def _say_none(self, request: _Request, reason: str) -> None:
@@ -327,7 +359,7 @@ class Controller:
         costs = self._machine.costs.with_further(frame.shape, rows + LONGEST_PASSES * len(members))
         tokens = frame.shape.sampled + sum(member.tokens for member in members)
         paying = plans(members, tokens, rows, costs, partial(self._machine.drafting, drafter))
-        return next((plan for plan in paying[:FITTINGS] if self._bearable(plan, offers, frame)), None)
+        return next((plan for plan in paying[:PLANS] if self._bearable(plan, offers, drafter, frame)), None)
 
     def _offered(self, offers: Sequence[Offer]) -> list[_Candidate]:
         return [self._candidate(index, self._request(offer), offer.drafts) for index, offer in enumerate(offers) if offer.drafts]
@@ -340,15 +372,30 @@ class Controller:
         left = min(max(self._typical_answer - written, self._typical_answer / 4), ask.state.limit - ask.length)
         return Member(index, chances, sum(given), len(given), backlog, max(left / (1 + sum(chances[:4])), 1.0))
 
-    def _bearable(self, plan: Plan, offers: Sequence[Offer], frame: _Frame) -> bool:
-        delay = plan.seconds + plan.invested + plan.cost - frame.plain
+    def _bearable(self, plan: Plan, offers: Sequence[Offer], drafter: str, frame: _Frame) -> bool:
+        delay = plan.seconds + plan.cost - frame.plain
         requests = [self._request(offers[member.index]) for member in plan.members]
-        if delay > self._patience_of_others(requests, frame):
+        staked = self._staked(plan, requests, drafter)
+        if staked and self._stakes + staked > STAKE * frame.plain:
+            return False
+        if delay + plan.invested - staked > self._patience_of_others(requests, frame):
             return False
         return all(
-            delay - member.share(plan) <= request.account.slack(frame.plain) + TRUST * frame.plain * member.hoped(plan.length)
-            for member, request in zip(plan.members, requests, strict=True)
+            self._bears(plan, member, request, delay, frame.plain) for member, request in zip(plan.members, requests, strict=True)
         )
+
+    def _staked(self, plan: Plan, requests: Iterable[_Request], drafter: str) -> float:
+        """What is invested in a drafter of which nothing is known yet: all bear it, but once."""
+        unproven = self._rates[drafter].trials < PROVEN and not all(request.read for request in requests)
+        return plan.invested if unproven else 0.0
+
+    def _bears(self, plan: Plan, member: Member, request: _Request, delay: float, step: float) -> bool:
+        """Whether it is likely enough to pay for a request, on which a model's first look is spent but once."""
+        hoped = TRUST * step * member.hoped(plan.length)
+        slack = request.account.slack(step)
+        if request.read:
+            return delay + plan.invested <= slack + hoped
+        return delay <= slack + hoped and plan.invested <= 0.5 * member.horizon * (hoped - delay)
 
     def _worth(self, plan: Plan, drafter: str, frame: _Frame) -> float:
         """The chance below which a further guess is not worth its pass and its row, as the drafter itself would state it."""
@@ -359,12 +406,14 @@ class Controller:
 
     def _explore(self, offers: Sequence[Offer], drafter: str, backlogs: Sequence[int], wanted: list[tuple[int, float]]) -> None:
         """Try one token of a drafter that is not believed to pay, if that was saved up for."""
-        index = min(range(len(offers)), key=backlogs.__getitem__)
-        seconds = self._machine.drafting(drafter, backlogs[index], 1, 1)
+        least = max(min(backlogs), FEW)
+        tried = [index for index, backlog in enumerate(backlogs) if backlog <= least]
+        seconds = self._machine.drafting(drafter, sum(backlogs[index] for index in tried), len(tried), 1)
         if self._budget.take(seconds):
-            wanted[index] = 1, 0.0
-            self._request(offers[index]).tried = seconds
             self._drafting += seconds
+            for index in tried:
+                wanted[index] = 1, 0.0
+                self._request(offers[index]).tried = seconds / len(tried)
 
 
 def _expected(found: Sequence[_Candidate], lengths: Sequence[int]) -> float:

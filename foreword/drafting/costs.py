@@ -97,15 +97,12 @@ def _rising(values: Sequence[float]) -> list[float]:
     return [mean for mean, count in pools for _ in range(count)]
 
 
-@dataclass(frozen=True, slots=True)
 class PassCost:
     """Seconds of one pass of a drafter's model, by rows."""
 
-    curve: Curve
-
-    @classmethod
-    def measured(cls, seconds: Mapping[int, float]) -> PassCost:
-        return cls(Curve(seconds))
+    def __init__(self, seconds: Mapping[int, float]) -> None:
+        self.seconds = dict(seconds)
+        self.curve = Curve(seconds)
 
     def draft(self, backlog: int, requests: int, length: int) -> float:
         """Seconds of drafting `length` tokens for `requests` requests that must compute `backlog` rows in all first."""
@@ -170,16 +167,18 @@ class StepCosts:
         one = min(self._one.at(rows), everything)
         return one + (everything - one) * max(sampled - 1, 0) / (rows - 1)
 
-    def learn(self, rows: int, ratio: float) -> None:
-        """A step of `rows` rows, all sampled, took `ratio` times what it should: correct the points it lies between.
+    def learn(self, rows: int, before: int, surprise: float) -> None:
+        """A step of `rows` rows took `surprise` times what a step of `before` rows just before it lets expect.
 
-        Slow: what swings with the machine is the drift's, only what depends on the rows stays here.
+        The machine had no time to change between the two: what is wrong are the points they lie between, slowly moved
+        apart. Every row was sampled.
         """
-        step = CORRECTION_RATE * math.log(min(max(ratio, 1 / OUTLIER), OUTLIER))
-        index, share = self._all.neighbours(rows)
-        self._correct(index, step * (1 - share))
-        if share:
-            self._correct(index + 1, step * share)
+        step = CORRECTION_RATE * math.log(min(max(surprise, 1 / OUTLIER), OUTLIER))
+        for count, part in ((rows, step), (before, -step)):
+            index, share = self._all.neighbours(count)
+            self._correct(index, part * (1 - share))
+            if share:
+                self._correct(index + 1, part * share)
 
     def _correct(self, index: int, step: float) -> None:
         """Keep a correction back until it matters: the curve is filled in again with each."""
@@ -199,13 +198,12 @@ class Drift:
     def __init__(self) -> None:
         self.factor = 0.0
 
-    def update(self, ratio: float) -> float:
-        """Take a step in; returns its ratio to what was expected of it, with outliers cut."""
+    def update(self, ratio: float) -> None:
+        """Take a step in, with outliers cut."""
         if not self.factor:
             self.factor = ratio
         surprise = min(max(ratio / self.factor, 1 / OUTLIER), OUTLIER)
         self.factor *= 1 + DRIFT_RATE * (surprise - 1)
-        return surprise
 
 
 def sampling_class(params: SamplingParams) -> int:

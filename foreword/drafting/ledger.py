@@ -11,7 +11,6 @@ __all__ = ["Account", "Ledger"]
 
 ALLOWANCE = 0.02
 FLOOR_TOKENS = 32
-REPAYMENT = 0.98  # of what was invested, is still owed after each token
 
 
 @dataclass(slots=True)
@@ -21,19 +20,17 @@ class Account:
     tokens   its answer is thought to have at least so many, for what it may fall behind at first
     lead     how far it is ahead of plain decoding
     plain    how long plain decoding would have taken so far
-    invested what it was delayed by for drafts to come, as far as these are still owed
     context  tokens it last read
     """
 
     tokens: int
     lead: float = 0.0
     plain: float = 0.0
-    invested: float = 0.0
     context: int = 0
 
     def slack(self, step: float) -> float:
         """How far it may still fall back, plain steps taking `step` each: it never is 2 % behind."""
-        return self.lead + self.invested + ALLOWANCE * max(self.plain, self.tokens * step)
+        return self.lead + ALLOWANCE * max(self.plain, self.tokens * step)
 
 
 class Ledger:
@@ -76,8 +73,6 @@ class Ledger:
             account.plain += earned
             account.lead += earned - actual
             account.context = one.context
-            if account.invested:
-                account.invested *= REPAYMENT**one.emitted
         if self.ghosts:
             self.ghosts = _later(self.ghosts, actual)
 

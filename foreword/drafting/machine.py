@@ -56,6 +56,7 @@ class Machine:
         self._drift = Drift()
         self._pass_factor = 1.0
         self._carried = self._carried_prediction = 0.0
+        self._last = (0, 1.0)  # rows of the last decoding step, and how many times its cost it took
         self._num_steps = 0
 
     @property
@@ -115,7 +116,11 @@ class Machine:
 
     def _learn(self, tally: Tally, cost: float, verifying: float, sampling: float) -> None:
         ratio = verifying / cost
-        self.costs.learn(tally.shape.rows, self._drift.update(ratio))
+        self._drift.update(ratio)
+        rows, (before, ratio_before) = tally.shape.rows, self._last
+        if before and rows != before:
+            self.costs.learn(rows, before, ratio / ratio_before)
+        self._last = rows, ratio
         if tally.drafted:
             needed = self.costs.of(tally.plain) * tally.emitted / tally.sampling
             self.watchdog.speculated(verifying + self._carried, needed)

@@ -5,7 +5,6 @@ from __future__ import annotations
 __all__ = ["Budget", "Watchdog"]
 
 WINDOW = 16
-FRESH = 8
 STALE = 256
 SHORTEST_REST = 16
 LONGEST_REST = 1024
@@ -21,14 +20,15 @@ class Watchdog:
     step beside it: the machine may have become slower as a whole. Rests double while speculation keeps losing.
     """
 
-    __slots__ = ("_age", "_anchor", "_needed", "_realised", "_rest", "_steps", "resting", "wants_plain")
+    __slots__ = ("_age", "_anchor", "_needed", "_realised", "_rest", "_steps", "_suspicious", "resting", "wants_plain")
 
     def __init__(self) -> None:
         self.resting = 0
-        self.wants_plain = False
+        self.wants_plain = True
         self._rest = SHORTEST_REST
-        self._anchor = 0.0
+        self._anchor = 1.0
         self._age = 0
+        self._suspicious = True
         self._restart()
 
     @property
@@ -38,7 +38,7 @@ class Watchdog:
 
     def plain(self, ratio: float) -> None:
         """A step without drafts took `ratio` times its model seconds."""
-        self._anchor += (ratio - self._anchor) * (ANCHOR_RATE if self._anchor else 1.0)
+        self._anchor += (ratio - self._anchor) * (1.0 if self.wants_plain else ANCHOR_RATE)
         self._age = 0
         self.wants_plain = False
         self.resting = max(self.resting - 1, 0)
@@ -46,9 +46,6 @@ class Watchdog:
     def speculated(self, realised: float, needed: float) -> None:
         """A step with drafts took `realised` seconds; plain decoding needs `needed` model seconds for what it emitted."""
         self._age += 1
-        if not self._anchor:
-            self.wants_plain = True
-            return
         self._realised += realised
         self._needed += needed * self._anchor
         self._steps += 1
@@ -58,8 +55,9 @@ class Watchdog:
     def _judge(self) -> None:
         if self._realised <= self._needed:
             self._rest = SHORTEST_REST
-        elif self._age > FRESH:
-            self.wants_plain = True
+            self._suspicious = False
+        elif not self._suspicious:
+            self._suspicious = self.wants_plain = True
         else:
             self.resting = self._rest
             self._rest = min(2 * self._rest, LONGEST_REST)
