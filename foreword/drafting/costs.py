@@ -97,12 +97,16 @@ def _rising(values: Sequence[float]) -> list[float]:
     return [mean for mean, count in pools for _ in range(count)]
 
 
+@dataclass(frozen=True, slots=True)
 class PassCost:
-    """Seconds of one pass of a drafter's model, by rows."""
+    """Seconds of one pass of a drafter's model, by rows: as measured, and in between."""
 
-    def __init__(self, seconds: Mapping[int, float]) -> None:
-        self.seconds = dict(seconds)
-        self.curve = Curve(seconds)
+    seconds: Mapping[int, float]
+    curve: Curve
+
+    @classmethod
+    def measured(cls, seconds: Mapping[int, float]) -> PassCost:
+        return cls(dict(seconds), Curve(seconds))
 
     def draft(self, backlog: int, requests: int, length: int) -> float:
         """Seconds of drafting `length` tokens for `requests` requests that must compute `backlog` rows in all first."""

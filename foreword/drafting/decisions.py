@@ -111,7 +111,7 @@ class _Told:
 
     def __init__(self, setup: Mapping[str, Any]) -> None:
         calibration = Calibration(dict(setup["sampled"]), dict(setup["single"]), *setup["reads"])
-        passes = {name: PassCost(dict(seconds)) for name, seconds in setup["passes"].items()}
+        passes = {name: PassCost.measured(dict(seconds)) for name, seconds in setup["passes"].items()}
         self.controller = Controller(calibration, setup["max_tokens"], passes)
         self.states: dict[str, RequestState] = {}
 

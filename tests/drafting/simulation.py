@@ -201,7 +201,7 @@ class World:
         return 1.0 / self.machine.speed(self.now)
 
     def passes(self) -> dict[str, PassCost]:
-        return {model.name: PassCost({rows: model.pass_seconds(rows, rows) for rows in ROWS}) for model in self.models}
+        return {model.name: PassCost.measured({rows: model.pass_seconds(rows, rows) for rows in ROWS}) for model in self.models}
 
     def run(self, policy: Policy | None, hosts: bool = True) -> Outcome:
         """Serve all texts; policy None: speculation is off."""
