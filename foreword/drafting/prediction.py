@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+from array import array
 from bisect import bisect_left
-from collections.abc import Container, Sequence
+from collections.abc import Container, Sequence, Set
 
 from foreword.core.draft import Draft
 from foreword.core.request import RequestState
@@ -11,21 +13,28 @@ from foreword.drafting.base import Ask
 
 __all__ = ["PredictionDrafter"]
 
-SIZES = (3, 2, 1)  # n-grams by which a place is found again, the surest first
-REACH = {3: (-(1 << 30), 1 << 30), 2: (-64, 128), 1: (1, 8)}  # how far from the last sure place each is believed
+ANYWHERE = 1 << 30
+LONGEST_GRAM = 3
+# n-grams by which a place is found again, the surest first, and how far from the last sure place each is believed
+REACH = ((LONGEST_GRAM, -ANYWHERE, ANYWHERE), (2, -64, 128), (1, 1, 8))
+JUST_AHEAD = range(1, 9)
 AHEAD = 4  # a place so many times farther ahead than another lies behind is still the likelier one
 SURE = 4  # tokens in agreement from which on a place is the one to look from when it is lost
-LONGEST = 64
+LONGEST_DRAFT = 64
+ENCODING = "utf-32-le" if sys.byteorder == "little" else "utf-32-be"
 # How often the next token was right, by tokens in agreement so far (1, 2, ...): measured on the Python standard library with
 # lines, words and names changed, put in, left out and moved. Places just ahead of the last sure one are mostly right.
 NEAR = (0.65, 0.93, 0.97, 0.98, 0.985, 0.985, 0.99, 0.99, 0.99, 0.99, 0.99, 0.99, 0.99, 0.99, 0.99, 0.995)
 FAR = (0.1, 0.38, 0.52, 0.73, 0.84, 0.92, 0.95, 0.97, 0.97, 0.98, 0.985, 0.985, 0.985, 0.99, 0.99, 0.995)
-CONFIDENCE = {near: (*ramp, *ramp[-1:] * LONGEST) for near, ramp in ((True, NEAR), (False, FAR))}
+CONFIDENCE = {near: (*ramp, *ramp[-1:] * LONGEST_DRAFT) for near, ramp in ((True, NEAR), (False, FAR))}
 
 
 class _Follower:
     """Where an output stands in the text that was predicted for it.
 
+    Tokens are searched for as characters of a string, which costs less than to index them would.
+
+    text    the prediction, as token ids
     seen    known tokens that were followed, prompt included
     cursor  index in `text` of what should come next; None: the place is lost
     agreed  tokens before the cursor that output and text have in common, as far as is known
@@ -33,31 +42,32 @@ class _Follower:
     anchor  the last sure place
     """
 
-    __slots__ = ("_fences", "_newest", "_places", "agreed", "anchor", "cursor", "near", "seen", "text")
+    __slots__ = ("_characters", "_fences", "_newest", "agreed", "anchor", "cursor", "near", "seen", "text")
 
-    def __init__(self, text: Sequence[int], seen: int, never: Container[int]) -> None:
+    def __init__(self, text: Sequence[int], seen: int, never: Set[int]) -> None:
         self.text = text
         self.seen = seen
         self.cursor: int | None = 0
         self.agreed = 0
         self.near = True
         self.anchor = 0
-        self._newest: tuple[int, ...] = ()
-        self._places: dict[tuple[int, ...], list[int]] | None = None
-        self._fences = [place for place, token_id in enumerate(text) if token_id in never]
+        self._characters = _characters(text)
+        self._newest = ""
+        self._fences = [] if never.isdisjoint(text) else [place for place, token_id in enumerate(text) if token_id in never]
 
     def follow(self, token_ids: Sequence[int]) -> None:
         """The output goes on."""
         self.seen += len(token_ids)
-        for token_id in token_ids:
-            self._newest = (*self._newest[1 - SIZES[0] :], token_id)
-            if self.cursor is not None and self.cursor < len(self.text) and self.text[self.cursor] == token_id:
-                self.cursor += 1
-                self.agreed += 1
+        run = _characters(token_ids)
+        if self.cursor is not None and self._characters.startswith(run, self.cursor):
+            self._agree(run)
+            return
+        for character in run:
+            if self.cursor is not None and self._characters.startswith(character, self.cursor):
+                self._agree(character)
             else:
+                self._newest = self._newest[1 - LONGEST_GRAM :] + character
                 self._find()
-            if self.agreed >= SURE and self.cursor is not None:
-                self.anchor = self.cursor
 
     def ahead(self, max_tokens: int) -> Sequence[int]:
         """What the text goes on with, up to a token that is never drafted."""
@@ -73,38 +83,43 @@ class _Follower:
         first = min(self.agreed, len(NEAR)) - 1
         return ramp[max(first, 0) :][:length]
 
+    def _agree(self, run: str) -> None:
+        assert self.cursor is not None
+        self._newest = (self._newest + run)[-LONGEST_GRAM:]
+        self.agreed += len(run)
+        self._stand(self.cursor + len(run))
+
     def _find(self) -> None:
         """Look for the newest tokens: the longest n-gram wins, of its places the one nearest to the anchor."""
         self.cursor, self.agreed = None, 0
-        places = self._index()
-        for size in SIZES:
-            found = places.get(self._newest[-size:]) if size <= len(self._newest) else None
-            place = None if found is None else _nearest(found, self.anchor)
-            if place is not None and REACH[size][0] <= place - self.anchor <= REACH[size][1]:
-                self.cursor, self.agreed = place, size
-                self.near = REACH[1][0] <= place - self.anchor <= REACH[1][1]
+        for size, least, most in REACH:
+            gram = self._newest[-size:]
+            place = _nearest(self._characters, gram, self.anchor, least, most) if len(gram) == size else None
+            if place is not None:
+                self.agreed = size
+                self.near = place - self.anchor in JUST_AHEAD
+                self._stand(place)
                 return
 
-    def _index(self) -> dict[tuple[int, ...], list[int]]:
-        """Where each n-gram of the text ends, ascending. Made when a place is first lost: a prediction may come true."""
-        if self._places is None:
-            self._places = {}
-            for size in SIZES:
-                for end, gram in enumerate(zip(*(self.text[i:] for i in range(size)), strict=False), start=size):
-                    self._places.setdefault(gram, []).append(end)
-        return self._places
+    def _stand(self, place: int) -> None:
+        self.cursor = place
+        if self.agreed >= SURE:
+            self.anchor = place
 
 
-def _nearest(places: Sequence[int], anchor: int) -> int:
-    """Of ascending places the nearest to the anchor, those ahead of it preferred."""
-    index = bisect_left(places, anchor)
-    if index == len(places):
-        return places[-1]
-    ahead = places[index]
-    if index == 0:
-        return ahead
-    behind = places[index - 1]
-    return ahead if ahead - anchor <= AHEAD * (anchor - behind) else behind
+def _characters(token_ids: Sequence[int]) -> str:
+    """A character for each token."""
+    return array("I", token_ids).tobytes().decode(ENCODING, "surrogatepass")
+
+
+def _nearest(text: str, gram: str, anchor: int, least: int, most: int) -> int | None:
+    """Where `gram` ends, at least `least` and at most `most` from the anchor; the nearest such place, those ahead preferred."""
+    size = len(gram)
+    ahead = text.find(gram, max(anchor + max(least, 0) - size, 0), anchor + most)
+    behind = text.rfind(gram, max(anchor + least - size, 0), max(anchor - 1, 0)) if least < 0 else -1
+    if ahead < 0 or (behind >= 0 and ahead + size - anchor > AHEAD * (anchor - behind - size)):
+        return behind + size if behind >= 0 else None
+    return ahead + size
 
 
 class PredictionDrafter:
@@ -115,7 +130,7 @@ class PredictionDrafter:
 
     name = "prediction"
 
-    def __init__(self, never: Container[int] = frozenset()) -> None:
+    def __init__(self, never: Set[int] = frozenset()) -> None:
         self._never = never
         self._followers: dict[str, _Follower] = {}
 
@@ -138,5 +153,5 @@ class PredictionDrafter:
         if follower is None:
             return None
         follower.follow(ask.tokens_from(follower.seen))
-        guess = tuple(follower.ahead(min(ask.max_tokens, LONGEST)))
+        guess = tuple(follower.ahead(min(ask.max_tokens, LONGEST_DRAFT)))
         return Draft(guess, self.name, follower.confidence(len(guess))) if guess else None

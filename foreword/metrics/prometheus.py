@@ -24,6 +24,7 @@ class Registry:
         inner = CollectorRegistry()
         rows = [row for row in CATALOG if speculative or not row.speculative]
         self._metrics = {row.name: _build(row, inner) for row in rows}
+        self._series: dict[tuple[str, ...], Any] = {}
         self._registry = CollectorRegistry()
         self._registry.register(_Plain(inner))
 
@@ -48,8 +49,11 @@ class Registry:
         return generate_latest(self._registry)
 
     def _of(self, name: str, labels: tuple[str, ...]) -> Any:
-        metric = self._metrics[name]
-        return metric.labels(*labels) if labels else metric
+        series = self._series.get((name, *labels))
+        if series is None:
+            metric = self._metrics[name]
+            series = self._series[name, *labels] = metric.labels(*labels) if labels else metric
+        return series
 
 
 class _Plain(Collector):

@@ -137,8 +137,6 @@ class Recorder:
         if stats.step == self._stats.step:
             return
         before = self._stats if stats.step > self._stats.step else StepStats()  # an engine started again counts from zero
-        for name in GAUGES:
-            self._registry.set(name, getattr(stats, name))
         for name in TOTALS:
             self._registry.add(name, _growth(getattr(before, name), getattr(stats, name)))
         for stage, seconds in stats.stage_seconds.items():
@@ -156,7 +154,8 @@ class Recorder:
         for drafter, lengths in now.lengths.items():
             known = before.lengths.get(drafter, {})
             for length, count in lengths.items():
-                self._registry.observe("spec_draft_length", length, drafter, times=_growth(known.get(length, 0), count))
+                if count != known.get(length):  # most are as they were, and looking a series up costs more than this
+                    self._registry.observe("spec_draft_length", length, drafter, times=_growth(known.get(length, 0), count))
         for reason, count in now.none.items():
             self._registry.add("spec_no_draft_total", _growth(before.none.get(reason, 0), count), reason)
         for name, seconds in SECONDS.items():
@@ -166,6 +165,8 @@ class Recorder:
 
     def render(self) -> bytes:
         """The scrape; its type is prometheus.CONTENT_TYPE."""
+        for name in GAUGES:
+            self._registry.set(name, getattr(self._stats, name))
         return self._registry.render()
 
     def tick(self, now: float | None = None) -> None:

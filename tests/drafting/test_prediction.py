@@ -10,7 +10,7 @@ from foreword.core.draft import Draft
 from foreword.core.params import SamplingParams
 from foreword.core.request import Request, RequestState
 from foreword.drafting.base import Ask
-from foreword.drafting.prediction import LONGEST, PredictionDrafter
+from foreword.drafting.prediction import AHEAD, LONGEST_DRAFT, PredictionDrafter, _characters, _nearest
 
 PROMPT = (7, 8, 9)
 TEXT = tuple(range(100, 400))  # every token once
@@ -166,7 +166,7 @@ def test_a_draft_is_never_longer_than_asked(text: list[int], runs: list[list[int
     for run in runs:
         draft = output.draft(*run, max_tokens=length)
         if draft is not None:
-            assert 0 < len(draft.token_ids) <= min(length, LONGEST)
+            assert 0 < len(draft.token_ids) <= min(length, LONGEST_DRAFT)
             assert len(draft.confidence) == len(draft.token_ids)
             assert all(0 < chance < 1 for chance in draft.confidence)
             assert 5 not in draft.token_ids
@@ -180,6 +180,31 @@ def test_a_prediction_that_comes_true_is_drafted_to_its_end(text: list[int], len
         run = text[done : done + 1] if done == 0 else text[done : done + length + 1]
         done += len(run)
         assert output.say(*run, max_tokens=length) == tuple(text[done : done + length])
+
+
+@given(
+    text=st.lists(st.integers(0, 2), max_size=30),
+    gram=st.lists(st.integers(0, 2), min_size=1, max_size=3),
+    anchor=st.integers(0, 30),
+    least=st.integers(-9, 1),
+    most=st.integers(1, 12),
+)
+def test_the_nearest_place_equals_a_scan(text: list[int], gram: list[int], anchor: int, least: int, most: int) -> None:
+    ends = [
+        end for end in range(len(gram), len(text) + 1) if text[end - len(gram) : end] == gram and least <= end - anchor <= most
+    ]
+    by_definition = min(
+        ends, key=lambda end: (end - anchor if end >= anchor else AHEAD * (anchor - end), end < anchor), default=None
+    )
+    assert _nearest(_characters(text), _characters(gram), anchor, least, most) == by_definition
+
+
+def test_every_id_is_a_character() -> None:
+    """Halves of surrogate pairs and the byte order mark among them."""
+    ids = (0, 10, 0xD800, 0xDFFF, 0xFEFF, 0xFFFE, 0x10FFFF)
+    assert list(map(ord, _characters(ids))) == list(ids)
+    output = Output(ids)
+    assert output.say(0) == ids[1:5]
 
 
 @st.composite
