@@ -56,8 +56,7 @@ class Index(Protocol):
 class Slots:
     """A ring of tokens with their chains: one text, which is moved before the ring would close, or the corpus, which forgets.
 
-    tokens  id + 1, or BOUNDARY. Slot 0 is nowhere. The slot that is written next always holds a boundary, so that neither
-            forwards nor backwards a match goes over it
+    tokens  id + 1, or BOUNDARY: before the first slot of a text, and after each of a corpus. Slot 0 is nowhere
     owners  namespace of each token
     heads   for each order: latest slot of each bucket of n-grams
     links   for each order: the slot before it in the same chain. It may be stale: what is found there is compared anyway,
@@ -95,7 +94,6 @@ class Slots:
         self.tokens[self.write] = token
         self.owners[self.write] = owner
         self.write = self.after(self.write)
-        self.tokens[self.write] = BOUNDARY
 
     def places(self, keys: Sequence[int], text: Slots, owner: int) -> list[Place]:
         """Where the end of `text` stands here too, by the longest orders that have matches, until there are ENOUGH."""

@@ -64,6 +64,15 @@ def test_nothing_is_drafted_where_nothing_matches(library: ctypes.CDLL | None) -
     assert guess(drafter, started(drafter, state_of([5], "b"))) == ()
 
 
+def test_a_text_is_read_once(library: ctypes.CDLL | None) -> None:
+    drafter = SuffixDrafter(0, (), library)
+    state = started(drafter, state_of([1, 2, 3]))
+    for token in (4, 5, 6):
+        assert guess(drafter, state, run=[token]) == (), "nothing in it stands twice"
+        state.append([token])
+    assert guess(drafter, state) == ()
+
+
 def test_the_longer_match_outweighs_the_more_recent(library: ctypes.CDLL | None) -> None:
     drafter = SuffixDrafter(0, (), library)
     text = [1, 2, 3, 4, 50, 90, 3, 4, 60, 91, 3, 4, 60, 92, 1, 2, 3, 4]
@@ -153,6 +162,14 @@ def test_tenants_do_not_see_each_other(library: ctypes.CDLL | None) -> None:
     assert guess(drafter, started(drafter, state_of(range(1, 20), "bob", tenant="bob"))) == ()
     assert guess(drafter, started(drafter, state_of(range(1, 20), "nobody"))) == ()
     assert guess(drafter, started(drafter, state_of(range(1, 20), "alice", tenant="alice"))) == (20, 21, 22, 23)
+
+
+def test_tenants_whose_hashes_collide_do_not_see_each_other_either(library: ctypes.CDLL | None) -> None:
+    drafter = SuffixDrafter(64 * BYTES_PER_SLOT, (), library)
+    learn(drafter, [1, *range(1, 50)], "alice")
+    for i in range(300):
+        assert guess(drafter, started(drafter, state_of([5, 2, 3, 4], f"{i}", tenant=f"{i}"))) == ()
+    assert guess(drafter, started(drafter, state_of(range(1, 20), tenant="alice"))) != ()
 
 
 def test_another_tenants_text_changes_no_guess(library: ctypes.CDLL | None) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import time
 from collections.abc import Sequence
+from random import Random
 
 import pytest
 from hypothesis import given, settings
@@ -55,6 +56,8 @@ class Both:
 actions = st.one_of(
     st.tuples(st.just("start"), st.integers(0, 2)),
     st.tuples(st.just("finish"), st.integers(0, 5), tokens),
+    st.tuples(st.just("learn"), st.integers(0, 1), tokens),
+    st.tuples(st.just("learn"), st.integers(0, 1), st.builds(lambda t, n: t * n, tokens, st.integers(1, 4))),
     st.tuples(st.just("propose"), st.integers(0, 12), tokens),
     st.tuples(st.just("propose"), st.integers(1, 40), st.builds(lambda t, n: t * n, tokens, st.integers(1, 4))),
 )
@@ -68,10 +71,24 @@ def test_native_equals_python(library: ctypes.CDLL, corpus_slots: int, never: li
     for action in script:
         if action[0] == "start":
             both.start(action[1])
+        elif action[0] == "learn":
+            both.start(action[1])
+            both.finish(-1, action[2])
         elif action[0] == "propose":
             both.propose(*action[1:])
         elif both.texts:
             both.finish(action[1] % len(both.texts), action[2])
+
+
+@pytest.mark.parametrize("corpus_slots", [64, 200])
+def test_native_equals_python_while_the_corpus_turns_over(library: ctypes.CDLL, corpus_slots: int) -> None:
+    """Links to slots that hold something else by now."""
+    random = Random(corpus_slots)
+    both = Both(library, corpus_slots, ())
+    for _ in range(200):
+        both.start(0)
+        both.propose(8, [random.randrange(NUM_TOKENS) for _ in range(random.randrange(1, 12))])
+        both.finish(0, [random.randrange(NUM_TOKENS) for _ in range(random.randrange(40))])
 
 
 @given(tokens, tokens)

@@ -97,7 +97,6 @@ public:
         tokens_[write_] = token;
         chains_[write_].owner = owner;
         write_ = after(write_);
-        tokens_[write_] = BOUNDARY;
     }
 
     // Adds where the end of `text` stands here too, by the longest orders that have matches, until there are ENOUGH.
