@@ -85,5 +85,5 @@ class PassByPass:
         """Of one id a row (any id where it is -1), in the distribution that it was sampled from."""
         chosen = torch.tensor(token_ids, dtype=torch.int64, device=logits.device).clamp(min=0)[:, None]
         own = logits.gather(1, chosen)[:, 0].double()
-        logprobs: list[float] = (own - self._ops.log_sum_exp(logits).double()).clamp(max=0).tolist()
+        logprobs: list[float] = (own - self._ops.log_sum_exp(logits).double()).tolist()
         return logprobs

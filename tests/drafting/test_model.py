@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -304,6 +305,48 @@ def test_the_window_moves_when_it_is_full_and_not_before(checkpoint: Path) -> No
     assert lengths == [4] * 4 + [3, 2, 1] + ([4] * 5 + [4, 3, 2, 1])[:9] + [4] * 4
 
 
+def test_short_backlogs_go_first(checkpoint: Path) -> None:
+    """A long prompt delays nobody who is there already; it comes in with what they leave."""
+    drafter = drafter_of(checkpoint, max_rows=8)
+    long, short = state_of(range(10, 40), name="long"), state_of(range(10, 13), name="short")
+    drafts = propose(drafter, Ask(long, (), 4), Ask(short, (), 4))
+    assert drafts[0] is None and drafts[1] is not None
+    assert drafter.backlog(Ask(long, (), 4)) == 25
+
+
+def test_memory_is_taken_from_whose_turn_was_longest_ago(checkpoint: Path) -> None:
+    """Blocks of 4 tokens: each of these needs 3, and there are 8."""
+    drafter = drafter_of(checkpoint, blocks=8)
+    old, late, new = (Ask(state_of(range(i, i + 9), name=f"{i}"), (), 4) for i in (10, 20, 30))
+    for ask in (old, late, new):
+        assert propose(drafter, ask) != [None]
+    assert [drafter.backlog(ask) for ask in (old, late, new)] == [9, 1, 1]
+    assert propose(drafter, old) == propose(drafter_of(checkpoint), old), "and it is caught up as if nothing had been"
+    assert [drafter.backlog(ask) for ask in (old, late, new)] == [1, 9, 1]
+
+
+def test_too_little_memory_for_all_that_ask_leaves_enough_for_some(checkpoint: Path) -> None:
+    """Nobody is robbed in the step that serves him; as texts grow, the same ones go on and the others wait for an end."""
+    drafter, ample = drafter_of(checkpoint, blocks=13), drafter_of(checkpoint)
+    states = [state_of(range(i, i + 9), name=f"{i}") for i in (10, 20, 30, 40)]
+    served = []
+    for step in range(14):
+        asks = [Ask(state, (step,), 4) for state in states]
+        drafts, wanted = propose(drafter, *asks), propose(ample, *asks)
+        served.append([draft is not None for draft in drafts])
+        for draft, full in zip(drafts, wanted, strict=True):
+            assert full is not None
+            assert draft is None or draft.token_ids == full.token_ids[: len(draft.token_ids)]
+        for state in states:
+            state.append((step,))
+    counts = [sum(step) for step in served]
+    assert counts[0] == 4 and counts[-1] == 2 and counts == sorted(counts, reverse=True)
+    assert all(before or not now for one, two in pairwise(served) for before, now in zip(one, two, strict=True))
+    gone = states.pop(served[-1].index(True))
+    drafter.finish(gone.id)
+    assert sum(draft is not None for draft in propose(drafter, *(Ask(state, (1,), 4) for state in states))) == 2
+
+
 def test_a_pass_is_timed_without_a_trace(checkpoint: Path) -> None:
     for drafter in (drafter_of(checkpoint, max_len=32), drafter_of(checkpoint, max_len=32, counted=[])):
         state = state_of(range(10, 20))
@@ -314,7 +357,15 @@ def test_a_pass_is_timed_without_a_trace(checkpoint: Path) -> None:
         assert set(drafter._tracks) == {"a"} and drafter._pool.num_used == 4
 
 
-def test_a_token_that_only_the_target_knows_is_survived(checkpoint: Path) -> None:
+def test_the_time_is_that_of_one_pass(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drafter = drafter_of(checkpoint)
-    (draft,) = propose(drafter, Ask(state_of((10, VOCAB_SIZE + 5, 11)), (), 4))
-    assert draft is not None
+    clock = iter((0.0, 8.0, 10.0, 18.0))
+    monkeypatch.setattr("foreword.drafting.model.time.perf_counter", lambda: next(clock))
+    assert drafter.pass_seconds(3, 1) == 8.0
+    assert drafter.pass_seconds(3, 3) == 2.0, "of four"
+
+
+def test_a_token_that_only_the_target_knows_is_read_as_the_first_one(checkpoint: Path) -> None:
+    drafter = drafter_of(checkpoint)
+    drafts = propose(drafter, *(Ask(state_of((10, odd, 11), name=f"{odd}"), (), 4) for odd in (VOCAB_SIZE + 5, 0)))
+    assert drafts[0] == drafts[1] is not None

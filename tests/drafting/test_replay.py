@@ -89,13 +89,13 @@ class Scripted:
 
 def test_what_the_model_did_not_compute_is_not_replayed() -> None:
     """Requests without a recording are not asked for, and nothing stops early: the replay is as sure as ever."""
-    replay = replay_of((0, Recorded(OUTPUT)))
+    replay = replay_of((0, Recorded(OUTPUT[:8])))
     inner = Scripted((8, 3, 0))
     paid = PaidReplay(replay, inner)  # type: ignore[arg-type]
     states = [state_of(name=f"{i}") for i in range(3)]
     for state in (*states, stranger := state_of(5, (8,), "stranger")):
         replay.start(state)
-    drafts = paid.propose([Ask(state, (), 8, worth=0.7) for state in (stranger, *states)])
+    drafts = paid.propose([Ask(state, (), 20, worth=0.7) for state in (stranger, *states)])
     assert drafts == [None, Draft(OUTPUT[:8], "replay"), Draft(OUTPUT[:3], "replay"), None]
     assert inner.asks == [Ask(state, (), 8, worth=0.0) for state in states]
 

@@ -134,8 +134,7 @@ private:
         const int64_t token_id = sample_row(row, key, lane.greedy != 0);
         request.ended = token_id < 0;
         if (request.ended) return;
-        const double excess = static_cast<double>(row.values[token_id]) - static_cast<double>(log_sum_exp_row(row));
-        const double logprob = std::min(excess, 0.0);  // of a token that is all there is, rounding makes a little more
+        const double logprob = static_cast<double>(row.values[token_id]) - static_cast<double>(log_sum_exp_row(row));
         request.guesses[*request.count] = token_id;
         request.logprobs[*request.count] = logprob;
         request.sum += logprob;
