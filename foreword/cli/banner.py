@@ -79,10 +79,12 @@ def speculation_line(info: EngineInfo) -> str:
     """Which drafters run, their bound, and how to turn them off."""
     if not info.resolved.drafters:
         return "speculation: off; turn on with --speculate auto"
-    names = " then ".join(info.resolved.drafters)
+    chosen = info.resolved
+    names = ", ".join(chosen.drafters)
     model = f" (draft model {info.draft_model}, {count_text(info.draft_parameters)} parameters)" if info.draft_model else ""
-    bound = info.resolved.num_speculative_tokens
-    return f"speculation: {names}{model}, at most {bound} tokens a step; turn off with --speculate off"
+    length = "as much as pays, at most" if chosen.draft_length == "adaptive" else "whenever there is a guess, up to"
+    bound = f"{length} {chosen.num_speculative_tokens} tokens a request and step"
+    return f"speculation: {names}{model}; {bound}; turn off with --speculate off"
 
 
 def curl_line(url: str, name: str, needs_key: bool) -> str:

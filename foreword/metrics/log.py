@@ -87,11 +87,16 @@ def request_line(name: str, choices: Choices, now: float) -> str:
     parts = [
         f"request {name}: {_ends(choices)}",
         f"params {_params(first)}",
-        f"tokens {len(first.request.prompt_ids)} prompt ({first.num_cached} cached), {generated} generated",
+        f"tokens {len(first.request.prompt_ids)} prompt ({first.num_cached} cached), {_predicted(first)}{generated} generated",
         *_drafting(all_progress),
         _times(first, now),
     ]
     return "; ".join(parts)
+
+
+def _predicted(progress: Progress) -> str:
+    count = len(progress.request.prediction_ids)
+    return f"{count} predicted, " if count else ""
 
 
 def _ends(choices: Choices) -> str:

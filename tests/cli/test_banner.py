@@ -16,6 +16,7 @@ RESOLVED = Resolved(
     kv_cache_dtype="bfloat16", cpu_isa="auto",
     threads=2, max_model_len=1024, max_num_seqs=64, max_num_batched_tokens=512, block_size=16,
     num_blocks=256, kv_bytes=3 << 20, weight_bytes=9 << 20, prefix_caching=True, drafters=("ngram",), num_speculative_tokens=4,
+    draft_length="fixed", suffix_corpus_bytes=0,
     prompt_lookup_min=2, prompt_lookup_max=4, fast_math=False, test_mode=False,
 )  # fmt: skip
 INFO = EngineInfo(
@@ -40,9 +41,14 @@ def test_the_key_is_never_printed() -> None:
 
 
 def test_drafters_bound_and_the_way_out() -> None:
-    assert speculation_line(INFO) == "speculation: ngram, at most 4 tokens a step; turn off with --speculate off"
-    both = replace(INFO, resolved=replace(RESOLVED, drafters=("ngram", "draft")), draft_model="small", draft_parameters=400_000)
-    assert speculation_line(both).startswith("speculation: ngram then draft (draft model small, 400.0 k parameters), at most 4")
+    assert speculation_line(INFO) == (
+        "speculation: ngram; whenever there is a guess, up to 4 tokens a request and step; turn off with --speculate off"
+    )
+    several = replace(RESOLVED, drafters=("prediction", "suffix", "draft"), draft_length="adaptive", num_speculative_tokens=32)
+    assert speculation_line(replace(INFO, resolved=several, draft_model="small", draft_parameters=400_000)) == (
+        "speculation: prediction, suffix, draft (draft model small, 400.0 k parameters); "
+        "as much as pays, at most 32 tokens a request and step; turn off with --speculate off"
+    )
     off = replace(INFO, resolved=replace(RESOLVED, drafters=()))
     assert speculation_line(off) == "speculation: off; turn on with --speculate auto"
 

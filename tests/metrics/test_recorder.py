@@ -3,6 +3,7 @@
 import logging
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -443,6 +444,14 @@ def test_the_line_of_a_request(clock: Clock, lines: list[str]) -> None:
         "times queue 1000.0 ms, first token 2000.0 ms, total 3000.0 ms"
     )
     assert len(line) < 400
+
+
+def test_the_line_of_a_request_with_a_prediction(clock: Clock, lines: list[str]) -> None:
+    recorder = Recorder(("prediction",), clock=clock)
+    asked = replace(request(), prediction_ids=(1, 2, 3))
+    recorder.arrived(asked)
+    recorder.delivered(asked, tokens(0, 3, DraftUse("prediction", 2, 2), "stop"), 102.0)
+    assert "tokens 10 prompt (0 cached), 3 predicted, 3 generated; drafter prediction (2 of 2 accepted)" in lines[0]
 
 
 def test_choices_of_a_prompt_share_a_line(clock: Clock, lines: list[str]) -> None:
