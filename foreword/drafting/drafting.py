@@ -27,6 +27,7 @@ class Drafting:
     drafters  those that only look things up
     passes    those that run a model; they are asked after the others, and only where the policy wants it
     errors    exceptions caught, by drafter, and by "policy"
+    resting   nobody was asked in this step, and its measure is of no interest
     """
 
     def __init__(self, drafters: Sequence[Drafter], vocab_size: int, policy: Policy, passes: Sequence[PassDrafter] = ()) -> None:
@@ -37,6 +38,9 @@ class Drafting:
         self.errors: Counter[str] = Counter()
         self._live: dict[str, tuple[Drafter, ...]] = {}
         self._offered: dict[str, list[Draft]] = {}
+        self.resting = False
+        self._rest = 0
+        self._stats: DraftingStats | None = None
 
     @property
     def off(self) -> bool:
@@ -45,6 +49,7 @@ class Drafting:
 
     def start(self, state: RequestState) -> None:
         """A request begins; a drafter that cannot start it is not asked about it again."""
+        self._rest = 0
         self._live[state.id] = tuple(
             drafter
             for drafter in self._chosen(state)
@@ -65,16 +70,26 @@ class Drafting:
     def propose(self, asks: Sequence[Ask | None], load: Load = NOTHING_ELSE) -> tuple[Draft | None, ...]:
         """A draft, or None, for each ask; None in, None out."""
         nothing: tuple[Draft | None, ...] = (None,) * len(asks)
-        if self.off:
+        self.resting = self._rest > 0
+        if self.resting or self.off:
+            self._rest -= 1
             return nothing
-        return self._guarded("policy", lambda: self._propose(asks, load)) or nothing
+        self._stats = None
+        drafts = self._guarded("policy", lambda: self._propose(asks, load)) or nothing
+        self._rest = self._guarded("policy", self.policy.rest) or 0
+        if self._rest:
+            self._offered.clear()  # nobody will look at what comes next
+        return drafts
 
     def measured(self, facts: StepFacts) -> None:
         """A step is over."""
         self._guarded("policy", lambda: self.policy.measured(facts))
 
     def stats(self) -> DraftingStats:
-        return self.policy.stats()
+        """What was decided so far; the same object while nobody is asked."""
+        if self._stats is None:
+            self._stats = self.policy.stats()
+        return self._stats
 
     def check(self) -> None:
         """Assert that drafters keep state of live requests alone."""

@@ -61,7 +61,7 @@ class Policy(Protocol):
     """Decides, for all requests of a step together, who drafts and how much. Guesses change no token, so neither does this.
 
     The door calls, each step: score() for what was offered the step before, bound() for each ask, passes() for each
-    drafter that runs a model, admit(), and after the step measured().
+    drafter that runs a model, admit(), rest(), and after the step measured().
     """
 
     def start(self, state: RequestState) -> None:
@@ -81,6 +81,9 @@ class Policy(Protocol):
 
     def admit(self, offers: Sequence[Offer], load: Load) -> list[Draft | None]:
         """For each offer the draft that is verified: one of its drafts, cut; None for none."""
+
+    def rest(self) -> int:
+        """For how many steps nobody needs to be asked, unless a request begins; they have no drafts, and are not told of."""
 
     def score(self, state: RequestState, draft: Draft, run: Sequence[int]) -> None:
         """What the text went on with where `draft` began, whether it was verified or not. Called before run is appended."""
@@ -111,6 +114,9 @@ class FixedLength:
 
     def admit(self, offers: Sequence[Offer], load: Load) -> list[Draft | None]:
         return [offer.drafts[0] if offer.drafts else None for offer in offers]
+
+    def rest(self) -> int:
+        return 0
 
     def score(self, state: RequestState, draft: Draft, run: Sequence[int]) -> None: ...
 

@@ -99,8 +99,9 @@ class Engine:
 
     def _tell_drafting(self, plan: Plan, verdict: Verdict) -> None:
         """What the step did, and which requests are over."""
-        served = tuple(_served(work, outcome) for work, outcome in zip(plan.work, verdict.outcomes, strict=True))
-        self.drafting.measured(StepFacts(served, self.stages.so_far()))
+        if not self.drafting.resting:
+            served = tuple(_served(work, outcome) for work, outcome in zip(plan.work, verdict.outcomes, strict=True))
+            self.drafting.measured(StepFacts(served, self.stages.so_far()))
         for work, outcome in zip(plan.work, verdict.outcomes, strict=True):
             if outcome.ended:
                 self.drafting.finish(work.state.id, _learnable(work.state, outcome))

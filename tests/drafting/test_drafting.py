@@ -110,6 +110,28 @@ def test_a_policy_that_fails_costs_the_drafts_of_the_step() -> None:
     assert drafting.errors == {"policy": 1}
 
 
+class Rests(Scores):
+    """Wants two steps without questions after each decision."""
+
+    def rest(self) -> int:
+        return 2
+
+
+def test_while_the_policy_rests_nobody_is_asked_unless_a_request_begins() -> None:
+    policy, drafter, state = Rests(), Scripted("a", (4,)), state_of()
+    drafting = Drafting((drafter,), 10, policy)
+    propose(drafting, Ask(state, (7,)))
+    resting = []
+    for _ in range(3):
+        drafting.propose([Ask(state, (7,))])
+        resting.append(drafting.resting)
+    assert resting == [True, True, False] and len(drafter.asked) == 2
+    assert policy.scored == [], "what came later is not what followed the offer"
+    drafting.start(state_of("new"))
+    drafting.propose([Ask(state, (7,))])
+    assert not drafting.resting
+
+
 def test_what_was_delivered_reaches_the_drafters() -> None:
     class Learns(Scripted):
         def finish(self, request_id: str, output: Sequence[int] = ()) -> None:
