@@ -1,7 +1,7 @@
 """The offline API, on a real checkpoint."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -218,3 +218,22 @@ def _hearing(start: Callable[[RequestState], None], heard: set[str]) -> Callable
         start(state)
 
     return hear
+
+
+def test_drafters_learn_only_what_was_delivered(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    learned: list[tuple[int, ...]] = []
+    finish = llm._client._engine.drafting.finish
+
+    def hear(request_id: str, output: Sequence[int] = ()) -> None:
+        learned.append(tuple(output))
+        finish(request_id, output)
+
+    monkeypatch.setattr(llm._client._engine.drafting, "finish", hear)
+    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    (whole,) = llm.generate(TEXT, params)
+    (cut,) = llm.generate(TEXT, replace(params, stop=(whole.text[20:23],)))
+    assert len(cut.token_ids) < len(whole.token_ids)
+    stream = llm.stream(TEXT, params)
+    next(stream)
+    stream.close()
+    assert learned == [whole.token_ids, cut.token_ids, ()]
