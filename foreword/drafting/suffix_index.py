@@ -25,7 +25,7 @@ OWN_WEIGHT = 4  # of a place in the own text; of one in the corpus 1
 
 # Weight against all that was seen, by length of match in units of that match's weight: how often something new follows.
 # Measured: docs/lab/suffix.md.
-DOUBTS = (4.0, 4.0, *(1.5 * length**-1.05 for length in range(2, 2 * MAX_MATCH)))
+DOUBTS = (4.0, 4.0, *(2.2 * length**-1.15 for length in range(2, 2 * MAX_MATCH)))
 
 SMALLEST = 64  # slots of a text that begins
 MASK = 2**64 - 1
