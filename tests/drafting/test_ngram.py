@@ -88,3 +88,17 @@ def test_the_index_equals_a_search(runs: list[list[int]], low: int, more: int) -
     for run in runs[1:]:
         assert guess(drafter, state, run) == by_definition([*state.tokens, *run], low, low + more, 4)
         state.append(run)
+
+
+def test_confidence_grows_with_the_match() -> None:
+    """And so with the guess, which makes the match longer."""
+    drafter = NgramDrafter(1, 4)
+    confidence = []
+    for name, text in (("one", [4, 9, 8, 7, 6, 4]), ("four", [1, 2, 3, 4, 9, 8, 1, 2, 3, 4])):
+        state = state_of(text, name)
+        drafter.start(state)
+        (draft,) = drafter.propose([Ask(state, (), 20)])
+        assert draft is not None and len(draft.confidence) == len(draft.token_ids) == 20
+        assert list(draft.confidence) == sorted(draft.confidence)
+        confidence.append(draft.confidence[0])
+    assert 0.0 < confidence[0] < confidence[1] < 1.0
