@@ -135,7 +135,7 @@ class Rates:
     def _compare(self, confidence: Sequence[float], right: int) -> None:
         """Follow the mean confidence and the mean of hits, both kept off 0 and 1."""
         for position, stated in enumerate(confidence):
-            self._confidence = MEMORY * self._confidence + (1 - MEMORY) * min(max(stated, 0.01), 0.99)
+            self._confidence = MEMORY * self._confidence + (1 - MEMORY) * max(0.01, min(0.99, stated))
             self._hit_rate = MEMORY * self._hit_rate + (1 - MEMORY) * (0.99 if position < right else 0.01)
 
 

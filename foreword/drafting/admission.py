@@ -4,18 +4,83 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate, chain
 from operator import truediv
 
-__all__ = ["best_count", "split"]
+from foreword.core.draft import Draft
+from foreword.drafting.frame import Frame, Tracked
 
-MARGIN = 1.005  # what must be won: below it is noise
+__all__ = ["MARGIN", "TRUST", "Candidate", "Choice", "best_count", "choose", "split"]
+
+MARGIN = 1.01  # what must be won: below it is noise
+TRUST = 1.0  # a request may be delayed by so much of what it expects from its own draft
+FITTINGS = 4  # of a choice into the ledger, the last two without any delay beyond plain decoding
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """The best draft of an offer.
+
+    chances  of each guess; gains: the same less what its row costs beyond any row, in tokens
+    """
+
+    index: int
+    request: Tracked
+    draft: Draft
+    chances: Sequence[float]
+    gains: Sequence[float]
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """How many tokens of each candidate are verified.
+
+    rate      expected tokens by model second of the step
+    indebted  more would have paid, but not everybody may be delayed by it
+    """
+
+    lengths: Sequence[int]
+    rate: float = 0.0
+    indebted: bool = False
+
+
+def choose(found: Sequence[Candidate], frame: Frame, costs: Sequence[float], drafting: float) -> Choice:
+    """The rows with the most expected tokens by cost, such that nobody is delayed by more than the ledger allows.
+
+    costs     of the step with 0, 1, ... drafted rows
+    drafting  model seconds that went into the drafts: spent already, but part of what the tokens cost
+    """
+    gains = [candidate.gains for candidate in found]
+    rated = [cost + drafting for cost in costs] if drafting else costs
+    limit = frame.plain + frame.patience(candidate.request for candidate in found)
+    tried = 0
+    while count := best_count(gains, frame.shape.sampled, rated, limit + drafting):
+        lengths = split(gains, count)
+        allowed = frame.plain + _least_patience(found, lengths, frame)
+        if costs[count] <= allowed:
+            tokens = frame.shape.sampled + sum(sum(c.chances[:n]) for c, n in zip(found, lengths, strict=True))
+            return Choice(lengths, tokens / rated[count], indebted=tried > 0)
+        tried += 1
+        if tried == FITTINGS:
+            break
+        limit = allowed if tried < FITTINGS - 1 else frame.plain
+    return Choice([0] * len(found), indebted=tried > 0)
+
+
+def _least_patience(found: Sequence[Candidate], lengths: Sequence[int], frame: Frame) -> float:
+    """How much the requests drafted for bear to be delayed, each in view of what it expects."""
+    patience = min(
+        candidate.request.account.slack(frame.plain) + TRUST * frame.plain * sum(candidate.chances[:length])
+        for candidate, length in zip(found, lengths, strict=True)
+    )
+    return max(patience, 0.0)
 
 
 def best_count(gains: Sequence[Sequence[float]], tokens: float, costs: Sequence[float], limit: float) -> int:
     """How many rows to verify, of those with the highest gains.
 
-    gains   chance of each guess of each request, falling, less what the row costs beyond `costs`
+    gains   of the guesses of each request, falling
     tokens  expected without any draft
     costs   of the step with 0, 1, ... rows more; it has steps of its own, so every count is looked at
     limit   no step may cost more; without drafts any may

@@ -6,12 +6,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from foreword.drafting.admission import MARGIN
+from foreword.drafting.admission import MARGIN, TRUST
+from foreword.drafting.frame import Frame, Tracked
 
-__all__ = ["FEW", "Member", "Plan", "plans"]
+__all__ = ["FEW", "LONGEST", "Cascade", "Member", "Plan", "plans"]
 
-FEW = 8  # rows; whoever has more to compute first comes last
 LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16)
+LONGEST = LENGTHS[-1]
+FEW = 8  # rows; whoever has more to compute first comes last
+LOOKED_AT = 12  # plans, for one that the ledger allows
+STAKE = 5.0  # plain steps, once for each drafter
+HASTE = 0.5  # what is invested must pay within this share of the steps that are left
 
 Passes = Callable[[int, int, int], float]
 
@@ -28,6 +33,7 @@ class Member:
     """
 
     index: int
+    request: Tracked
     chances: Sequence[float]
     tokens: float
     rows: int
@@ -41,20 +47,66 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Guess `length` tokens for each member.
+    """Guess `length` tokens for each member. Costs in model seconds.
 
     rate      expected tokens by model second of the step, drafting included
     seconds   of the passes that recur
-    invested  seconds of computing backlogs, which later steps need not do again
+    invested  in computing backlogs, which later steps need not do again
     cost      of the step that verifies the draft
     """
 
-    members: tuple[Member, ...]
+    members: Sequence[Member]
     length: int
     rate: float
     seconds: float
     invested: float
     cost: float
+
+    @property
+    def first_look(self) -> bool:
+        """Some members' texts are read for the first time."""
+        return not all(member.request.read for member in self.members)
+
+
+class Cascade:
+    """One drafter's plans. What reading a text for the first time costs is an investment, outside of the ledger: it is
+    made if it is likely to pay in time, and for a drafter of which nothing is known yet only up to STAKE."""
+
+    def __init__(self) -> None:
+        self._staked = 0.0
+
+    def plan(self, paying: Sequence[Plan], frame: Frame, proven: bool) -> Plan | None:
+        """The best of the plans that pay which nobody is delayed by too much; its investments are booked."""
+        for plan in paying[:LOOKED_AT]:
+            stake = plan.invested if plan.first_look and not proven else 0.0
+            if self._bearable(plan, stake, frame):
+                self._book(plan, stake, frame)
+                return plan
+        return None
+
+    def _bearable(self, plan: Plan, stake: float, frame: Frame) -> bool:
+        if stake and self._staked + stake > STAKE * frame.plain:
+            return False
+        delay = plan.seconds + plan.cost - frame.plain
+        if delay + plan.invested - stake > frame.patience(member.request for member in plan.members):
+            return False
+        return all(_bears(plan, member, delay, frame.plain) for member in plan.members)
+
+    def _book(self, plan: Plan, stake: float, frame: Frame) -> None:
+        self._staked += stake
+        readers = [member.request for member in plan.members if not member.request.read]
+        for account in frame.accounts if stake else [request.account for request in readers]:
+            account.lead += plan.invested
+        for request in readers:
+            request.read = True
+
+
+def _bears(plan: Plan, member: Member, delay: float, step: float) -> bool:
+    """Whether the delay is likely to pay for a member."""
+    bearable = member.request.account.slack(step) + TRUST * step * member.hoped(plan.length)
+    if member.request.read:
+        return delay + plan.invested <= bearable
+    return delay <= bearable and plan.invested <= HASTE * member.horizon * (step * member.hoped(plan.length) - delay)
 
 
 def plans(members: Sequence[Member], tokens: float, rows: int, costs: Sequence[float], passes: Passes) -> list[Plan]:
@@ -68,7 +120,7 @@ def plans(members: Sequence[Member], tokens: float, rows: int, costs: Sequence[f
     least = MARGIN * tokens / costs[rows]
     found: list[Plan] = []
     for count in _counts(len(ranked)):
-        chosen = tuple(ranked[:count])
+        chosen = ranked[:count]
         for length in LENGTHS:
             drafted = rows - sum(member.rows for member in chosen) + count * length
             if drafted >= len(costs) or length > len(chosen[0].chances):
@@ -80,7 +132,7 @@ def plans(members: Sequence[Member], tokens: float, rows: int, costs: Sequence[f
     return sorted(found, key=lambda plan: -plan.rate)
 
 
-def _plan(chosen: tuple[Member, ...], length: int, tokens: float, cost: float, passes: Passes) -> Plan:
+def _plan(chosen: Sequence[Member], length: int, tokens: float, cost: float, passes: Passes) -> Plan:
     seconds = passes(len(chosen), len(chosen), length)
     invested = passes(sum(member.backlog for member in chosen), len(chosen), length) - seconds
     later = invested / (sum(member.horizon for member in chosen) / len(chosen))

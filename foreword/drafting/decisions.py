@@ -83,6 +83,11 @@ class TracedController(Controller):
         self._write("admit", **given, decided=_plain(admitted))
         return admitted
 
+    def rest(self) -> int:
+        rounds = super().rest()
+        self._write("rest", decided=rounds)
+        return rounds
+
     def measured(self, facts: StepFacts) -> None:
         served = [[s.state.id, s.num_tokens, s.num_draft, s.samples, s.emitted, s.context] for s in facts.served]
         self._write("measured", served=served, seconds=dict(facts.seconds))
@@ -137,6 +142,9 @@ class _Told:
 
     def admit(self, record: Mapping[str, Any]) -> list[Draft | None]:
         return self.controller.admit(self._offers(record), Load(*record["load"]))
+
+    def rest(self, record: Mapping[str, Any]) -> int:
+        return self.controller.rest()
 
     def measured(self, record: Mapping[str, Any]) -> None:
         served = tuple(Served(self._known(id_), *figures) for id_, *figures in record["served"])

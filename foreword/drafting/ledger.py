@@ -73,8 +73,12 @@ class Ledger:
             account.plain += earned
             account.lead += earned - actual
             account.context = one.context
+        self.wait(actual)
+
+    def wait(self, seconds: float) -> None:
+        """Time goes by; what happens in plain steps changes nobody's lead."""
         if self.ghosts:
-            self.ghosts = _later(self.ghosts, actual)
+            self.ghosts = _later(self.ghosts, seconds)
 
 
 def _later(ghosts: Iterable[Account], seconds: float) -> list[Account]:

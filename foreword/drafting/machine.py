@@ -111,9 +111,6 @@ class Machine:
         """Model seconds of drafting `length` tokens for `requests` requests with so many rows to compute first."""
         return self._pass_factor * self._passes[drafter].draft(backlog, requests, length)
 
-    def models(self, drafter: str) -> bool:
-        return drafter in self._passes
-
     def _learn(self, tally: Tally, cost: float, verifying: float, sampling: float) -> None:
         ratio = verifying / cost
         self._drift.update(ratio)

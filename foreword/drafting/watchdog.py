@@ -9,6 +9,7 @@ STALE = 256
 SHORTEST_REST = 16
 LONGEST_REST = 1024
 ANCHOR_RATE = 0.25
+LOSS = 1.02  # of a window, below which it is noise
 SHARE = 0.003
 SAVED_STEPS = 6.0
 
@@ -43,6 +44,10 @@ class Watchdog:
         self.wants_plain = False
         self.resting = max(self.resting - 1, 0)
 
+    def rested(self, steps: int) -> None:
+        """So many plain steps went by unmeasured."""
+        self.resting = max(self.resting - steps, 0)
+
     def speculated(self, realised: float, needed: float) -> None:
         """A step with drafts took `realised` seconds; plain decoding needs `needed` model seconds for what it emitted."""
         self._age += 1
@@ -53,7 +58,7 @@ class Watchdog:
             self._judge()
 
     def _judge(self) -> None:
-        if self._realised <= self._needed:
+        if self._realised <= LOSS * self._needed:
             self._rest = SHORTEST_REST
             self._suspicious = False
         elif not self._suspicious:
@@ -69,7 +74,7 @@ class Watchdog:
 
 
 class Budget:
-    """A share of the time, saved up to be spent on steps and drafts whose only use is to learn. Model seconds."""
+    """A share of the time, saved up to be spent on steps and drafts whose only use is to learn. Seconds."""
 
     __slots__ = ("_saved", "spent")
 
@@ -92,4 +97,4 @@ class Budget:
     def refund(self, seconds: float) -> None:
         """It paid after all."""
         self._saved += seconds
-        self.spent -= seconds
+        self.spent = max(self.spent - seconds, 0.0)

@@ -249,7 +249,8 @@ class World:
             if over:
                 outcome.latencies[int(state.id)] = self.now - live.pop(state.id)[1]
         if door:
-            door.measured(StepFacts(served, {"forward": verified - begin, "draft": self.now - verified}))
+            if not door.resting:
+                door.measured(StepFacts(served, {"forward": verified - begin, "draft": self.now - verified}))
             assert not door.errors, door.errors
             for state, over in zip(states, ended, strict=True):
                 if over:

@@ -1,0 +1,320 @@
+"""The controller on simulated machines: what must hold, in simulated time."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from foreword.core.draft import Draft
+from foreword.core.params import SamplingParams, Speculation
+from foreword.core.request import Request, RequestState
+from foreword.drafting.base import Ask
+from foreword.drafting.controller import Controller
+from foreword.drafting.costs import Calibration
+from foreword.drafting.decisions import TracedController, replay
+from foreword.drafting.policy import FixedLength, Load, Offer, Served, StepFacts
+from tests.drafting.simulation import STEP, Machine, Outcome, Text, World, steady, swinging, two_sorts
+
+GPU, CPU, SMALL_CPU = Machine("GPU, ridge at 96", 96), Machine("CPU, ridge at 14", 14), Machine("CPU, ridge at 4", 4)
+NOISY = [Machine(m.name, m.ridge, swinging, 0.05) for m in (GPU, CPU, SMALL_CPU)]
+LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+names = str
+
+
+class Cell:
+    """One machine, its texts and how many run at once: plain, adaptive, and with fixed lengths."""
+
+    def __init__(self, machine: Machine, texts: Sequence[Text], concurrency: int, asking: float = 0.01, share: float = 0.0):
+        self._parts = machine, texts, concurrency, asking, share
+        self.off = self._world().run(None)
+        world = self._world()
+        self.controller = Controller(machine.calibration(), 32, world.passes())
+        self.hosts = not share
+        self.auto = world.run(self.controller, self.hosts)
+
+    def _world(self) -> World:
+        return World(*self._parts)
+
+    @property
+    def gain(self) -> float:
+        return self.auto.rate / self.off.rate
+
+    def best_fixed(self, lengths: Sequence[int] = LENGTHS) -> float:
+        """The best gain that any one length has, not drafting at all among them."""
+        rates = [self._world().run(FixedLength(length), self.hosts).rate for length in lengths]
+        return max([*rates, self.off.rate]) / self.off.rate
+
+    @property
+    def slowest(self) -> float:
+        """Of all requests, the least time off by the time with drafts."""
+        return min(self.off.latencies[i] / self.auto.latencies[i] for i in self.off.latencies)
+
+    @property
+    def exploring(self) -> float:
+        return self.controller.stats().exploring_seconds / self.auto.seconds
+
+
+@pytest.mark.parametrize("concurrency", [1, 4, 16, 64])
+@pytest.mark.parametrize("machine", [GPU, CPU, SMALL_CPU, *NOISY], ids=lambda m: f"{m.name}{' noisy' * bool(m.noise)}")
+def test_nothing_is_lost_where_nothing_can_be_guessed(machine: Machine, concurrency: int) -> None:
+    cell = Cell(machine, [Text(200, steady(0.0))] * (2 * concurrency), concurrency)
+    assert cell.gain >= 0.99
+    assert cell.exploring <= 0.003
+    if not machine.noise:
+        assert cell.slowest >= 0.98
+
+
+@pytest.mark.parametrize("chance", [0.3, 0.6, 0.9])
+@pytest.mark.parametrize("concurrency", [1, 4, 16])
+@pytest.mark.parametrize("machine", [GPU, CPU, SMALL_CPU, *NOISY], ids=lambda m: f"{m.name}{' noisy' * bool(m.noise)}")
+def test_as_good_as_the_best_fixed_length(machine: Machine, concurrency: int, chance: float) -> None:
+    cell = Cell(machine, [Text(400, steady(chance))] * max(6, concurrency), concurrency)
+    near = [k for k in LENGTHS if concurrency * (k + 1) <= 4 * machine.ridge]
+    assert cell.gain >= 0.97 * cell.best_fixed(near)
+    assert cell.exploring <= 0.003
+
+
+@pytest.mark.parametrize("told", [False, True], ids=["confidence unknown", "confidence told"])
+@pytest.mark.parametrize("machine", [GPU, CPU, SMALL_CPU], ids=lambda m: m.name)
+def test_easy_and_hard_places_in_one_text(machine: Machine, told: bool) -> None:
+    cell = Cell(machine, [Text(400, two_sorts(i), told) for i in range(8)], 4)
+    best = cell.best_fixed((1, 2, 3, 4, 6, 8, 16))
+    assert cell.gain >= 0.97 * best
+    if told and machine is CPU:
+        assert cell.gain >= 1.02 * best, "which rows are worth it is known"
+
+
+@pytest.mark.parametrize("together", [True, False], ids=["all at once", "one after the other"])
+def test_mixed_requests_gain_and_nobody_pays(together: bool) -> None:
+    count = 16 if together else 48
+    cell = Cell(GPU, [Text(200, steady(0.95 if i % 2 else 0.02)) for i in range(count)], 16)
+    assert cell.gain >= 1.3 or together
+    assert cell.slowest >= 0.97
+
+
+@pytest.mark.parametrize("machine", [CPU, SMALL_CPU], ids=lambda m: m.name)
+@pytest.mark.parametrize("concurrency", [4, 16])
+def test_nobody_pays_where_rows_are_dear(machine: Machine, concurrency: int) -> None:
+    cell = Cell(machine, [Text(200, steady(0.95 if i % 2 else 0.02)) for i in range(2 * concurrency)], concurrency)
+    assert cell.gain >= 0.99
+    assert cell.slowest >= 0.97
+
+
+@pytest.mark.parametrize(("machine", "concurrency", "share"), [(CPU, 8, 0.0), (SMALL_CPU, 2, 0.0), (CPU, 4, 0.15), (GPU, 1, 0.4)])
+def test_rows_that_cost_are_mostly_right(machine: Machine, concurrency: int, share: float) -> None:
+    cell = Cell(machine, [Text(300, steady(0.7))] * (2 * concurrency), concurrency, 0.0, share)
+    assert cell.gain > 1.05
+    assert cell.auto.efficiency > 0.5
+
+
+def pace(outcome: Outcome, start: int, count: int) -> float:
+    """Tokens a step over `count` steps from the one that emits token number `start`."""
+    emitted = 0
+    for index, (_, tokens, _) in enumerate(outcome.steps):
+        if emitted >= start:
+            part = outcome.steps[index : index + count]
+            return sum(step[1] for step in part) / len(part)
+        emitted += tokens
+    raise AssertionError("the text is shorter")
+
+
+@pytest.mark.parametrize("machine", [GPU, CPU, SMALL_CPU], ids=lambda m: m.name)
+def test_it_recovers_within_a_hundred_steps_of_a_switch(machine: Machine) -> None:
+    """Nothing can be guessed for 400 tokens, then nearly all."""
+    cell = Cell(machine, [Text(2000, lambda index: 0.0 if index < 400 else 0.9)], 1)
+    steady_pace = pace(cell.auto, 1200, 40)
+    assert pace(cell.auto, 300, 40) == pytest.approx(1.0)
+    emitted = next(i for i, _ in enumerate(cell.auto.steps) if sum(s[1] for s in cell.auto.steps[:i]) >= 400)
+    soon = cell.auto.steps[emitted + 60 : emitted + 100]
+    assert sum(step[1] for step in soon) / len(soon) >= 0.7 * steady_pace
+
+
+@pytest.mark.parametrize("machine", [GPU, CPU, SMALL_CPU], ids=lambda m: m.name)
+def test_it_stops_soon_after_a_switch(machine: Machine) -> None:
+    """What nearly always was right is wrong from token 400 on."""
+    cell = Cell(machine, [Text(800, lambda index: 0.9 if index < 400 else 0.0)], 1)
+    lost = sum(seconds - STEP for seconds, tokens, _ in cell.auto.steps if tokens == 1) / STEP
+    assert lost < 0.02 * 400
+    assert cell.gain > 1.5
+
+
+@pytest.mark.parametrize("share", [0.05, 0.15, 0.4])
+@pytest.mark.parametrize("chance", [0.0, 0.8, 0.95])
+def test_a_draft_model_is_priced(share: float, chance: float) -> None:
+    cell = Cell(GPU, [Text(400, steady(chance))] * 6, 1, 0.0, share)
+    assert cell.gain >= 0.97 * cell.best_fixed((1, 2, 3, 4, 6, 8, 12, 16))
+    assert cell.gain >= 0.99
+    assert cell.exploring <= 0.003
+
+
+def test_a_draft_model_is_used_again_when_it_pays_again() -> None:
+    cell = Cell(GPU, [Text(2000, lambda index: 0.0 if index < 300 else 0.9)], 1, 0.0, 0.05)
+    assert pace(cell.auto, 500, 100) > 3.0
+
+
+def test_a_wrong_calibration_does_not_lose_for_long() -> None:
+    """Measured: rows are free. In truth four rows cost a step more."""
+    truth = Machine("CPU", 4, noise=0.02)
+    texts = [Text(1500, steady(0.3))] * 2
+    off = World(truth, texts, 1).run(None)
+    controller = Controller(Machine("GPU", 96).calibration(), 32)
+    auto = World(truth, texts, 1).run(controller)
+    assert auto.rate / off.rate >= 1.15
+
+
+# Single decisions
+
+
+def state_of(name: str = "a", **params: object) -> RequestState:
+    return RequestState(Request(name, (1,) * 8, SamplingParams(temperature=0.0, **params), 0), 0, 10_000)  # type: ignore[arg-type]
+
+
+def controller_of(machine: Machine = GPU) -> Controller:
+    return Controller(machine.calibration(), 32)
+
+
+def step(controller: Controller, states: Sequence[RequestState], seconds: float = STEP, drafting: float = 0.0) -> None:
+    served = tuple(Served(s, 1, 0, True, 1, len(s.tokens)) for s in states)
+    controller.measured(StepFacts(served, {"forward": seconds, "draft": drafting}))
+
+
+def offered(controller: Controller, state: RequestState, *drafts: Draft) -> Draft | None:
+    """One round for one request."""
+    ask = Ask(state, (1,))
+    if not controller.bound(ask):
+        return controller.admit([], Load()) and None
+    (draft,) = controller.admit([Offer(ask, list(drafts))], Load())
+    return draft
+
+
+def test_the_bound_of_a_request_is_honoured() -> None:
+    controller = controller_of()
+    few, none = state_of("few", speculation=Speculation(max_tokens=3)), state_of("none", speculation=Speculation(max_tokens=0))
+    controller.start(few)
+    controller.start(none)
+    assert controller.bound(Ask(few, ())) == 3
+    assert controller.bound(Ask(none, ())) == 0
+
+
+def test_the_better_of_two_drafts_is_taken() -> None:
+    controller, state = controller_of(), state_of()
+    controller.start(state)
+    step(controller, [state])
+    sure, unsure = Draft((1,) * 4, "suffix", (0.99,) * 4), Draft((2,) * 4, "ngram", (0.2,) * 4)
+    assert offered(controller, state, unsure, sure) == sure
+    assert offered(controller, state, sure, unsure) == sure
+
+
+def asked_when_nothing_is_offered(controller: Controller, state: RequestState, drafting: float) -> list[bool]:
+    """Whether the request was asked for, step by step, each of which spent `drafting` seconds on it."""
+    asked: list[bool] = []
+    for _ in range(64):
+        asked.append(controller.bound(Ask(state, ())) > 0)
+        controller.admit([Offer(Ask(state, ()))] if asked[-1] else [], Load())
+        step(controller, [state], drafting=drafting)
+    return asked
+
+
+def test_a_request_without_offers_is_left_alone_for_growing_spells() -> None:
+    controller, state = controller_of(), state_of()
+    controller.start(state)
+    asked = asked_when_nothing_is_offered(controller, state, 0.07 * STEP)
+    assert all(asked[:4])
+    assert sum(asked[-32:]) == 2, "asking takes 7 % of a step, and may take 0.4 %"
+    assert set(controller.stats().none) == {"nothing to guess from", "asleep"}
+
+
+def test_nobody_is_left_alone_where_asking_is_cheap() -> None:
+    controller, state = controller_of(), state_of()
+    controller.start(state)
+    assert all(asked_when_nothing_is_offered(controller, state, 0.003 * STEP))
+
+
+def test_the_door_rests_while_everybody_sleeps() -> None:
+    """And no longer: who sleeps for a spell is asked at its end."""
+    controller, state = controller_of(), state_of()
+    controller.start(state)
+    spells = []
+    for _ in range(40):
+        assert controller.bound(Ask(state, ()))
+        controller.admit([Offer(Ask(state, ()))], Load())
+        spells.append(controller.rest())
+        step(controller, [state], drafting=0.07 * STEP)
+    assert spells[:4] == [0] * 4 and spells[-1] == 15
+    controller.start(state_of("b"))
+    controller.bound(Ask(state, ()))
+    controller.admit([], Load())
+    assert controller.rest() == 0, "one that has not asked yet could at any time"
+
+
+def test_a_draft_that_pays_wakes_a_request() -> None:
+    controller, state = controller_of(), state_of()
+    controller.start(state)
+    step(controller, [state])
+    for _ in range(64):
+        offered(controller, state)
+    while not offered(controller, state, Draft((1,), "suffix")):
+        pass
+    assert all(controller.bound(Ask(state, ())) for _ in range(3))
+
+
+def test_requests_without_speculation_bind_the_others() -> None:
+    """A row more costs a step of sixteen a sixteenth; those that get nothing from it bear only two hundredths."""
+    controller, state = controller_of(Machine("", 1)), state_of()
+    strangers = [state_of(f"off{i}") for i in range(7)]
+    controller.start(state)
+    for _ in range(3):
+        step(controller, [state, *strangers], 8 * STEP)
+    for _ in range(40):
+        offered(controller, state, Draft((1,), "suffix", (0.999,)))
+        controller.score(state, Draft((1,), "suffix", (0.999,)), (1,))
+        step(controller, [state, *strangers], 8 * STEP)
+    assert controller.stats().lengths.get("suffix", {}).get(1, 0) == 0
+
+
+def test_reasons_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+    controller, state = controller_of(), state_of("chat-1")
+    controller.start(state)
+    step(controller, [state])
+    with caplog.at_level(logging.DEBUG):
+        offered(controller, state)
+    assert "request chat-1: no draft: nothing to guess from" in caplog.text
+
+
+def test_stats_compare_prediction_and_reality() -> None:
+    cell = Cell(CPU, [Text(300, steady(0.8))] * 2, 1)
+    stats = cell.controller.stats()
+    assert stats.predicted_seconds == pytest.approx(stats.realised_seconds, rel=0.05)
+    assert sum(stats.lengths["suffix"].values()) > 50
+
+
+def test_nothing_is_kept_of_requests_that_are_over() -> None:
+    cell = Cell(GPU, [Text(60, steady(0.8))] * 8, 4, 0.01, 0.05)
+    assert not cell.controller._requests and not cell.controller._kinds and not cell.controller._asking
+
+
+@pytest.mark.parametrize("share", [0.0, 0.1])
+def test_a_record_of_decisions_can_be_replayed(tmp_path: Path, share: float) -> None:
+    path = tmp_path / "decisions.jsonl"
+    world = World(NOISY[1], [Text(60, two_sorts(i), i % 2 == 0) for i in range(6)], 3, 0.01, share)
+    world.run(TracedController(path, world.machine.calibration(), 32, world.passes()))
+    lines = path.read_text().splitlines()
+    assert sum(1 for _ in replay(lines)) > 60
+    admitted = next(i for i, line in enumerate(lines) if '"admit"' in line and '"decided": [["suffix", ' in line)
+    lines[admitted] = lines[admitted].replace('"decided": [["suffix", ', '"decided": [["suffix", 9')
+    with pytest.raises(AssertionError, match="recorded"):
+        list(replay(lines))
+
+
+def test_a_record_holds_parameters_by_class_alone(tmp_path: Path) -> None:
+    path = tmp_path / "decisions.jsonl"
+    controller = TracedController(path, Calibration({1: STEP}, {1: STEP}), 4)
+    for i, params in enumerate([{}, {"top_p": 0.3}, {"logit_bias": {7: 1.0}}, {"logprobs": 3, "max_tokens": 9}]):
+        state = RequestState(Request(f"r{i}", (1, 2), SamplingParams(**params), 0), 0, 100)  # type: ignore[arg-type]
+        controller.start(state)
+        controller.bound(Ask(state, (1,)))
+    controller.admit([], Load())
+    assert len(list(replay(path.read_text().splitlines()))) == 5

@@ -1,0 +1,60 @@
+"""Nobody falls behind plain decoding by more than was allowed."""
+
+import pytest
+
+from foreword.core.params import SamplingParams
+from foreword.core.request import Request, RequestState
+from foreword.drafting.ledger import Ledger
+from foreword.drafting.policy import Served
+
+
+def served(name: str, emitted: int, samples: bool = True) -> Served:
+    return Served(RequestState(Request(name, (1,), SamplingParams(), 0), 0, 1000), 1, 0, samples, emitted, 7)
+
+
+def test_lead_is_what_plain_decoding_would_have_needed_less_what_it_took() -> None:
+    ledger = Ledger()
+    account = ledger.open("a", None)
+    ledger.settle([served("a", 3)], plain=1.0, actual=1.5)
+    assert account.lead == pytest.approx(1.5) and account.plain == pytest.approx(3.0)
+    ledger.settle([served("a", 0, samples=False)], plain=4.0, actual=4.5)
+    assert account.lead == pytest.approx(1.0), "a piece of a prompt is one plain step"
+
+
+def test_slack_is_two_percent_with_a_floor_by_what_the_answer_may_become() -> None:
+    ledger = Ledger()
+    long, short = ledger.open("a", None), ledger.open("b", 5)
+    assert long.slack(1.0) == pytest.approx(0.64)
+    assert short.slack(1.0) == pytest.approx(0.1)
+    for _ in range(100):
+        ledger.settle([served("a", 1)], 1.0, 1.0)
+    assert long.slack(1.0) == pytest.approx(2.0)
+
+
+def test_who_ends_early_is_a_ghost_until_the_lead_is_used_up() -> None:
+    ledger = Ledger()
+    ledger.open("a", None)
+    ledger.open("b", None)
+    ledger.settle([served("a", 4), served("b", 1)], 1.0, 1.0)
+    ledger.close("a")
+    ledger.close("b")
+    assert len(ledger.ghosts) == 1 and ledger.ghost_context == 7
+    ledger.settle([], 1.0, 2.0)
+    assert len(ledger.ghosts) == 1
+    ledger.settle([], 1.0, 1.0)
+    assert not ledger.ghosts
+
+
+def test_whoever_arrives_takes_the_place_of_a_ghost() -> None:
+    ledger = Ledger()
+    ledger.open("a", None)
+    ledger.settle([served("a", 4)], 1.0, 1.0)
+    ledger.close("a")
+    ledger.open("b", None)
+    assert not ledger.ghosts
+
+
+def test_requests_that_were_never_opened_have_an_account_too() -> None:
+    ledger = Ledger()
+    ledger.settle([served("off", 1)], 1.0, 1.2)
+    assert ledger.accounts["off"].lead == pytest.approx(-0.2)
