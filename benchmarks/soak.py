@@ -1,106 +1,284 @@
-"""Many requests through a small cache: all answered, and each as if it had been alone.
+"""Mixed traffic for as long as you like: memory flat, acceptance not decaying, no token other than without speculation.
 
-    python benchmarks/soak.py [--num-requests 1000] [--concurrency 64] [--kv-cache-memory 4000tokens]
+    python benchmarks/soak.py [--minutes 30] [--concurrency 16] [--kv-cache-memory 4000tokens]
 
-Regime: the bundled demo (or --model) in a server of its own whose cache holds far fewer tokens than the
-requests need together, so that requests wait and are preempted all the time; sampled (--temperature),
-every request with a seed of its own, speculation on. The same requests then go one at a time through a
-fresh server without speculation. Prints a table and one JSON line; exit code 1 if any request got
-no answer or another one.
+Regime: the bundled demo (or --model) in a server of its own, speculation `auto`, a KV cache too small for what runs, so
+that requests wait and are preempted, and a small corpus of finished outputs, so that it is overwritten. Clients ask
+the scripts of `foreword bench speculate` in turn, all categories, each with other words; every other one is sampled,
+one in ten speculates not at all, one in ten at most two tokens, and one in twenty goes away in the middle. Answers
+taken at random are asked again, one at a time, of a twin server without speculation.
+
+Prints a table and one JSON line. Exit code 1 if a request was not answered, an answer has a twin with other tokens,
+memory grew after the first third, or fewer guesses were accepted in the last third than in the first.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import re
+import statistics
 import sys
-from collections.abc import Sequence
-from dataclasses import replace
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from random import Random
 from typing import Any
 
 import httpx
-from prometheus_client.parser import text_string_to_metric_families
 
-from foreword.cli.answers import request_body
-from foreword.cli.bench_common import Example, params, read_examples, show, show_json
-from foreword.cli.bench_serve import Round, measure_round
+from foreword.cli.bench_common import show, show_json, with_all_drafters
+from foreword.cli.bench_speculate_prompts import MIXED, Room, Script, script_of
+from foreword.cli.bench_speculate_remote import RemoteTarget, converse, tallies_since
+from foreword.cli.bench_speculate_round import AUTO, OFF, Call, Mode
+from foreword.cli.bench_speculate_texts import library_functions
 from foreword.cli.options import ENGINE_GROUPS, add_config_options, read_config
 from foreword.cli.server_process import ServerProcess
 from foreword.cli.terminal import loading_bar
 from foreword.config import Config
-from foreword.metrics.catalog import PREFIX
+from foreword.core.params import Speculation
+from foreword.metrics.tally import DraftTally
 
-CHUNK = 50  # requests between two advances of the progress bar at concurrency 1
+SHORT = Mode("at most two", speculation=Speculation(max_tokens=2))
+SAMPLED = 0.8  # temperature of every other request
+PATIENCE_S = 0.3  # of a client that goes away in the middle
+READINGS = 60  # of memory and counts, over the whole time
+GROWTH = 1.03  # memory of the last third over that of the second, at most
+DECAY = 0.9  # acceptance of the last third over that of the first, at least
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """Of the server, at one moment: bytes resident in all its processes, tokens drafted and accepted since it started."""
+
+    memory_bytes: int
+    drafted: int
+    accepted: int
+
+
+@dataclass(slots=True)
+class Findings:
+    """What clients saw. different: numbers of scripts whose twin has other tokens."""
+
+    answered: int = 0
+    tokens: int = 0
+    left: int = 0
+    compared: int = 0
+    errors: Counter[str] = field(default_factory=Counter)
+    different: list[int] = field(default_factory=list)
+    readings: list[Reading] = field(default_factory=list)
+
+
+class Traffic:
+    """Clients of the server under test, and one of its twin."""
+
+    def __init__(self, tested: ServerProcess, twin: ServerProcess, args: argparse.Namespace) -> None:
+        self.pid = tested.pid
+        self.target = RemoteTarget(tested.url, None)
+        self.tested_url, self.twin_url = tested.url, twin.url
+        self.args = args
+        self.found = Findings()
+        room = Room.of(
+            min(self.target.reach, args.context),
+            args.max_tokens,
+            self.target.count,
+            self.target.plain_ids(),
+            library_functions(),
+        )
+        self._work = _endless(room)
+        self._twins: asyncio.Queue[tuple[int, Script, list[Call]]] = asyncio.Queue(maxsize=2)
+        self._ends = 0.0
+
+    async def run(self) -> None:
+        """Until the time is over and everybody has an answer."""
+        self._ends = time.monotonic() + 60 * self.args.minutes
+        limits = httpx.Limits(max_connections=self.args.concurrency)
+        async with (
+            httpx.AsyncClient(base_url=self.tested_url, timeout=None, limits=limits) as http,
+            httpx.AsyncClient(base_url=self.twin_url, timeout=None) as twin,
+        ):
+            comparing = asyncio.create_task(self._compare(twin))
+            reading = asyncio.create_task(self._read())
+            await asyncio.gather(*(self._client(http) for _ in range(self.args.concurrency)))
+            await self._twins.join()
+            await reading
+            comparing.cancel()
+
+    async def _client(self, http: httpx.AsyncClient) -> None:
+        while time.monotonic() < self._ends:
+            number, script, mode = next(self._work)
+            asking = converse(http, self.target.model, number, script, mode)
+            if number % 20 == 19:
+                await self._leave(asking)
+            else:
+                self._note(number, script, await asking)
+
+    async def _leave(self, asking: Any) -> None:
+        try:
+            await asyncio.wait_for(asking, PATIENCE_S)
+        except TimeoutError:
+            self.found.left += 1
+
+    def _note(self, number: int, script: Script, calls: list[Call]) -> None:
+        self.found.answered += len(calls)
+        self.found.tokens += sum(call.num_tokens for call in calls)
+        self.found.errors.update(call.error for call in calls if call.error is not None)
+        if not self._twins.full() and Random(number).random() < self.args.twins:
+            self._twins.put_nowait((number, script, calls))
+
+    async def _compare(self, http: httpx.AsyncClient) -> None:
+        while True:
+            number, script, calls = await self._twins.get()
+            alone = await converse(http, self.target.model, number, script, OFF)
+            self.found.compared += 1
+            if [call.output for call in alone] != [call.output for call in calls]:
+                self.found.different.append(number)
+            self._twins.task_done()
+
+    async def _read(self) -> None:
+        """Memory and counts, evenly over the time."""
+        before = await asyncio.to_thread(self.target.counts)
+        for _ in range(READINGS):
+            await asyncio.sleep(60 * self.args.minutes / READINGS)
+            tallies = tallies_since(before, await asyncio.to_thread(self.target.counts))
+            self.found.readings.append(_reading(resident_bytes(self.pid), tallies.values()))
+
+
+def _endless(room: Room) -> Iterator[tuple[int, Script, Mode]]:
+    number = 0
+    while True:
+        script = script_of(MIXED, number, room)
+        if number % 2 and script.temperature == 0:
+            script = replace(script, temperature=SAMPLED)
+        yield number, script, {8: OFF, 9: SHORT}.get(number % 10, AUTO)
+        number += 1
+
+
+def _reading(memory_bytes: int, tallies: Any) -> Reading:
+    totals: Sequence[DraftTally] = list(tallies)
+    return Reading(memory_bytes, sum(tally.drafted for tally in totals), sum(tally.accepted for tally in totals))
+
+
+def resident_bytes(pid: int) -> int:
+    """Of a process and all below it."""
+    try:
+        own = int(re.findall(r"VmRSS:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())[0]) << 10
+        children = " ".join(file.read_text() for file in Path(f"/proc/{pid}/task").glob("*/children"))
+    except (FileNotFoundError, ProcessLookupError, IndexError):
+        return 0  # it has just ended
+    return own + sum(resident_bytes(int(child)) for child in children.split())
 
 
 def main() -> int:
     args = _parse()
-    config = replace(read_config(args), kv_cache_memory=read_config(args).kv_cache_memory or "4000tokens", port=0)
-    examples = read_examples(args)
-    bodies = [_body(examples, seed, args) for seed in range(args.num_requests)]
-    crowd, preemptions = _run(config, bodies, args.concurrency, "auto")
-    alone, _ = _run(replace(config, speculate="off", draft_model=None, kv_cache_memory=None), bodies, 1, "off")
-    return _report(args, crowd, alone, preemptions)
+    config = with_all_drafters(read_config(args))
+    tested = replace(config, port=0, kv_cache_memory=config.kv_cache_memory or "4000tokens", suffix_corpus_memory=args.corpus)
+    alone = replace(config, port=0, speculate="off", draft_model=None)
+    with ServerProcess(tested) as server, ServerProcess(_same_context(alone, server)) as twin:
+        traffic = Traffic(server, twin, args)
+        with loading_bar(f"{args.minutes:g} minutes of traffic"):
+            asyncio.run(traffic.run())
+        counts = traffic.target.counts()
+    return _report(args, traffic.found, int(counts.get(("preemptions_total", "", ""), 0)))
+
+
+def _same_context(config: Config, server: ServerProcess) -> Config:
+    """A small cache may have shortened the context, and where it ends an answer does."""
+    return replace(config, max_model_len=RemoteTarget(server.url, None).reach)
 
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--num-requests", type=int, default=1000, metavar="N")
-    parser.add_argument("--concurrency", type=int, default=64, metavar="N")
+    parser.add_argument("--minutes", type=float, default=30.0, metavar="X")
+    parser.add_argument("--concurrency", type=int, default=16, metavar="N")
     parser.add_argument("--max-tokens", type=int, default=96, metavar="N")
-    parser.add_argument("--temperature", type=float, default=0.8, metavar="X")
-    parser.add_argument("--prompts", metavar="FILE")
+    parser.add_argument("--context", type=int, default=1024, metavar="N", help="tokens that a prompt and its answer may fill")
+    parser.add_argument("--twins", type=float, default=0.2, metavar="X", help="share of answers asked again without speculation")
+    parser.add_argument("--corpus", default="1MiB", metavar="TEXT", help="memory for finished outputs")
     add_config_options(parser, ENGINE_GROUPS)
     return parser.parse_args()
 
 
-def _body(examples: Sequence[Example], seed: int, args: argparse.Namespace) -> dict[str, Any]:
-    messages = [{"role": "user", "content": examples[seed % len(examples)].prompt}]
-    _, body = request_body("soak", messages, params("auto", args.max_tokens, args.temperature, seed))
-    return body | {"stream": True, "stream_options": {"include_usage": True}}
-
-
-def _run(config: Config, bodies: Sequence[dict[str, Any]], concurrency: int, what: str) -> tuple[Round, int]:
-    """The answers, and how often a request was put back to make room."""
-    with ServerProcess(replace(config, served_model_name="soak")) as server, loading_bar(f"speculation {what}") as progress:
-        answered = asyncio.run(_send(server.url, bodies, concurrency, progress))
-        families = text_string_to_metric_families(httpx.get(f"{server.url}/metrics").text)
-        values = {sample.name: sample.value for family in families for sample in family.samples}
-        return answered, int(values[PREFIX + "preemptions_total"])
-
-
-async def _send(url: str, bodies: Sequence[dict[str, Any]], concurrency: int, progress: Any) -> Round:
-    """All bodies, `concurrency` at once; a crowd goes in one piece, so that nothing drains in between."""
-    piece = len(bodies) if concurrency > 1 else CHUNK
-    calls, seconds = [], 0.0
-    async with httpx.AsyncClient(base_url=url, timeout=None, limits=httpx.Limits(max_connections=concurrency)) as http:
-        for start in range(0, len(bodies), piece):
-            part = await measure_round(http, bodies[start : start + piece], concurrency)
-            calls += part.calls
-            seconds += part.seconds
-            progress(len(calls), len(bodies))
-    return Round(tuple(calls), seconds)
-
-
-def _report(args: argparse.Namespace, crowd: Round, alone: Round, preemptions: int) -> int:
-    different = [seed for seed, (a, b) in enumerate(zip(crowd.texts, alone.texts, strict=True)) if a != b]
-    result = {
-        "bench": "soak",
-        "num_requests": args.num_requests,
-        "concurrency": args.concurrency,
-        "unanswered": len(crowd.errors) + len(alone.errors),
-        "different": len(different),
-        "preemptions": preemptions,
-        "throughput_ratio": crowd.tokens_per_second / alone.tokens_per_second,
+def verdicts(found: Findings) -> dict[str, tuple[bool, str]]:
+    """What was demanded: whether it holds, and by which figure."""
+    growth, decay = memory_growth(found.readings), acceptance_change(found.readings)
+    return {
+        "all answered": (
+            not found.errors and found.answered > 0,
+            f"{found.answered} answers, {sum(found.errors.values())} errors",
+        ),
+        "no other token": (
+            not found.different and found.compared > 0,
+            f"{len(found.different)} of {found.compared} twins differ",
+        ),
+        "memory flat": (growth is not None and growth <= GROWTH, "too short" if growth is None else f"{growth:.3f}x"),
+        "acceptance not decaying": (
+            decay is not None and decay >= DECAY,
+            "nothing drafted" if decay is None else f"{decay:.3f}x",
+        ),
     }
-    rows = [[name, f"{value:.2f}" if isinstance(value, float) else str(value)] for name, value in result.items()]
-    show("soak: a crowd in a small cache against one at a time", ("figure", "value"), rows)
-    show_json(result)
-    for error in sorted({*crowd.errors, *alone.errors}):
-        print(f"error: {error}", file=sys.stderr)
-    if different:
-        print(f"seeds with another answer: {different[:20]}", file=sys.stderr)
-    return 1 if different or result["unanswered"] else 0
+
+
+def memory_growth(readings: Sequence[Reading]) -> float | None:
+    """The last third over the second; in the first one caches fill."""
+    third = len(readings) // 3
+    if not third:
+        return None
+    second, last = (
+        statistics.median(one.memory_bytes for one in part) for part in (readings[third : 2 * third], readings[-third:])
+    )
+    return last / second if second else None
+
+
+def acceptance_change(readings: Sequence[Reading]) -> float | None:
+    """Acceptance in the last third over that in the first."""
+    third = len(readings) // 3
+    if not third:
+        return None
+    first = _acceptance(Reading(0, 0, 0), readings[third - 1])
+    last = _acceptance(readings[-third - 1], readings[-1])
+    return last / first if first and last is not None else None
+
+
+def _acceptance(before: Reading, after: Reading) -> float | None:
+    drafted = after.drafted - before.drafted
+    return (after.accepted - before.accepted) / drafted if drafted else None
+
+
+def _report(args: argparse.Namespace, found: Findings, preemptions: int) -> int:
+    checks = verdicts(found)
+    rows = [[name, "yes" if good else "NO", figure] for name, (good, figure) in checks.items()]
+    rows += [
+        ["tokens", "", f"{found.tokens}"],
+        ["preemptions", "", f"{preemptions}"],
+        ["clients that left", "", f"{found.left}"],
+    ]
+    show(f"soak: {args.minutes:g} minutes, {args.concurrency} at once", ("demand", "holds", "figure"), rows)
+    for error, count in found.errors.most_common():
+        print(f"error, {count} times: {error}", file=sys.stderr)
+    if found.different:
+        print(f"scripts whose twin differs: {found.different[:20]}", file=sys.stderr)
+    last = found.readings[-1] if found.readings else Reading(0, 0, 0)
+    show_json(
+        {
+            "bench": "soak",
+            "minutes": args.minutes,
+            "concurrency": args.concurrency,
+            "answered": found.answered,
+            "tokens": found.tokens,
+            "compared": found.compared,
+            "different": len(found.different),
+            "preemptions": preemptions,
+            "memory_bytes": [one.memory_bytes for one in found.readings],
+            "memory_growth": memory_growth(found.readings),
+            "acceptance": _acceptance(Reading(0, 0, 0), last),
+            "acceptance_change": acceptance_change(found.readings),
+            "holds": {name: good for name, (good, _) in checks.items()},
+        }
+    )
+    return 0 if all(good for good, _ in checks.values()) else 1
 
 
 if __name__ == "__main__":

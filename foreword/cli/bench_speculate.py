@@ -3,8 +3,8 @@
 Regime: for every category and every number of requests at once (a cell) all modes answer the same requests, one mode
 after the other, in another order each round; the first round is not counted. Modes are `off`, each drafter that runs
 for itself, `auto`, and fixed lengths if asked for. No mode finds KV or finished answers of another, nor of its own
-rounds before. Requests are greedy except those of the adversary, which are random tokens in and out. One more cell
-has a KV cache too small for its requests.
+rounds before. Requests are greedy except long answers (temperature 0.8) and the adversary's, which are random tokens
+in and out. One more cell has a KV cache too small for its requests.
 
 Ratios are to `off`, above 1 is better, with 95 % intervals over the rounds. All modes must give the same tokens, or
 the exit code is 1. With --base-url a server is asked over HTTP; with --replay-acceptance recorded answers are

@@ -1,7 +1,7 @@
 """The categories of `foreword bench speculate`: what users ask, generated, sized to the model's context.
 
-A category is a function of a random source and of the room there is. Requests are greedy, except those of the
-adversary. The same (category, number) is the same script in every run on the same model.
+A category is a function of a random source and of the room there is. Requests are greedy, except long answers and those
+of the adversary. The same (category, number) is the same script in every run on the same model.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from foreword.cli.bench_speculate_texts import (
     spoken,
 )
 
-__all__ = ["ALL", "CATEGORIES", "MIXED", "QUICK", "Category", "Room", "Script", "scripts_of", "seed_of", "woven"]
+__all__ = ["ALL", "CATEGORIES", "MIXED", "QUICK", "Category", "Room", "Script", "script_of", "scripts_of", "seed_of", "woven"]
 
 MIXED = "mixed"
 CODE = "def check_lamp(count):\n    return count\n"
@@ -46,6 +46,7 @@ CHAT = (
 )
 TURNS = 4  # of an agent's loop
 VARIANT = 13_000  # scripts before the next variant begins: a multiple of the number of categories
+STORY = 0.8  # temperature of long answers
 NOISE = 100.0  # temperature at which every token is about as likely as any other
 
 
@@ -171,7 +172,7 @@ def _long_rewrite(rng: Random, room: Room) -> Script:
 
 def _long_answer(rng: Random, room: Room) -> Script:
     asked = f"Tell me a long story about {rng.choice(NAMES)}, a {rng.choice(THINGS)} and the {rng.choice(PLACES)}."
-    return Script((asked,), max_tokens=min(4 * room.answer_tokens, room.prompt_tokens))
+    return Script((asked,), max_tokens=min(4 * room.answer_tokens, room.prompt_tokens), temperature=STORY)
 
 
 def _agent(rng: Random, room: Room) -> Script:
@@ -186,7 +187,10 @@ def _agent(rng: Random, room: Room) -> Script:
 
 
 def _random(rng: Random, room: Room) -> Script:
-    """Nothing in it can be guessed: every token of prompt and answer is about as likely as any other."""
+    """Nothing in it can be looked up: every token of prompt and answer is about as likely as any other.
+
+    A draft model has the same noise as the model, and noise is all that counts here: it guesses even this.
+    """
     ids = tuple(rng.choices(room.ids, k=max(room.prompt_tokens // 4, 1)))
     return Script(prompt_ids=ids, max_tokens=room.answer_tokens, temperature=NOISE, ignore_eos=True)
 
@@ -225,10 +229,11 @@ QUICK = ("chat", "code edit", "agent", "random")
 
 def scripts_of(category: str, count: int, variant: int, room: Room) -> tuple[Script, ...]:
     """The first `count` scripts of a category, or of one after the other; other variants are other scripts."""
-    return tuple(_script(category, variant * VARIANT + number, room) for number in range(count))
+    return tuple(script_of(category, variant * VARIANT + number, room) for number in range(count))
 
 
-def _script(category: str, number: int, room: Room) -> Script:
+def script_of(category: str, number: int, room: Room) -> Script:
+    """One script; a mixture takes the categories in turn."""
     kind = tuple(CATEGORIES)[number % len(CATEGORIES)] if category == MIXED else category
     made = CATEGORIES[kind].make(Random(seed_of(kind, number)), room)
     return replace(made, category=category, seed=seed_of(category, number))

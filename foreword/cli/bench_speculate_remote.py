@@ -25,7 +25,7 @@ from foreword.errors import ForewordError
 from foreword.metrics.catalog import PREFIX
 from foreword.metrics.tally import DraftTally
 
-__all__ = ["RemoteTarget", "tallies_since"]
+__all__ = ["Counts", "RemoteTarget", "converse", "tallies_since"]
 
 Counts = Mapping[tuple[str, str, str], float]  # by metric, drafter or stage, and place in the draft ("" for none)
 ALPHABET = "abcdefghijklmnopqrstuvwxyz 0123456789 ABCDEFGHIJKLMNOPQRSTUVWXYZ .,:;!?(){}[]+-*/=_"
@@ -92,44 +92,10 @@ class RemoteTarget:
 
             async def one(number: int, script: Script) -> list[Call]:
                 async with room:
-                    return await self._converse(http, number, script, mode)
+                    return await converse(http, self.model, number, script, mode)
 
             found = await asyncio.gather(*(one(number, script) for number, script in enumerate(scripts)))
         return [call for calls in found for call in calls]
-
-    async def _converse(self, http: httpx.AsyncClient, number: int, script: Script, mode: Mode) -> list[Call]:
-        """All turns of a script, until one fails or the context is full."""
-        calls: list[Call] = []
-        history: list[str] = []
-        for turn in range(script.num_turns):
-            path, body = self._body(script, history, mode, turn)
-            call, text = await _call(http, path, body, Call(number, turn, script.seed + turn))
-            if call.error is not None and turn and "400" in call.error:
-                break
-            calls.append(call)
-            history.append(text)
-            if call.error is not None:
-                break
-        return calls
-
-    def _body(self, script: Script, history: Sequence[str], mode: Mode, turn: int) -> tuple[str, dict[str, Any]]:
-        params = SamplingParams(
-            temperature=script.temperature,
-            max_tokens=script.max_tokens,
-            ignore_eos=script.ignore_eos,
-            seed=script.seed + turn,
-        )
-        asked: dict[str, Any] = {"method": mode.speculation.method, "max_tokens": mode.speculation.max_tokens}
-        more: dict[str, Any] = {"speculation": asked, "stream": True, "return_token_ids": True}
-        if script.prediction is not None:
-            more["prediction"] = {"type": "content", "content": script.prediction}
-        if script.prompt_ids:
-            path, body = request_body(self.model, "", params)
-            return path, {**body, **more, "prompt": list(script.prompt_ids)}
-        parts = woven(script.turns, history)
-        asking: Any = "\n\n".join(parts) if script.raw else _messages(parts)
-        path, body = request_body(self.model, asking, params)
-        return path, {**body, **more}
 
     def _tokens(self, text: str) -> list[int]:
         return list(json.loads(self._ask("POST", "/tokenize", {"prompt": text}))["tokens"])
@@ -139,6 +105,40 @@ class RemoteTarget:
             return asyncio.run(_answer_to(self._options, method, path, body))
         except httpx.HTTPError as error:
             raise ForewordError(f"{self._options['base_url']}{path}: {error or type(error).__name__}") from None
+
+
+async def converse(http: httpx.AsyncClient, model: str, number: int, script: Script, mode: Mode) -> list[Call]:
+    """All turns of a script, until one fails or the context is full."""
+    calls: list[Call] = []
+    history: list[str] = []
+    for turn in range(script.num_turns):
+        path, body = _body(model, script, history, mode, turn)
+        call, text = await _call(http, path, body, Call(number, turn, script.seed + turn))
+        if turn and call.error is not None and "400" in call.error:
+            break
+        calls.append(call)
+        history.append(text)
+        if call.error is not None:
+            break
+    return calls
+
+
+def _body(model: str, script: Script, history: Sequence[str], mode: Mode, turn: int) -> tuple[str, dict[str, Any]]:
+    """Path and JSON body of the next turn."""
+    params = SamplingParams(
+        temperature=script.temperature, max_tokens=script.max_tokens, ignore_eos=script.ignore_eos, seed=script.seed + turn
+    )
+    asked: dict[str, Any] = {"method": mode.speculation.method, "max_tokens": mode.speculation.max_tokens}
+    more: dict[str, Any] = {"speculation": asked, "stream": True, "return_token_ids": True}
+    if script.prediction is not None:
+        more["prediction"] = {"type": "content", "content": script.prediction}
+    if script.prompt_ids:
+        path, body = request_body(model, "", params)
+        return path, {**body, **more, "prompt": list(script.prompt_ids)}
+    parts = woven(script.turns, history)
+    asking: Any = "\n\n".join(parts) if script.raw else _messages(parts)
+    path, body = request_body(model, asking, params)
+    return path, {**body, **more}
 
 
 async def _answer_to(options: dict[str, Any], method: str, path: str, body: dict[str, Any] | None) -> str:
@@ -196,7 +196,7 @@ async def _choices(http: httpx.AsyncClient, path: str, body: dict[str, Any]) -> 
 
 
 def tallies_since(before: Counts, after: Counts) -> dict[str, DraftTally]:
-    """What was drafted between two readings, by drafter. A step that verified emits one token more than it accepts."""
+    """What was drafted between two readings, by drafter."""
     tallies: dict[str, DraftTally] = {}
     for name, drafter, _ in after:
         if name == "spec_drafts_total" and (steps := _since(before, after, name, drafter)):
@@ -204,7 +204,7 @@ def tallies_since(before: Counts, after: Counts) -> dict[str, DraftTally]:
             tally.verify_steps = steps
             tally.drafted = _since(before, after, "spec_draft_tokens_total", drafter)
             tally.accepted = _since(before, after, "spec_accepted_tokens_total", drafter)
-            tally.emitted = tally.accepted + steps
+            tally.emitted = _since(before, after, "spec_emitted_tokens_total", drafter)
             tally.drafted_at = _places(before, after, "spec_draft_tokens_per_position_total", drafter)
             tally.accepted_at = _places(before, after, "spec_accepted_tokens_per_position_total", drafter)
     return tallies

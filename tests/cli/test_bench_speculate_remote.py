@@ -104,6 +104,7 @@ def test_counts_between_two_readings() -> None:
         ("spec_drafts_total", "b", ""): 0.0,
         ("spec_draft_tokens_total", "a", ""): 9.0,
         ("spec_accepted_tokens_total", "a", ""): 2.0,
+        ("spec_emitted_tokens_total", "a", ""): 4.0,
         ("spec_draft_tokens_per_position_total", "a", "0"): 2.0,
         ("spec_draft_tokens_per_position_total", "a", "1"): 2.0,
         ("spec_draft_tokens_per_position_total", "a", "10"): 1.0,

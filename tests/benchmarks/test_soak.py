@@ -1,0 +1,82 @@
+"""What the soak demands, on readings that are made up; its traffic; and that both scripts start."""
+
+import itertools
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.soak import Findings, Reading, _endless, acceptance_change, memory_growth, resident_bytes, verdicts
+from foreword.cli.bench_speculate_prompts import Room
+
+ROOT = Path(__file__).parents[2]
+ROOM = Room(200, 16, 3.0, 4.0, range(10, 60), ("def f(value):\n    return value",))
+
+
+def readings(memory: list[int], share: list[float]) -> list[Reading]:
+    """100 tokens drafted between two readings, of which a share is accepted."""
+    accepted = itertools.accumulate(int(100 * one) for one in share)
+    return [Reading(size, 100 * (i + 1), got) for i, (size, got) in enumerate(zip(memory, accepted, strict=True))]
+
+
+def good() -> Findings:
+    return Findings(answered=9, compared=3, readings=readings([50, 90, 100, 100, 100, 101], [0.5] * 6))
+
+
+def test_all_is_well() -> None:
+    assert all(holds for holds, _ in verdicts(good()).values())
+
+
+@pytest.mark.parametrize(
+    ("name", "changed"),
+    [
+        ("all answered", {"errors": {"503": 1}}),
+        ("no other token", {"different": [4]}),
+        ("no other token", {"compared": 0}),
+        ("memory flat", {"readings": readings([50, 90, 100, 100, 110, 110], [0.5] * 6)}),
+        ("acceptance not decaying", {"readings": readings([100] * 6, [0.5, 0.5, 0.5, 0.4, 0.4, 0.4])}),
+        ("acceptance not decaying", {"readings": [Reading(100, 0, 0)] * 6}),
+    ],
+)
+def test_what_fails(name: str, changed: dict[str, object]) -> None:
+    found = good()
+    for key, value in changed.items():
+        setattr(found, key, found.errors + type(found.errors)(value) if key == "errors" else value)
+    assert [check for check, (holds, _) in verdicts(found).items() if not holds] == [name]
+
+
+def test_too_short_is_not_flat() -> None:
+    assert memory_growth([]) is None and acceptance_change([]) is None
+    assert not verdicts(Findings(answered=1, compared=1))["memory flat"][0]
+
+
+def test_memory_of_a_process_and_all_below_it() -> None:
+    code = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'input()'])"
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE) as child:
+        while resident_bytes(child.pid) < 12 << 20:
+            pass
+        children = sum(resident_bytes(int(pid)) for pid in _children(child.pid))
+        assert resident_bytes(child.pid) > children > 0
+        child.communicate(b"\n")
+    assert resident_bytes(child.pid) == 0
+
+
+def _children(pid: int) -> list[str]:
+    return [one for file in Path(f"/proc/{pid}/task").glob("*/children") for one in file.read_text().split()]
+
+
+def test_traffic_is_mixed() -> None:
+    work = list(itertools.islice(_endless(ROOM), 60))
+    assert {mode.name for _, _, mode in work} == {"auto", "off", "at most two"}
+    assert {script.num_turns for _, script, _ in work} == {1, 4}
+    assert len({script.turns for _, script, _ in work}) > 40
+    assert any(script.prediction for _, script, _ in work) and any(script.temperature == 0 for _, script, _ in work)
+
+
+@pytest.mark.parametrize("script", ["soak.py", "speculate_peers.py"])
+def test_the_scripts_start(script: str) -> None:
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, ROOT / "benchmarks" / script, "--help"], capture_output=True, timeout=60, env=environ)
+    assert done.returncode == 0, done.stderr
