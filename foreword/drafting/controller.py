@@ -154,7 +154,7 @@ class Controller:
     def measured(self, facts: StepFacts) -> None:
         machine = self._machine
         tally = machine.tally(facts.served, self._kinds)
-        self._step = machine.costs.of(tally.plain.plus(len(self._ledger.ghosts), self._ledger.ghost_context))
+        self._step = self._plainly(tally.plain)
         cost, drafting = machine.measured(tally, facts.seconds, self._drafting)
         if self._in_vain:
             share = drafting / cost
@@ -179,7 +179,7 @@ class Controller:
     def _framed(self, load: Load) -> Frame:
         """The next step, from those that asked this round and those that never ask."""
         if self._frame is None:
-            machine, ledger = self._machine, self._ledger
+            machine = self._machine
             accounts = [request.account for request in self._asking]
             context = load.prompt_reads + sum(request.context for request in self._asking)
             if self._strangers:
@@ -187,11 +187,13 @@ class Controller:
                 context += sum(account.context for account in self._strangers.values())
             extra = sum(machine.prices.extra(request.kind) for request in self._asking) if self._kinds else 0.0
             shape = Shape(len(accounts) + load.prompt_rows, len(accounts), context, 0, extra)
-            cost = plain = machine.costs.of(shape)
-            if ledger.ghosts:
-                plain = machine.costs.of(shape.plus(len(ledger.ghosts), ledger.ghost_context))
-            self._frame = Frame(shape, cost, plain, accounts, load.prompt_rows > 0)
+            self._frame = Frame(shape, machine.costs.of(shape), self._plainly(shape), accounts, load.prompt_rows > 0)
         return self._frame
+
+    def _plainly(self, shape: Shape) -> float:
+        """What plain decoding would take for a step, which would still serve the ghosts."""
+        ghosts = self._ledger.ghosts
+        return self._machine.costs.of(shape.plus(len(ghosts), self._ledger.ghost_context) if ghosts else shape)
 
     def _idle_rounds(self) -> int:
         """For how many rounds from the next on nobody would draft. Who has not asked yet could at any time."""
@@ -218,8 +220,11 @@ class Controller:
         found: list[Candidate] = []
         for index, offer in enumerate(offers):
             request = self._request(offer)
-            if watched or not offer.drafts:
-                self._miss(request, WATCHED if watched else UNOFFERED, 0 if watched else LONGEST_NAP)
+            if not offer.drafts:
+                self._miss(request, UNOFFERED, LONGEST_NAP)
+                continue
+            if watched:
+                self._say_none(request, WATCHED)
                 continue
             candidate = self._candidate(index, request, offer.drafts)
             if candidate.gains:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -66,9 +65,8 @@ class Machine:
 
     def tally(self, served: Sequence[Served], kinds: Mapping[str, int]) -> Tally:
         """Sum up a step; kinds: sampling classes of the requests that are not greedy."""
-        rows = sampled = drafted = further = context = emitted = sampling = 0
-        by_kind = [0] * SAMPLING_CLASSES
-        by_kind_plain = [0] * SAMPLING_CLASSES
+        rows = drafted = further = context = emitted = sampling = 0
+        by_kind, by_kind_plain = [0] * SAMPLING_CLASSES, [0] * SAMPLING_CLASSES
         for one in served:
             draft = one.num_draft
             rows += one.num_tokens
@@ -82,11 +80,11 @@ class Machine:
                 kind = kinds.get(one.state.id, 0) if kinds else 0
                 by_kind[kind] += 1 + draft
                 by_kind_plain[kind] += 1
-        plain = Shape(rows, sampling, context, 0, self._extra(by_kind_plain))
-        if not drafted:
-            return Tally(plain, plain, by_kind, emitted, sampling)
-        sampled = sampling + drafted
-        return Tally(Shape(rows + drafted, sampled, context, further, self._extra(by_kind)), plain, by_kind, emitted, sampling)
+        shape = plain = Shape(rows, sampling, context, 0, self._extra(by_kind_plain) if kinds else 0.0)
+        if drafted:
+            extra = self._extra(by_kind) if kinds else 0.0
+            shape = Shape(rows + drafted, sampling + drafted, context, further, extra)
+        return Tally(shape, plain, by_kind, emitted, sampling)
 
     def measured(self, tally: Tally, seconds: Mapping[str, float], passes: float) -> tuple[float, float]:
         """Learn from a step, in which drafters' passes should have taken `passes` model seconds.
@@ -128,6 +126,4 @@ class Machine:
             self.prices.learn(tally.kinds, sampling / self.drift)
 
     def _extra(self, kinds: Sequence[int]) -> float:
-        if not any(kinds[1:]):
-            return 0.0
-        return math.fsum(count * self.prices.extra(kind) for kind, count in enumerate(kinds) if count)
+        return sum(count * self.prices.extra(kind) for kind, count in enumerate(kinds) if count)

@@ -1,0 +1,93 @@
+"""Which rows are worth it."""
+
+from itertools import accumulate, chain
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from foreword.core.draft import Draft
+from foreword.core.params import SamplingParams
+from foreword.core.request import Request, RequestState
+from foreword.drafting.admission import Candidate, best_count, choose, split
+from foreword.drafting.costs import Shape
+from foreword.drafting.frame import Frame, Tracked
+from foreword.drafting.ledger import Account
+
+Chances = st.lists(st.floats(0.01, 1.0), min_size=1, max_size=6).map(lambda ps: list(accumulate(ps, lambda a, b: a * b)))
+
+
+def tracked(lead: float) -> Tracked:
+    state = RequestState(Request("a", (1,), SamplingParams(), 0), 0, 1000)
+    return Tracked(state, 32, Account(tokens=0, lead=lead))
+
+
+def frame_of(*requests: Tracked, prompts: bool = False) -> Frame:
+    count = len(requests)
+    return Frame(Shape(count, count), 1.0, 1.0, [request.account for request in requests], prompts)
+
+
+def candidate(request: Tracked, *chances: float) -> Candidate:
+    return Candidate(0, request, Draft((1,) * len(chances), "suffix"), chances, chances)
+
+
+@given(st.lists(Chances, min_size=1, max_size=4), st.lists(st.floats(0.0, 0.5), min_size=24, max_size=24), st.floats(1.0, 3.0))
+def test_no_other_prefix_is_better(gains: list[list[float]], steps: list[float], limit: float) -> None:
+    rows = sum(map(len, gains))
+    costs = list(accumulate(steps[:rows], initial=1.0))
+    count = best_count(gains, len(gains), costs, limit)
+    ordered = [0.0, *accumulate(sorted(chain(*gains), reverse=True))]
+    rates = [(len(gains) + gained) / cost for gained, cost in zip(ordered, costs, strict=True) if cost <= limit]
+    assert count < len(rates)
+    assert rates[count] >= max(rates) / 1.0101
+
+
+@given(st.lists(Chances, min_size=1, max_size=4), st.data())
+def test_rows_are_split_by_gain_and_each_request_keeps_a_prefix(gains: list[list[float]], data: st.DataObject) -> None:
+    count = data.draw(st.integers(1, sum(map(len, gains))))
+    lengths = split(gains, count)
+    assert sum(lengths) == count
+    assert all(0 <= length <= len(own) for length, own in zip(lengths, gains, strict=True))
+    kept = [gain for length, own in zip(lengths, gains, strict=True) for gain in own[:length]]
+    left = [gain for length, own in zip(lengths, gains, strict=True) for gain in own[length:]]
+    assert not left or min(kept) >= max(left)
+
+
+def test_a_step_in_the_cost_is_looked_across() -> None:
+    """One row costs as much as four: either none or all."""
+    costs = [1.0, 1.6, 1.6, 1.6, 1.6]
+    assert best_count([[0.5, 0.45, 0.4, 0.35]], 1.0, costs, 9.0) == 4
+    assert best_count([[0.5]], 1.0, costs[:2], 9.0) == 0
+
+
+@pytest.mark.parametrize(("lead", "length"), [(10.0, 3), (0.55, 2), (0.3, 1), (0.0, 0)])
+def test_others_are_not_delayed_beyond_their_lead(lead: float, length: int) -> None:
+    mine, other = tracked(10.0), tracked(lead)
+    choice = choose([candidate(mine, 0.99, 0.98, 0.97)], frame_of(mine, other), [1.0, 1.2, 1.5, 1.6], 0.0)
+    assert choice.lengths == [length]
+
+
+def test_what_others_bear_is_used_to_the_full() -> None:
+    mine, other = tracked(0.0), tracked(0.25)
+    choice = choose([candidate(mine, 0.99, 0.98, 0.97)], frame_of(mine, other), [1.0, 1.1, 1.2, 1.3], 0.0)
+    assert choice.lengths == [2]
+
+
+def test_one_who_fell_back_is_delayed_only_for_what_it_expects_itself() -> None:
+    mine = tracked(-5.0)
+    choice = choose([candidate(mine, 0.99, 0.98)], frame_of(mine), [1.0, 1.0, 1.3], 0.0)
+    assert choice.lengths == [1], "rows that cost nothing are always allowed"
+    assert choice.indebted
+
+
+def test_prompts_are_delayed_by_two_percent_at_most() -> None:
+    mine = tracked(5.0)
+    costs = [1.0, 1.01, 1.02, 1.03]
+    assert choose([candidate(mine, 0.9, 0.8, 0.7)], frame_of(mine), costs, 0.0).lengths == [3]
+    assert choose([candidate(mine, 0.9, 0.8, 0.7)], frame_of(mine, prompts=True), costs, 0.0).lengths == [2]
+
+
+def test_drafting_that_was_paid_for_counts_in_the_rate_but_binds_nobody() -> None:
+    mine = tracked(0.0)
+    choice = choose([candidate(mine, 0.9)], frame_of(mine), [1.0, 1.0], 0.5)
+    assert choice.lengths == [1] and choice.rate == pytest.approx(1.9 / 1.5)
