@@ -2,6 +2,8 @@
 
 The text of every answer is the token 1 over and over; a guess is right if it is 1 and wrong if it is 0. Which places of
 an answer can be guessed is fixed by its seed, so that two policies are tried on the same luck.
+
+`python -m tests.drafting.simulation` prints the tables of docs/lab/controller.md.
 """
 
 from __future__ import annotations
@@ -15,9 +17,10 @@ from foreword.core.draft import Draft
 from foreword.core.params import SamplingParams
 from foreword.core.request import Request, RequestState
 from foreword.drafting.base import Ask
+from foreword.drafting.controller import Controller
 from foreword.drafting.costs import Calibration, PassCost
 from foreword.drafting.drafting import Drafting
-from foreword.drafting.policy import Load, Policy, Served, StepFacts
+from foreword.drafting.policy import FixedLength, Load, Policy, Served, StepFacts
 
 ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048)
 STEP = 0.01  # seconds of a step of one row
@@ -268,3 +271,84 @@ def _run(state: RequestState) -> tuple[int, ...]:
     """What a step emits: the right guesses and one token more, within the limit."""
     wrong = state.draft.index(0) if 0 in state.draft else len(state.draft)
     return (1,) * min(wrong + 1, state.limit - len(state.tokens))
+
+
+GPU, CPU, SMALL_CPU = Machine("ridge at 96", 96), Machine("ridge at 14", 14), Machine("ridge at 4", 4)
+NOISY = [Machine(f"{m.name}, swinging", m.ridge, swinging, 0.05) for m in (GPU, CPU, SMALL_CPU)]
+LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+
+
+class Cell:
+    """One machine, its texts and how many run at once: plain, adaptive, and with fixed lengths."""
+
+    def __init__(self, machine: Machine, texts: Sequence[Text], concurrency: int, asking: float = 0.01, share: float = 0.0):
+        self._parts = machine, texts, concurrency, asking, share
+        self.off = self._world().run(None)
+        world = self._world()
+        self.controller = Controller(machine.calibration(), 32, world.passes())
+        self.hosts = not share
+        self.auto = world.run(self.controller, self.hosts)
+
+    def _world(self) -> World:
+        return World(*self._parts)
+
+    @property
+    def gain(self) -> float:
+        return self.auto.rate / self.off.rate
+
+    def best_fixed(self, lengths: Sequence[int] = LENGTHS) -> float:
+        """The best gain that any one length has, not drafting at all among them."""
+        rates = [self._world().run(FixedLength(length), self.hosts).rate for length in lengths]
+        return max([*rates, self.off.rate]) / self.off.rate
+
+    @property
+    def slowest(self) -> float:
+        """Of all requests, the least time off by the time with drafts."""
+        return min(self.off.latencies[i] / self.auto.latencies[i] for i in self.off.latencies)
+
+    @property
+    def exploring(self) -> float:
+        return self.controller.stats().exploring_seconds / self.auto.seconds
+
+    def row(self, name: str) -> str:
+        """A line of a table."""
+        machine, _, concurrency, _, _ = self._parts
+        gain, best = self.gain, self.best_fixed()
+        ratios = f"{gain:.2f} | {best:.2f} | {gain / best:.2f} | {self.slowest:.2f}"
+        return f"| {machine.name} | {concurrency} | {name} | {ratios} | {self.auto.efficiency:.0%} | {self.exploring:.2%} |"
+
+
+def tables() -> None:
+    """The grid: drafts that cost nothing, then those of a model."""
+    title = (
+        "| machine | at once | {} | auto | best fixed | of best | slowest request | efficiency | exploring |\n" + 9 * "|---" + "|"
+    )
+    print(title.format("guesses right"))
+    for machine in (GPU, CPU, SMALL_CPU, *NOISY):
+        for concurrency in (1, 4, 16, 64):
+            count = concurrency * max(2, 6 // concurrency)
+            for name, texts in _kinds_of_texts(count).items():
+                print(Cell(machine, texts, concurrency).row(name), flush=True)
+    print("\n" + title.format("a pass; guesses right"))
+    for machine in (GPU, CPU):
+        for concurrency in (1, 4, 16):
+            for share in (0.05, 0.15, 0.4):
+                for chance in (0.0, 0.6, 0.8, 0.95):
+                    texts = [Text(300, steady(chance), prompt=64)] * (concurrency * max(2, 6 // concurrency))
+                    print(Cell(machine, texts, concurrency, 0.0, share).row(f"{share:.0%}; {chance:.0%}"), flush=True)
+
+
+def _kinds_of_texts(count: int) -> dict[str, list[Text]]:
+    return {
+        "0 %": [Text(300, steady(0.0))] * count,
+        "30 %": [Text(300, steady(0.3))] * count,
+        "60 %": [Text(300, steady(0.6))] * count,
+        "90 %": [Text(300, steady(0.9))] * count,
+        "95 or 2 %, by request": [Text(300, steady(0.95 if i % 2 else 0.02)) for i in range(count)],
+        "97 or 15 %, by place": [Text(300, two_sorts(i)) for i in range(count)],
+        "the same, told": [Text(300, two_sorts(i), told=True) for i in range(count)],
+    }
+
+
+if __name__ == "__main__":
+    tables()

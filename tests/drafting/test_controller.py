@@ -12,50 +12,26 @@ from foreword.core.params import SamplingParams, Speculation
 from foreword.core.request import Request, RequestState
 from foreword.drafting.base import Ask
 from foreword.drafting.controller import Controller
-from foreword.drafting.policy import FixedLength, Load, Offer, Served, StepFacts
-from tests.drafting.simulation import STEP, Machine, Outcome, Text, World, steady, swinging, two_sorts
-
-GPU, CPU, SMALL_CPU = Machine("GPU, ridge at 96", 96), Machine("CPU, ridge at 14", 14), Machine("CPU, ridge at 4", 4)
-NOISY = [Machine(m.name, m.ridge, swinging, 0.05) for m in (GPU, CPU, SMALL_CPU)]
-LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
-names = str
-
-
-class Cell:
-    """One machine, its texts and how many run at once: plain, adaptive, and with fixed lengths."""
-
-    def __init__(self, machine: Machine, texts: Sequence[Text], concurrency: int, asking: float = 0.01, share: float = 0.0):
-        self._parts = machine, texts, concurrency, asking, share
-        self.off = self._world().run(None)
-        world = self._world()
-        self.controller = Controller(machine.calibration(), 32, world.passes())
-        self.hosts = not share
-        self.auto = world.run(self.controller, self.hosts)
-
-    def _world(self) -> World:
-        return World(*self._parts)
-
-    @property
-    def gain(self) -> float:
-        return self.auto.rate / self.off.rate
-
-    def best_fixed(self, lengths: Sequence[int] = LENGTHS) -> float:
-        """The best gain that any one length has, not drafting at all among them."""
-        rates = [self._world().run(FixedLength(length), self.hosts).rate for length in lengths]
-        return max([*rates, self.off.rate]) / self.off.rate
-
-    @property
-    def slowest(self) -> float:
-        """Of all requests, the least time off by the time with drafts."""
-        return min(self.off.latencies[i] / self.auto.latencies[i] for i in self.off.latencies)
-
-    @property
-    def exploring(self) -> float:
-        return self.controller.stats().exploring_seconds / self.auto.seconds
+from foreword.drafting.policy import Load, Offer, Served, StepFacts
+from tests.drafting.simulation import (
+    CPU,
+    GPU,
+    LENGTHS,
+    NOISY,
+    SMALL_CPU,
+    STEP,
+    Cell,
+    Machine,
+    Outcome,
+    Text,
+    World,
+    steady,
+    two_sorts,
+)
 
 
-@pytest.mark.parametrize("concurrency", [1, 4, 16, 64])
-@pytest.mark.parametrize("machine", [GPU, CPU, SMALL_CPU, *NOISY], ids=lambda m: f"{m.name}{' noisy' * bool(m.noise)}")
+@pytest.mark.parametrize("concurrency", [1, 16])
+@pytest.mark.parametrize("machine", [GPU, CPU, SMALL_CPU, *NOISY], ids=lambda m: m.name)
 def test_nothing_is_lost_where_nothing_can_be_guessed(machine: Machine, concurrency: int) -> None:
     cell = Cell(machine, [Text(200, steady(0.0))] * (2 * concurrency), concurrency)
     assert cell.gain >= 0.99
@@ -65,8 +41,11 @@ def test_nothing_is_lost_where_nothing_can_be_guessed(machine: Machine, concurre
 
 
 @pytest.mark.parametrize("chance", [0.3, 0.6, 0.9])
-@pytest.mark.parametrize("concurrency", [1, 4, 16])
-@pytest.mark.parametrize("machine", [GPU, CPU, SMALL_CPU, *NOISY], ids=lambda m: f"{m.name}{' noisy' * bool(m.noise)}")
+@pytest.mark.parametrize(
+    ("machine", "concurrency"),
+    [(GPU, 1), (GPU, 16), (CPU, 1), (CPU, 4), (SMALL_CPU, 1), (SMALL_CPU, 16), (NOISY[1], 1), (NOISY[1], 4)],
+    ids=lambda part: str(getattr(part, "name", part)),
+)
 def test_as_good_as_the_best_fixed_length(machine: Machine, concurrency: int, chance: float) -> None:
     cell = Cell(machine, [Text(400, steady(chance))] * max(6, concurrency), concurrency)
     near = [k for k in LENGTHS if concurrency * (k + 1) <= 4 * machine.ridge]
