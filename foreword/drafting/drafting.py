@@ -55,7 +55,7 @@ class Drafting:
             for drafter in self._chosen(state)
             if self._guarded(drafter.name, lambda d=drafter: d.start(state) or True)  # type: ignore[misc]
         )
-        if not self.off:
+        if self._live[state.id]:  # the policy meets the others in the steps that serve them
             self._guarded("policy", lambda: self.policy.start(state))
 
     def finish(self, request_id: str, output: Sequence[int] = ()) -> None:
@@ -64,7 +64,7 @@ class Drafting:
         self._offered.pop(request_id, None)
         for drafter in drafters:
             self._guarded(drafter.name, lambda d=drafter: d.finish(request_id, output))  # type: ignore[misc]
-        if not self.off:
+        if drafters:
             self._guarded("policy", lambda: self.policy.finish(request_id))
 
     def propose(self, asks: Sequence[Ask | None], load: Load = NOTHING_ELSE) -> tuple[Draft | None, ...]:
@@ -88,7 +88,7 @@ class Drafting:
     def stats(self) -> DraftingStats:
         """What was decided so far; the same object while nobody is asked."""
         if self._stats is None:
-            self._stats = self.policy.stats()
+            self._stats = self._guarded("policy", self.policy.stats) or DraftingStats()
         return self._stats
 
     def check(self) -> None:
@@ -127,9 +127,9 @@ class Drafting:
     def _worth_a_pass(self, model: PassDrafter, offers: dict[int, Offer], load: Load) -> list[Offer]:
         """The offers that `model` shall add to, asked for as much as the policy says."""
         mine = [offer for offer in offers.values() if model in self._live[offer.ask.state.id]]
-        if not mine:
+        backlogs = self._guarded(model.name, lambda: [model.backlog(offer.ask) for offer in mine])
+        if not backlogs:
             return []
-        backlogs = [model.backlog(offer.ask) for offer in mine]
         wanted: list[Offer] = []
         for offer, (length, worth) in zip(mine, self.policy.passes(mine, load, model.name, backlogs), strict=True):
             if length > 0:

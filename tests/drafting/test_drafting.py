@@ -5,6 +5,7 @@ from collections.abc import Container, Iterator, Sequence
 import pytest
 
 from foreword.core.draft import Draft
+from foreword.core.events import DraftingStats
 from foreword.core.params import SamplingParams, Speculation
 from foreword.core.request import Request, RequestState
 from foreword.drafting.base import Ask
@@ -171,6 +172,54 @@ def test_off_asks_nobody_and_a_name_asks_one() -> None:
     assert (first.live, second.live) == (set(), {"named"})
     assert drafting.propose([Ask(off, ()), None, Ask(named, ())]) == (None, None, Draft((5,), "second"))
     assert first.asked == []
+
+
+class Books(FixedLength):
+    """Knows who began and is not over, and cannot say what it decided."""
+
+    def __init__(self) -> None:
+        super().__init__(4)
+        self.live: set[str] = set()
+
+    def start(self, state: RequestState) -> None:
+        self.live.add(state.id)
+
+    def finish(self, request_id: str) -> None:
+        self.live.remove(request_id)
+
+    def stats(self) -> DraftingStats:
+        raise RuntimeError("no")
+
+
+def test_the_policy_decides_only_about_requests_that_may_draft() -> None:
+    """The controller knows the others by the steps that serve them; who never asks would be missing in its next step."""
+    policy = Books()
+    drafting = Drafting((Scripted("d", (4,)),), 10, policy)
+    drafting.start(state_of("off", "off"))
+    drafting.start(state_of("on"))
+    assert policy.live == {"on"}
+    drafting.finish("off")
+    drafting.finish("on")
+    assert not policy.live and not drafting.errors
+
+
+def test_a_policy_that_cannot_say_what_it_decided_costs_nothing() -> None:
+    drafting = Drafting((Scripted("d", (4,)),), 10, Books())
+    assert drafting.stats() == DraftingStats()
+    assert drafting.errors == {"policy": 1}
+
+
+class Lost(Model):
+    """Does not know how far behind it is."""
+
+    def backlog(self, ask: Ask) -> int:
+        raise RuntimeError("no")
+
+
+def test_a_model_that_fails_spoils_no_other_drafts() -> None:
+    drafting = Drafting((Scripted("lookup", (4,)),), 10, FixedLength(4), (Lost("model", (5,)),))
+    assert propose(drafting, Ask(state_of(), (7,))) == (Draft((4,), "lookup"),)
+    assert drafting.errors == {"model": 1}
 
 
 def test_the_bound_is_the_least_of_server_request_and_room() -> None:
