@@ -29,7 +29,7 @@ def test_only_positions_that_were_reached_are_learned() -> None:
     rates, record = Rates(), Record()
     prior = rates.usual(8)[1]
     for _ in range(50):
-        rates.score(draft_of(False, True, True), (1,), record)
+        rates.score(draft_of(False, True, True), (1, 1, 1), record)
     assert rates.trials == pytest.approx(50, rel=0.15)
     assert rates.usual(8)[0] < 0.1
     assert rates.usual(8)[1] == pytest.approx(rates.usual(8)[0]), "nothing is known of the second but what the first tells"
