@@ -92,7 +92,7 @@ class ModelDrafter:
 
     def pass_seconds(self, rows: int, sampled: int) -> float:
         """Where every row is sampled it is one of several passes, as in a draft of several tokens."""
-        tokens = TIMED_TOKENS if rows == sampled else 1
+        tokens = min(TIMED_TOKENS, self._window) if rows == sampled else 1
         runs = self._scratch_runs(rows, sampled, tokens)
         with torch.inference_mode():
             started = time.perf_counter()
@@ -189,7 +189,7 @@ class ModelDrafter:
         """Of `rows` known tokens and `sampled` drafts, shared by requests that fit the window, on the scratch block."""
         state = RequestState(Request("", (0,), SamplingParams(), seed=0), 0, self._window)
         track = Track.of(state, self._vocab_size)
-        count = max(sampled, -(-rows // (self._window - tokens)))
+        count = max(sampled, -(-rows // (self._window - tokens + 1)))
         blocks = [SCRATCH_BLOCK] * -(-self._window // self._block_size)
         lanes = [
             DraftLane([0] * len(range(n, rows, count)), 0, blocks, 1, tokens if n < sampled else 0, -math.inf, track.sampling)

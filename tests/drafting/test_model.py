@@ -357,6 +357,14 @@ def test_a_pass_is_timed_without_a_trace(checkpoint: Path) -> None:
         assert set(drafter._tracks) == {"a"} and drafter._pool.num_used == 4
 
 
+@pytest.mark.parametrize("max_len", [2, 3, 4, 5])
+def test_passes_in_the_shortest_windows_are_timed(checkpoint: Path, max_len: int) -> None:
+    """No position lies beyond those that the model has."""
+    for drafter in (drafter_of(checkpoint, max_len=max_len), drafter_of(checkpoint, max_len=max_len, counted=[])):
+        for rows, sampled in ((1, 1), (9, 2), (9, 9)):
+            assert 0 < drafter.pass_seconds(rows, sampled) < 10
+
+
 def test_the_time_is_that_of_one_pass(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drafter = drafter_of(checkpoint)
     clock = iter((0.0, 8.0, 10.0, 18.0))
