@@ -116,8 +116,13 @@ def _show_stages(cells: Sequence[Mapping[str, Any]]) -> None:
 def _ratio(figures: Mapping[str, Any] | None) -> str:
     if figures is None:
         return ""
-    bounds = f" [{figures['low']:.2f}, {figures['high']:.2f}]" if "low" in figures else ""
-    return f"{figures['ratio']:.2f}{bounds}"
+    bounds = f" [{_number(figures['low'])}, {_number(figures['high'])}]" if "low" in figures else ""
+    return f"{_number(figures['ratio'])}{bounds}"
+
+
+def _number(value: float) -> str:
+    """Two rounds may leave an interval without end; its digits would take the room of others."""
+    return f"{value:.2f}" if value < 99 else ">99"
 
 
 def _share(value: float | None) -> str:
