@@ -22,11 +22,13 @@ from foreword.engine.scheduler import Plan, Work
 
 __all__ = ["Calibrator", "pass_cost"]
 
-ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+# What tells most comes first: a large model is not timed for long, and between two sizes the cost is a line
+ROWS = (1, 16, 4, 64, 8, 2, 32, 128, 3, 6, 12, 24, 48, 96)
 CHUNKS = (1, 16, 64, 128)  # rows of a prompt, of which the last is sampled
 CONTEXT, CONTEXT_ROWS = 1024, 8  # tokens of a long text, and rows of one request that read it
 ROUNDS = 5
-FIRST_S, MORE_S = 1.5, 0.2  # for each table: a large model is timed once, and no further than the first of these
+FIRST_S, MORE_S = 1.5, 0.2  # for each table: a large model is timed once, and no further than the first of these,
+FEWEST = 2  # but for so many sizes: one says nothing about what further rows cost
 
 Timed = Callable[[int], float]
 
@@ -104,7 +106,7 @@ def rounds(timed: Timed, sizes: Sequence[int], clock: Callable[[], float]) -> Ma
     started = clock()
     for round_ in range(ROUNDS):
         for size in sizes if round_ == 0 else tuple(seconds):
-            if clock() - started > (MORE_S if round_ else FIRST_S):
+            if clock() - started > (MORE_S if round_ else FIRST_S) and (round_ or len(seconds) >= FEWEST):
                 break
             seconds.setdefault(size, []).append(timed(size))
     return {rows: median(of) for rows, of in seconds.items()}
