@@ -11,9 +11,10 @@ from operator import truediv
 from foreword.core.draft import Draft
 from foreword.drafting.frame import Frame, Tracked
 
-__all__ = ["MARGIN", "TRUST", "Candidate", "Choice", "best_count", "choose", "split"]
+__all__ = ["MARGIN", "TRUST", "Candidate", "Choice", "best_count", "choose", "nearest", "split"]
 
 MARGIN = 1.01  # what must be won: below it is noise
+PROMISING = 1.1  # times the tokens without drafts
 TRUST = 1.0  # a request may be delayed by so much of what it expects from its own draft
 FITTINGS = 4  # of a choice into the ledger, the last two without any delay beyond plain decoding
 
@@ -68,6 +69,20 @@ def choose(found: Sequence[Candidate], frame: Frame, costs: Sequence[float], dra
     return Choice([0] * len(found), indebted=tried > 0)
 
 
+def nearest(found: Sequence[Candidate], frame: Frame, costs: Sequence[float]) -> Choice:
+    """The rows that come closest to paying where none pay, though they would if rows were free."""
+    gains = [candidate.gains for candidate in found]
+    tokens = float(frame.shape.sampled)
+    limit = frame.plain + frame.patience(candidate.request for candidate in found)
+    # Left out of the comparison, no draft at all cannot win it.
+    ordered = sorted(chain.from_iterable(gains), reverse=True)
+    count = 1 + best_count([ordered[1:]], tokens + ordered[0], costs[1:], limit, margin=1.0)
+    total = tokens + sum(ordered[:count])
+    if total < PROMISING * tokens or costs[count] > limit:
+        return Choice([0] * len(found))
+    return Choice(split(gains, count), total / costs[count])
+
+
 def _least_patience(found: Sequence[Candidate], lengths: Sequence[int], frame: Frame) -> float:
     """How much the requests drafted for bear to be delayed, each in view of what it expects."""
     patience = min(
@@ -77,13 +92,16 @@ def _least_patience(found: Sequence[Candidate], lengths: Sequence[int], frame: F
     return max(patience, 0.0)
 
 
-def best_count(gains: Sequence[Sequence[float]], tokens: float, costs: Sequence[float], limit: float) -> int:
+def best_count(
+    gains: Sequence[Sequence[float]], tokens: float, costs: Sequence[float], limit: float, margin: float = MARGIN
+) -> int:
     """How many rows to verify, of those with the highest gains.
 
     gains   of the guesses of each request, falling
     tokens  expected without any draft
     costs   of the step with 0, 1, ... rows more; it has steps of its own, so every count is looked at
     limit   no step may cost more; without drafts any may
+    margin  by what factor no draft at all must be beaten
     """
     ordered = gains[0] if len(gains) == 1 else sorted(chain.from_iterable(gains), reverse=True)
     allowed = bisect_right(costs, limit)
@@ -91,7 +109,7 @@ def best_count(gains: Sequence[Sequence[float]], tokens: float, costs: Sequence[
     if len(rates) < 2:
         return 0
     best = max(rates)
-    return rates.index(best) if best > rates[0] * MARGIN else 0
+    return rates.index(best) if best > rates[0] * margin else 0
 
 
 def split(gains: Sequence[Sequence[float]], count: int) -> list[int]:

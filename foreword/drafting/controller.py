@@ -15,7 +15,7 @@ from foreword.core.draft import Draft
 from foreword.core.events import DraftingStats
 from foreword.core.request import RequestState
 from foreword.drafting.acceptance import PASS_PRIORS, Rates
-from foreword.drafting.admission import Candidate, Choice, choose
+from foreword.drafting.admission import Candidate, Choice, choose, nearest
 from foreword.drafting.base import Ask
 from foreword.drafting.cascade import FEW, LONGEST, Cascade, Member, Plan, plans
 from foreword.drafting.costs import Calibration, PassCost, Shape
@@ -34,6 +34,7 @@ LONGEST_SLEEP = 64  # rounds, while what is offered does not pay
 ASKING_SHARE = 0.004  # of the time may go into asking in vain; where it takes less, nobody is left alone
 AWAKE = 8  # rounds that nobody is left alone after a model drafted: it may for all in the same passes
 MEASURED = 2  # last steps of a rest, for the watchdog to compare with what comes after
+BETWEEN_TRIALS = 32  # rounds
 PROVEN = 16  # guesses of a model that were scored, before more is invested in it than a stake
 TYPICAL_ANSWER = 128.0  # tokens, before any has ended
 UNOFFERED, UNPAID, INDEBTED, WATCHED, ASLEEP = "nothing to guess from", "does not pay", "ledger", "watchdog", "asleep"
@@ -63,6 +64,7 @@ class Controller:
         self._typical_answer = TYPICAL_ANSWER
         self._round = 0
         self._last_plan = -AWAKE
+        self._last_trial = 0
         self._asking: list[Tracked] = []
         self._frame: Frame | None = None
         self._rate = 0.0
@@ -254,12 +256,26 @@ class Controller:
         """How many tokens of each candidate are verified, and why not those of the others."""
         costs = self._machine.costs.with_further(frame.shape, sum(len(candidate.gains) for candidate in found))
         choice = choose(found, frame, costs, self._drafting)
+        if choice.indebted and not choice.rate:
+            return choice, INDEBTED
         if not choice.rate:
-            return choice, INDEBTED if choice.indebted else UNPAID
+            return self._trial(found, frame, costs), UNPAID
         self._rate = choice.rate
         if self._machine.watchdog.stale and self._budget.take(self._worth_of_a_step(frame)):
             return Choice([0] * len(found)), WATCHED
         return choice, UNPAID
+
+    def _trial(self, found: Sequence[Candidate], frame: Frame, costs: Sequence[float]) -> Choice:
+        """Rows that nearly pay are tried now and then: their costs are corrected only where they are used."""
+        nothing = Choice([0] * len(found))
+        if self._round < self._last_trial + BETWEEN_TRIALS:
+            return nothing
+        choice = nearest(found, frame, costs)
+        lost = costs[sum(choice.lengths)] - choice.rate * costs[sum(choice.lengths)] * frame.cost / frame.shape.sampled
+        if not choice.rate or not self._budget.take(max(lost, 0.0) * self._machine.drift):
+            return nothing
+        self._last_trial = self._round
+        return choice
 
     def _worth_of_a_step(self, frame: Frame) -> float:
         """Seconds lost by a plain step that only shows what plain steps take."""

@@ -10,6 +10,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from foreword.core.params import SamplingParams
 
@@ -18,7 +19,8 @@ __all__ = ["Calibration", "Curve", "Drift", "PassCost", "SamplePrices", "Shape",
 SAMPLING_CLASSES = 5  # greedy, noise, filtered, processed, with logprobs
 FIXED_SHARE = 0.05  # of a step of one row, until measured: what sampling takes however many rows there are
 ROW_SHARES = (0.002, 0.005, 0.01, 0.02, 0.02)  # the same for one row of each sampling class
-CORRECTION_RATE = 0.03
+CORRECTION_RATE = 0.03  # of each later observation
+LOOKS_OF_CALIBRATION = 6.0  # observations that the calibration counts for
 PRICE_RATE = 0.05
 DRIFT_RATE = 0.125
 OUTLIER = 2.0
@@ -43,13 +45,15 @@ class Calibration:
 class Curve:
     """Seconds by rows: linear between measured points, proportional beyond the last.
 
-    Measurements that fall where rows are added are noise: neighbours are pooled until they rise.
+    More rows never take less. Where a measurement says so, the one of fewer rows was disturbed: what disturbs a
+    measurement only ever adds to it.
     """
 
     def __init__(self, points: Mapping[int, float]) -> None:
         assert points and all(rows > 0 and seconds > 0 for rows, seconds in points.items())
         self.rows = sorted(points)
-        self._seconds = _rising([points[rows] for rows in self.rows])
+        least = list(accumulate((points[rows] for rows in reversed(self.rows)), min))
+        self._seconds = least[::-1]
         self._dense: list[float] = []
         self.up_to(self.rows[-1])
 
@@ -84,17 +88,6 @@ class Curve:
         if share:
             return seconds + (self._seconds[index + 1] - seconds) * share
         return seconds * max(rows / self.rows[index], 1.0)
-
-
-def _rising(values: Sequence[float]) -> list[float]:
-    """The closest sequence that never falls (pool adjacent violators)."""
-    pools: list[tuple[float, int]] = []
-    for value in values:
-        pools.append((value, 1))
-        while len(pools) > 1 and pools[-2][0] > pools[-1][0]:
-            (b, m), (a, n) = pools.pop(), pools.pop()
-            pools.append(((a * n + b * m) / (n + m), n + m))
-    return [mean for mean, count in pools for _ in range(count)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +138,7 @@ class StepCosts:
         one = Curve(calibration.single or calibration.sampled)
         self._one = Curve({rows: one.at(rows) for rows in self._all.rows})
         self._pending = [0.0] * len(self._all.rows)
+        self._looks = [LOOKS_OF_CALIBRATION] * len(self._all.rows)
 
     def of(self, shape: Shape) -> float:
         seconds = self._all.at(shape.rows) if shape.sampled >= shape.rows else self._mixed(shape.rows, shape.sampled)
@@ -177,12 +171,17 @@ class StepCosts:
         The machine had no time to change between the two: what is wrong are the points they lie between, slowly moved
         apart. Every row was sampled.
         """
-        step = CORRECTION_RATE * math.log(min(max(surprise, 1 / OUTLIER), OUTLIER))
-        for count, part in ((rows, step), (before, -step)):
+        error = math.log(min(max(surprise, 1 / OUTLIER), OUTLIER))
+        for count, part in ((rows, error), (before, -error)):
             index, share = self._all.neighbours(count)
-            self._correct(index, part * (1 - share))
+            self._look(index, part, 1 - share)
             if share:
-                self._correct(index + 1, part * share)
+                self._look(index + 1, part, share)
+
+    def _look(self, index: int, error: float, share: float) -> None:
+        """One more observation of a measured point, of which there were few at first."""
+        self._looks[index] += share
+        self._correct(index, share * error * max(1 / self._looks[index], CORRECTION_RATE))
 
     def _correct(self, index: int, step: float) -> None:
         """Keep a correction back until it matters: the curve is filled in again with each."""

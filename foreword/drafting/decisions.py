@@ -169,7 +169,7 @@ class _Told:
 
     def _ask(self, record: Sequence[Any]) -> Ask:
         id_, length, max_tokens = record
-        return Ask(self._grown(id_, length), (), max_tokens)
+        return Ask(self._grown(id_, length), max_tokens)
 
     def _offers(self, record: Mapping[str, Any]) -> list[Offer]:
         return [

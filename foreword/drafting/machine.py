@@ -54,7 +54,6 @@ class Machine:
         self._passes = dict(passes)
         self._drift = Drift()
         self._pass_factor = 1.0
-        self._carried = self._carried_prediction = 0.0
         self._last = (0, 1.0)  # rows of the last decoding step, and how many times its cost it took
         self._num_steps = 0
 
@@ -95,22 +94,22 @@ class Machine:
         verifying = sum(seconds.values()) - drafting
         cost = self.costs.of(tally.shape)
         if tally.drafted:
-            self.predicted += (cost + self._carried_prediction) * self.drift
-            self.realised += verifying + self._carried
+            self.predicted += (cost + passes) * self.drift
+            self.realised += verifying + drafting
         if tally.decoding and verifying > 0.0:
-            self._learn(tally, cost, verifying, seconds.get("sample", 0.0))
+            self._learn(tally, cost, seconds)
         drafted = drafting / self.drift
         if passes > 0.0 and drafted > 0.0:
             self._pass_factor *= min(max(drafted / passes, 1 / OUTLIER), OUTLIER) ** PASS_RATE
-        self._carried, self._carried_prediction = drafting, passes
         return cost, drafted
 
     def drafting(self, drafter: str, backlog: int, requests: int, length: int) -> float:
         """Model seconds of drafting `length` tokens for `requests` requests with so many rows to compute first."""
         return self._pass_factor * self._passes[drafter].draft(backlog, requests, length)
 
-    def _learn(self, tally: Tally, cost: float, verifying: float, sampling: float) -> None:
-        ratio = verifying / cost
+    def _learn(self, tally: Tally, cost: float, seconds: Mapping[str, float]) -> None:
+        total, sampling = sum(seconds.values()), seconds.get("sample", 0.0)
+        ratio = (total - seconds.get("draft", 0.0)) / cost
         self._drift.update(ratio)
         rows, (before, ratio_before) = tally.shape.rows, self._last
         if before and rows != before:
@@ -118,7 +117,7 @@ class Machine:
         self._last = rows, ratio
         if tally.drafted:
             needed = self.costs.of(tally.plain) * tally.emitted / tally.sampling
-            self.watchdog.speculated(verifying + self._carried, needed)
+            self.watchdog.speculated(total, needed)
         else:
             self.watchdog.plain(ratio)
         self._num_steps += 1

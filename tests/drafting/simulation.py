@@ -234,31 +234,37 @@ class World:
     def _step(self, live: dict[str, tuple[RequestState, float]], door: Drafting | None, outcome: Outcome) -> None:
         begin = self.now
         states = [state for state, _ in live.values()]
+        self._draft(states, door)
+        drafted = self.now
         runs = [_run(state) for state in states]
         rows = sum(state.num_missing + len(state.draft) for state in states)
         self.now += self.machine.seconds(rows) * self.slowness() * (1 + self.machine.noise * self._luck.gauss(0, 1))
-        verified = self.now
         served = tuple(
             Served(s, s.num_missing, len(s.draft), True, len(run), len(s.tokens)) for s, run in zip(states, runs, strict=True)
         )
-        ended = [len(state.tokens) + len(run) >= state.limit for state, run in zip(states, runs, strict=True)]
-        asks = [None if over else Ask(s, run) for s, run, over in zip(states, runs, ended, strict=True)]
-        drafts = door.propose(asks, Load()) if door else (None,) * len(asks)
         self._count(outcome, served)
-        for state, run, draft, over in zip(states, runs, drafts, ended, strict=True):
+        if door and not door.resting:
+            door.measured(StepFacts(served, {"forward": self.now - drafted, "draft": drafted - begin}))
+        for state, run in zip(states, runs, strict=True):
             state.num_computed = len(state.tokens) + len(run) - 1
             state.append(run)
-            state.set_draft(draft.token_ids if draft else (), "")
-            if over:
+            state.set_draft((), "")
+            if len(state.tokens) == state.limit:
                 outcome.latencies[int(state.id)] = self.now - live.pop(state.id)[1]
-        if door:
-            if not door.resting:
-                door.measured(StepFacts(served, {"forward": verified - begin, "draft": self.now - verified}))
-            assert not door.errors, door.errors
-            for state, over in zip(states, ended, strict=True):
-                if over:
+                if door:
                     door.finish(state.id)
-        outcome.steps.append((self.now - begin, sum(len(run) for run in runs), rows))
+        outcome.steps.append((self.now - begin, sum(map(len, runs)), rows))
+
+    def _draft(self, states: Sequence[RequestState], door: Drafting | None) -> None:
+        """Ask for those that have one token left to compute."""
+        if door is None:
+            return
+        ready = [state for state in states if state.num_missing == 1]
+        prompts = [state.num_missing for state in states if state.num_missing > 1]
+        for state, draft in zip(ready, door.propose(ready, Load(sum(prompts), sum(prompts))), strict=True):
+            if draft:
+                state.set_draft(draft.token_ids, draft.drafter)
+        assert not door.errors, door.errors
 
     def _count(self, outcome: Outcome, served: Sequence[Served]) -> None:
         outcome.tokens += sum(one.emitted for one in served)

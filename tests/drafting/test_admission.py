@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from foreword.core.draft import Draft
 from foreword.core.params import SamplingParams
 from foreword.core.request import Request, RequestState
-from foreword.drafting.admission import Candidate, best_count, choose, split
+from foreword.drafting.admission import Candidate, best_count, choose, nearest, split
 from foreword.drafting.costs import Shape
 from foreword.drafting.frame import Frame, Tracked
 from foreword.drafting.ledger import Account
@@ -91,3 +91,14 @@ def test_drafting_that_was_paid_for_counts_in_the_rate_but_binds_nobody() -> Non
     mine = tracked(0.0)
     choice = choose([candidate(mine, 0.9)], frame_of(mine), [1.0, 1.0], 0.5)
     assert choice.lengths == [1] and choice.rate == pytest.approx(1.9 / 1.5)
+
+
+def test_what_comes_nearest_to_paying() -> None:
+    mine = tracked(5.0)
+    costs = [1.0, 2.0, 2.1, 4.0]
+    choice = nearest([candidate(mine, 0.7, 0.5, 0.4)], frame_of(mine), costs)
+    assert choice.lengths == [2] and choice.rate == pytest.approx(2.2 / 2.1)
+    assert nearest([candidate(mine, 0.05)], frame_of(mine), costs[:2]).lengths == [0], "nothing to win even if it were free"
+    assert nearest([candidate(mine, 0.9)], frame_of(mine, tracked(0.5)), costs[:2]).lengths == [0], (
+        "others are not delayed for it"
+    )

@@ -17,9 +17,9 @@ def test_a_curve_is_linear_between_points_and_proportional_beyond() -> None:
     assert curve.up_to(3)[1:4] == pytest.approx([1.0, 2.0, 2.5])
 
 
-def test_measurements_that_fall_are_pooled() -> None:
-    curve = Curve({1: 1.0, 2: 3.0, 3: 2.0, 4: 5.0})
-    assert [curve.at(rows) for rows in (1, 2, 3, 4)] == pytest.approx([1.0, 2.5, 2.5, 5.0])
+def test_a_measurement_that_was_disturbed_is_bounded_by_the_next() -> None:
+    curve = Curve({1: 1.0, 2: 9.0, 3: 2.0, 4: 5.0})
+    assert [curve.at(rows) for rows in (1, 2, 3, 4)] == pytest.approx([1.0, 2.0, 2.0, 5.0])
 
 
 @given(st.dictionaries(st.integers(1, 200), st.floats(1e-4, 1.0), min_size=1))

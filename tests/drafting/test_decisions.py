@@ -34,6 +34,6 @@ def test_a_record_holds_parameters_by_class_alone(tmp_path: Path) -> None:
     for i, params in enumerate([{}, {"top_p": 0.3}, {"logit_bias": {7: 1.0}}, {"logprobs": 3, "max_tokens": 9}]):
         state = RequestState(Request(f"r{i}", (1, 2), SamplingParams(**params), 0), 0, 100)  # type: ignore[arg-type]
         controller.start(state)
-        controller.bound(Ask(state, (1,)))
+        controller.bound(Ask(state))
     controller.admit([], Load())
     assert len(list(replay(path.read_text().splitlines()))) == 5

@@ -45,12 +45,12 @@ def test_a_machine_of_half_the_speed_has_the_same_model_seconds() -> None:
     assert cost == pytest.approx(0.01, rel=0.01) and drafting == pytest.approx(0.001, rel=0.02)
 
 
-def test_drafting_counts_for_the_step_that_verifies_it() -> None:
+def test_what_drafting_takes_is_part_of_a_step_with_drafts() -> None:
     machine = machine_of()
     plain, drafted = machine.tally([served("a")], {}), machine.tally([served("a", 2, 3)], {})
-    machine.measured(plain, {"forward": 0.01, "draft": 0.002}, 0.001)
+    machine.measured(plain, {"forward": 0.01, "draft": 0.5}, 0.0)
     assert machine.realised == 0.0
-    machine.measured(drafted, {"forward": 0.011, "draft": 0.5}, 0.0)
+    machine.measured(drafted, {"forward": 0.011, "draft": 0.002}, 0.001)
     assert machine.realised == pytest.approx(0.013)
     assert machine.predicted == pytest.approx(0.011, rel=0.01)
 
