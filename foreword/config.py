@@ -113,7 +113,9 @@ class Config:
     api_key: str | None = option(None, "key that clients must send; several joined by commas", group="server", secret=True)
     cors_origins: str = option("", "origins that browsers may call from, joined by commas; * for all", group="server")
     max_body_mb: int = option(32, "largest request body in MB", group="server")
-    share_prefix_cache: bool = option(False, "let different API keys share cached prefixes", group="server")
+    share_prefix_cache: bool = option(
+        False, "let different API keys share cached prefixes, and the finished outputs that suffix guesses from", group="server"
+    )
     log_level: str = option("info", "how much to log", group="server", choices=("debug", "info", "warning", "error"))
     log_interval: float = option(10.0, "seconds between throughput lines; 0 for none", group="server")
     test_mode: bool = option(False, "attach a hash of the raw logits to every token (slow; for exactness tests)", group="server")
