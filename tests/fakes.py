@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import cycle
 
@@ -13,7 +13,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from foreword.config import Config, EngineInfo, Machine, ModelFacts, resolve
 from foreword.core.events import DraftUse, Event, Failed, StepStats, TokenLogprob, Tokens
-from foreword.core.request import Request
+from foreword.core.request import Request, RequestState
 from foreword.errors import EngineDead, ForewordError
 from foreword.text.checkpoint import TokenizerFiles
 from foreword.text.decoding import ALPHABET
@@ -200,3 +200,9 @@ def _prompt_logprobs(request: Request) -> tuple[TokenLogprob | None, ...]:
     if count is None:
         return ()
     return (None, *(logprob_of(token, count) for token in request.prompt_ids[1:]))
+
+
+def grown(state: RequestState, run: Sequence[int]) -> RequestState:
+    """The request after a step that emitted `run`."""
+    state.append(run)
+    return state

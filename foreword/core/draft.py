@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from foreword.core.events import TokenLogprob
 
-__all__ = ["Draft", "Outcome", "Verdict"]
+__all__ = ["Draft", "Outcome"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +49,3 @@ class Outcome:
     @property
     def ended(self) -> bool:
         return self.finish_reason is not None or self.error is not None
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """What the runner says of a plan: outcome and next draft, one each per piece of work, in its order."""
-
-    outcomes: tuple[Outcome, ...]
-    drafts: tuple[Draft | None, ...]

@@ -14,27 +14,24 @@ __all__ = ["Ask", "Drafter", "PassDrafter"]
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A request that wants a draft.
+    """A request that wants a draft: what may follow state.tokens.
 
-    run         tokens that the step just emitted; they follow state.tokens
     max_tokens  longest draft that is of use
     worth       a drafter that pays for each token may stop once the product of its confidences is below this
     """
 
     state: RequestState
-    run: tuple[int, ...]
     max_tokens: int = 0
     worth: float = 0.0
 
     @property
     def length(self) -> int:
         """Number of known tokens: the absolute index of the first one to guess."""
-        return len(self.state.tokens) + len(self.run)
+        return len(self.state.tokens)
 
     def tokens_from(self, index: int) -> list[int]:
         """Known tokens from an absolute index on."""
-        tail = max(index - len(self.state.tokens), 0)
-        return self.state.tokens[index:] + list(self.run[tail:])
+        return self.state.tokens[index:]
 
 
 class Drafter(Protocol):

@@ -27,7 +27,7 @@ class Drafting:
     drafters  those that only look things up
     passes    those that run a model; they are asked after the others, and only where the policy wants it
     errors    exceptions caught, by drafter, and by "policy"
-    resting   nobody was asked in this step, and its measure is of no interest
+    resting   nobody was asked for this step, and its measure is of no interest
     """
 
     def __init__(self, drafters: Sequence[Drafter], vocab_size: int, policy: Policy, passes: Sequence[PassDrafter] = ()) -> None:
@@ -37,7 +37,7 @@ class Drafting:
         self.policy = policy
         self.errors: Counter[str] = Counter()
         self._live: dict[str, tuple[Drafter, ...]] = {}
-        self._offered: dict[str, list[Draft]] = {}
+        self._offered: dict[str, tuple[int, list[Draft]]] = {}
         self.resting = False
         self._rest = 0
         self._stats: DraftingStats | None = None
@@ -67,18 +67,16 @@ class Drafting:
         if drafters:
             self._guarded("policy", lambda: self.policy.finish(request_id))
 
-    def propose(self, asks: Sequence[Ask | None], load: Load = NOTHING_ELSE) -> tuple[Draft | None, ...]:
-        """A draft, or None, for each ask; None in, None out."""
-        nothing: tuple[Draft | None, ...] = (None,) * len(asks)
-        self.resting = self._rest > 0
-        if self.resting or self.off:
-            self._rest -= 1
+    def propose(self, states: Sequence[RequestState], load: Load = NOTHING_ELSE) -> tuple[Draft | None, ...]:
+        """What the next step shall verify of each request that has one token left to compute; None for nothing."""
+        nothing: tuple[Draft | None, ...] = (None,) * len(states)
+        self.resting = self._rest > 0 or not any(self._live[state.id] for state in states)
+        if self.resting:
+            self._rest = max(self._rest - 1, 0)
             return nothing
         self._stats = None
-        drafts = self._guarded("policy", lambda: self._propose(asks, load)) or nothing
+        drafts = self._guarded("policy", lambda: self._propose(states, load)) or nothing
         self._rest = self._guarded("policy", self.policy.rest) or 0
-        if self._rest:
-            self._offered.clear()  # nobody will look at what comes next
         return drafts
 
     def measured(self, facts: StepFacts) -> None:
@@ -97,31 +95,32 @@ class Drafting:
         for drafter in (*self.drafters, *self.passes):
             drafter.check(self._live)
 
-    def _propose(self, asks: Sequence[Ask | None], load: Load) -> tuple[Draft | None, ...]:
-        offers = self._offers(asks)
+    def _propose(self, states: Sequence[RequestState], load: Load) -> tuple[Draft | None, ...]:
+        offers = self._offers(states)
         for drafter in self.drafters:
             self._collect(drafter, [offer for offer in offers.values() if drafter in self._live[offer.ask.state.id]])
         for model in self.passes:
             self._collect(model, self._worth_a_pass(model, offers, load))
         listed = list(offers.values())
-        chosen: list[Draft | None] = [None] * len(asks)
+        chosen: list[Draft | None] = [None] * len(states)
         for index, offer, draft in zip(offers, listed, self.policy.admit(listed, load), strict=True):
             chosen[index] = draft
             if offer.drafts:
-                self._offered[offer.ask.state.id] = offer.drafts
+                self._offered[offer.ask.state.id] = offer.ask.length, offer.drafts
         return tuple(chosen)
 
-    def _offers(self, asks: Sequence[Ask | None]) -> dict[int, Offer]:
-        """The asks that may draft now, by index, each with the longest draft of use; what was offered before is scored."""
+    def _offers(self, states: Sequence[RequestState]) -> dict[int, Offer]:
+        """Those that may draft now, by index, each with the longest draft of use; what was offered before is scored."""
         offers: dict[int, Offer] = {}
-        for index, ask in enumerate(asks):
-            if ask is None or not self._live[ask.state.id]:
+        for index, state in enumerate(states):
+            if not self._live[state.id]:
                 continue
-            for draft in self._offered.pop(ask.state.id, ()):
-                self.policy.score(ask.state, draft, ask.run)
-            length = min(self.policy.bound(ask), ask.state.limit - ask.length - 1)
+            begin, drafts = self._offered.pop(state.id, (0, ()))
+            for draft in drafts:
+                self.policy.score(state, draft, state.tokens[begin:])
+            length = min(self.policy.bound(Ask(state)), state.limit - len(state.tokens) - 1)
             if length > 0:
-                offers[index] = Offer(Ask(ask.state, ask.run, length))
+                offers[index] = Offer(Ask(state, length))
         return offers
 
     def _worth_a_pass(self, model: PassDrafter, offers: dict[int, Offer], load: Load) -> list[Offer]:
@@ -134,7 +133,7 @@ class Drafting:
         for offer, (length, worth) in zip(mine, self.policy.passes(mine, load, model.name, backlogs), strict=True):
             if length > 0:
                 ask = offer.ask
-                offer.ask = Ask(ask.state, ask.run, min(length, ask.max_tokens), worth)
+                offer.ask = Ask(ask.state, min(length, ask.max_tokens), worth)
                 wanted.append(offer)
         return wanted
 

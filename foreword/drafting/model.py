@@ -195,4 +195,4 @@ class ModelDrafter:
             DraftLane([0] * len(range(n, rows, count)), 0, blocks, 1, tokens if n < sampled else 0, -math.inf, track.sampling)
             for n in range(count)
         ]
-        return [_Run(n, Ask(state, ()), track, lane) for n, lane in enumerate(lanes)]
+        return [_Run(n, Ask(state), track, lane) for n, lane in enumerate(lanes)]

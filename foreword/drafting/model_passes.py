@@ -36,7 +36,7 @@ class _Progress:
 
     @property
     def row(self) -> SampleRow:
-        return SampleRow(self.ask.state, (*self.ask.run, *self.token_ids))
+        return SampleRow(self.ask.state, tuple(self.token_ids))
 
     def extend(self, token_id: int, logprob: float) -> None:
         """Add a guess; a row without a legal token (-1) ends the draft instead."""

@@ -60,8 +60,8 @@ class StepFacts:
 class Policy(Protocol):
     """Decides, for all requests of a step together, who drafts and how much. Guesses change no token, so neither does this.
 
-    The door calls, each step: score() for what was offered the step before, bound() for each ask, passes() for each
-    drafter that runs a model, admit(), rest(), and after the step measured().
+    The door calls, before each step: score() for what was offered last, bound() for each ask, passes() for each
+    drafter that runs a model, admit(), rest(), and after it measured().
     """
 
     def start(self, state: RequestState) -> None:
@@ -86,7 +86,7 @@ class Policy(Protocol):
         """For how many steps nobody needs to be asked, unless a request begins; they have no drafts, and are not told of."""
 
     def score(self, state: RequestState, draft: Draft, run: Sequence[int]) -> None:
-        """What the text went on with where `draft` began, whether it was verified or not. Called before run is appended."""
+        """What the text went on with where `draft` began, be it verified or not: all tokens since, at least one."""
 
     def measured(self, facts: StepFacts) -> None:
         """A step is over."""

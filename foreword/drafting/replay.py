@@ -102,7 +102,7 @@ class PaidReplay:
 
     def propose(self, asks: Sequence[Ask]) -> list[Draft | None]:
         drafts = self._replay.propose(asks)
-        wanted = {n: Ask(asks[n].state, asks[n].run, len(draft.token_ids)) for n, draft in enumerate(drafts) if draft}
+        wanted = {n: Ask(asks[n].state, len(draft.token_ids)) for n, draft in enumerate(drafts) if draft}
         paid = dict(zip(wanted, self._inner.propose(list(wanted.values())), strict=True))
         return [_cut(draft, paid.get(n)) for n, draft in enumerate(drafts)]
 

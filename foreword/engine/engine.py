@@ -6,11 +6,11 @@ import time
 from collections.abc import Callable, Sequence
 
 from foreword.config import EngineInfo
-from foreword.core.draft import Outcome, Verdict
+from foreword.core.draft import Draft, Outcome
 from foreword.core.events import Event, Failed, StepReport, StepStats
 from foreword.core.request import Request, RequestState
 from foreword.drafting.drafting import Drafting
-from foreword.drafting.policy import Served, StepFacts
+from foreword.drafting.policy import Load, Served, StepFacts
 from foreword.engine.assemble import Assembler
 from foreword.engine.runner import Runner
 from foreword.engine.scheduler import Plan, Scheduler, Work
@@ -29,6 +29,7 @@ class Engine:
         scheduler: Scheduler,
         assembler: Assembler,
         runner: Runner,
+        drafting: Drafting,
         stages: Stages,
         device_memory: Callable[[], int],
         clock: Callable[[], float] = time.monotonic,
@@ -37,16 +38,13 @@ class Engine:
         self.scheduler = scheduler
         self.assembler = assembler
         self.runner = runner
+        self.drafting = drafting
         self.stages = stages
         self._device_memory = device_memory
         self._clock = clock
         self._num_steps = 0
         self._num_arrived = 0
         self._refused: list[Event] = []
-
-    @property
-    def drafting(self) -> Drafting:
-        return self.runner.drafting
 
     @property
     def idle(self) -> bool:
@@ -84,25 +82,36 @@ class Engine:
         return StepReport(tuple(events), self._stats())
 
     def _step(self) -> list[Event]:
+        if not self.drafting.off:
+            with self.stages("draft"):
+                self.scheduler.draft(self._drafts())
         with self.stages("schedule"):
             plan = self.scheduler.plan()
         assert plan.work, "live requests, but none of them can run"
         with self.stages("assemble"):
             batch = self.assembler.build(plan)
-        verdict = self.runner.run(batch)
+        outcomes = self.runner.run(batch)
         with self.stages("commit"):
-            events = self.scheduler.commit(plan, verdict)
+            events = self.scheduler.commit(plan, outcomes)
         if not self.drafting.off:
             with self.stages("draft"):
-                self._tell_drafting(plan, verdict)
+                self._tell_drafting(plan, outcomes)
         return events
 
-    def _tell_drafting(self, plan: Plan, verdict: Verdict) -> None:
+    def _drafts(self) -> dict[str, Draft]:
+        """Drafts for those that decode. They are made as late as can be: what a step yields is not kept waiting for them."""
+        decoding = [state for state in self.scheduler.running if state.num_missing == 1]
+        if not decoding:
+            return {}
+        drafts = self.drafting.propose(decoding, _load(self.scheduler))
+        return {state.id: draft for state, draft in zip(decoding, drafts, strict=True) if draft is not None}
+
+    def _tell_drafting(self, plan: Plan, outcomes: Sequence[Outcome]) -> None:
         """What the step did, and which requests are over."""
         if not self.drafting.resting:
-            served = tuple(_served(work, outcome) for work, outcome in zip(plan.work, verdict.outcomes, strict=True))
+            served = tuple(_served(work, outcome) for work, outcome in zip(plan.work, outcomes, strict=True))
             self.drafting.measured(StepFacts(served, self.stages.so_far()))
-        for work, outcome in zip(plan.work, verdict.outcomes, strict=True):
+        for work, outcome in zip(plan.work, outcomes, strict=True):
             if outcome.ended:
                 self.drafting.finish(work.state.id, _learnable(work.state, outcome))
 
@@ -148,6 +157,17 @@ class Engine:
             drafter_errors=dict(self.drafting.errors),
             drafting=self.drafting.stats(),
         )
+
+
+def _load(scheduler: Scheduler) -> Load:
+    """The prompts that the next step goes on with, as far as it has rows for them."""
+    rows = reads = 0
+    for state in scheduler.running:
+        if state.num_missing > 1:
+            size = min(state.num_missing, scheduler.max_num_batched_tokens - rows)
+            rows += size
+            reads += size * state.num_computed
+    return Load(rows, reads)
 
 
 def _served(work: Work, outcome: Outcome) -> Served:

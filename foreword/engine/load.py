@@ -89,18 +89,18 @@ class _Loader:
         drafting = self.drafting(model.vocab_size)
         self.seconds["weights"] = time.perf_counter() - started
         stages = Stages()
-        runner = Runner(model, kv, sampler, drafting, stages)
+        runner = Runner(model, kv, sampler, stages)
         started = time.perf_counter()
         runner.warm_up(build_batch([Chunk([0], 0, [SCRATCH_BLOCK], 1)], resolved.block_size, self.ops.row_tile, resolved.device))
         self.seconds["warmup"] = time.perf_counter() - started
         assembler = Assembler(resolved.block_size, self.ops.row_tile, resolved.device)
         if not drafting.off and resolved.draft_length == "adaptive":
             started = time.perf_counter()
-            drafting.policy = self.controller(assembler, runner)
+            drafting.policy = self.controller(assembler, runner, drafting)
             stages.take()
             self.seconds["calibration"] = time.perf_counter() - started
         return Engine(
-            self.info(target, drafter), self.scheduler(), assembler, runner, stages, device_memory=_device_memory(resolved)
+            self.info(target, drafter), self.scheduler(), assembler, runner, drafting, stages, _device_memory(resolved)
         )
 
     def drafting(self, vocab_size: int) -> Drafting:
@@ -115,11 +115,11 @@ class _Loader:
                 lookups.append(drafter)
         return Drafting(lookups, vocab_size, FixedLength(self.resolved.num_speculative_tokens), passes)
 
-    def controller(self, assembler: Assembler, runner: Runner) -> Controller:
+    def controller(self, assembler: Assembler, runner: Runner, drafting: Drafting) -> Controller:
         """The policy that knows what steps cost here."""
         resolved = self.resolved
         calibration = Calibrator(assembler, runner, resolved.max_num_batched_tokens, resolved.max_model_len).calibration()
-        passes = {model.name: pass_cost(model, resolved.max_num_seqs) for model in runner.drafting.passes}
+        passes = {model.name: pass_cost(model, resolved.max_num_seqs) for model in drafting.passes}
         return Controller(calibration, resolved.num_speculative_tokens, passes)
 
     def scheduler(self) -> Scheduler:

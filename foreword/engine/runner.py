@@ -1,4 +1,4 @@
-"""One step on the device: forward, process, sample, match, draft."""
+"""One step on the device: forward, process, sample, match."""
 
 from __future__ import annotations
 
@@ -9,11 +9,8 @@ from torch import Tensor
 
 from foreword.cache.storage import KVStorage
 from foreword.core.batch import Batch
-from foreword.core.draft import Draft, Outcome, Verdict
+from foreword.core.draft import Outcome
 from foreword.core.events import TokenLogprob
-from foreword.drafting.base import Ask
-from foreword.drafting.drafting import Drafting
-from foreword.drafting.policy import Load
 from foreword.engine.assemble import PromptRow, StepBatch
 from foreword.engine.scheduler import Work
 from foreword.engine.stages import Stages
@@ -27,11 +24,10 @@ NO_TOKEN = "no token can be sampled: the logits are not finite, or every token i
 
 
 class Runner:
-    """The model with its KV, its sampler and its drafters."""
+    """The model with its KV and its sampler."""
 
-    def __init__(self, model: Model, kv: KVStorage, sampler: Sampler, drafting: Drafting, stages: Stages) -> None:
+    def __init__(self, model: Model, kv: KVStorage, sampler: Sampler, stages: Stages) -> None:
         self.sampler = sampler
-        self.drafting = drafting
         self.stages = stages
         self._logits = model.compiled(kv)
 
@@ -40,28 +36,15 @@ class Runner:
         with torch.inference_mode():
             self._logits(batch)
 
-    def run(self, batch: StepBatch) -> Verdict:
-        """Verify what was planned and draft what comes next."""
-        with torch.inference_mode():
-            outcomes = self.verify(batch)
-            with self.stages("draft"):
-                drafts = self._drafts(batch.plan.work, outcomes)
-        return Verdict(outcomes, drafts)
-
     @torch.inference_mode()
-    def verify(self, batch: StepBatch) -> tuple[Outcome, ...]:
-        """Forward, process, sample, match."""
+    def run(self, batch: StepBatch) -> tuple[Outcome, ...]:
+        """One outcome for each piece of work."""
         with self.stages("forward"):
             logits = self._logits(batch.forward)
         with self.stages("sample"):
             scored = self._score_prompts(batch, logits)
             sampled = self.sampler(_lines(logits, batch.lines), batch.rows)
             return _match(batch.plan.work, sampled, scored)
-
-    def _drafts(self, works: Sequence[Work], outcomes: Sequence[Outcome]) -> tuple[Draft | None, ...]:
-        if self.drafting.off:
-            return (None,) * len(works)
-        return self.drafting.propose(_asks(works, outcomes), _load(works))
 
     def _score_prompts(self, batch: StepBatch, logits: Tensor) -> list[tuple[TokenLogprob, ...]]:
         return [
@@ -112,23 +95,3 @@ def _outcome(work: Work, sampled: Sampled, line: int, end: int, prompt_logprobs:
         stop_id=stop_id,
         error=NO_TOKEN if failed and reason is None else None,
     )
-
-
-def _asks(works: Sequence[Work], outcomes: Sequence[Outcome]) -> list[Ask | None]:
-    """Those that go on and stand at the end of their tokens want a draft."""
-    return [
-        Ask(work.state, outcome.token_ids) if work.samples and not outcome.ended else None
-        for work, outcome in zip(works, outcomes, strict=True)
-    ]
-
-
-def _load(works: Sequence[Work]) -> Load:
-    """The rows of prompts in the next step: as many as in this one, of prompts that have so many left."""
-    rows = reads = 0
-    for work in works:
-        if not work.samples:
-            end = work.start + work.num_tokens
-            size = min(work.num_tokens, len(work.state.tokens) - end)
-            rows += size
-            reads += size * end
-    return Load(rows, reads)

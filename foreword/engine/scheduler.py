@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import time
 from bisect import insort
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from foreword.cache.blocks import BlockPool
 from foreword.cache.prefix import extend_hashes
-from foreword.core.draft import Outcome, Verdict
+from foreword.core.draft import Draft, Outcome
 from foreword.core.events import DraftUse, Event, Failed, Tokens
 from foreword.core.request import RequestState
 from foreword.errors import RequestFailed
@@ -101,6 +101,11 @@ class Scheduler:
             self.waiting.remove(state)
         return state
 
+    def draft(self, drafts: Mapping[str, Draft]) -> None:
+        """What the next plan may verify, by request."""
+        for request_id, draft in drafts.items():
+            self.states[request_id].set_draft(draft.token_ids, draft.drafter)
+
     def plan(self) -> Plan:
         """Choose the rows of the next step. Running requests go first, then new ones, then drafts."""
         preempted: list[str] = self._yield_to_priority()
@@ -119,16 +124,14 @@ class Scheduler:
         work += self._admit(budget - min(drafting, budget // 2))
         return Plan(tuple(self._with_drafts(work)), tuple(preempted))
 
-    def commit(self, plan: Plan, verdict: Verdict) -> list[Event]:
+    def commit(self, plan: Plan, outcomes: Sequence[Outcome]) -> list[Event]:
         """Take the step's outcome: append, publish, release. Rejection is arithmetic on num_computed."""
         events: list[Event] = []
-        for work, outcome, draft in zip(plan.work, verdict.outcomes, verdict.drafts, strict=True):
-            state = work.state
+        for work, outcome in zip(plan.work, outcomes, strict=True):
             events += self._advance(work, outcome)
+            work.state.set_draft((), "")
             if outcome.ended:
-                self._forget(state.id)
-            elif work.samples:
-                state.set_draft(draft.token_ids if draft else (), draft.drafter if draft else "")
+                self._forget(work.state.id)
         return events
 
     def check(self) -> None:

@@ -7,13 +7,13 @@ without the model. Lines are JSON. They hold token ids: treat a trace like the p
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from foreword.cache.blocks import BlockPool
-from foreword.core.draft import Draft, Outcome, Verdict
+from foreword.core.draft import Draft, Outcome
 from foreword.core.events import Event
 from foreword.core.params import SamplingParams, Speculation
 from foreword.core.request import Request, RequestState
@@ -49,15 +49,20 @@ class TracedScheduler(Scheduler):
         self._write("remove", id=request_id)
         return super().remove(request_id)
 
+    def draft(self, drafts: Mapping[str, Draft]) -> None:
+        if drafts:
+            self._write("draft", drafts={id_: [draft.drafter, *draft.token_ids] for id_, draft in drafts.items()})
+        super().draft(drafts)
+
     def plan(self) -> Plan:
         plan = super().plan()
         self._write("plan", **_plan_record(plan))
         return plan
 
-    def commit(self, plan: Plan, verdict: Verdict) -> list[Event]:
-        outcomes = [{**asdict(o), "logprobs": (), "prompt_logprobs": (), "hashes": ()} for o in verdict.outcomes]
-        self._write("commit", outcomes=outcomes, drafts=[d and asdict(d) for d in verdict.drafts])
-        return super().commit(plan, verdict)
+    def commit(self, plan: Plan, outcomes: Sequence[Outcome]) -> list[Event]:
+        shown = [{**asdict(o), "logprobs": (), "prompt_logprobs": (), "hashes": ()} for o in outcomes]
+        self._write("commit", outcomes=shown)
+        return super().commit(plan, outcomes)
 
     def _write(self, what: str, **fields: Any) -> None:
         with self._path.open("a") as file:
@@ -77,12 +82,14 @@ def replay(lines: Iterable[str]) -> Iterator[Plan]:
             scheduler.add(RequestState(_request(record["request"]), record["arrival"], record["limit"]))
         elif what == "remove":
             scheduler.remove(record["id"])
+        elif what == "draft":
+            scheduler.draft({id_: Draft(tuple(ids), drafter) for id_, (drafter, *ids) in record["drafts"].items()})
         elif what == "plan":
             plan = scheduler.plan()
             assert _plan_record(plan) == record, f"planned {_plan_record(plan)}, recorded {record}"
             yield plan
         else:
-            scheduler.commit(plan, _verdict(record))
+            scheduler.commit(plan, [Outcome(**{**o, "token_ids": tuple(o["token_ids"])}) for o in record["outcomes"]])
 
 
 def _plan_record(plan: Plan) -> dict[str, Any]:
@@ -96,9 +103,3 @@ def _request(record: dict[str, Any]) -> Request:
     params["logit_bias"] = {int(token_id): bias for token_id, bias in params["logit_bias"].items()}
     fixed: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in record.items()}
     return Request(**fixed, params=SamplingParams(**params))
-
-
-def _verdict(record: dict[str, Any]) -> Verdict:
-    outcomes = [Outcome(**{**o, "token_ids": tuple(o["token_ids"])}) for o in record["outcomes"]]
-    drafts = [d and Draft(tuple(d["token_ids"]), d["drafter"]) for d in record["drafts"]]
-    return Verdict(tuple(outcomes), tuple(drafts))

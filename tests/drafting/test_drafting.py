@@ -11,6 +11,7 @@ from foreword.core.request import Request, RequestState
 from foreword.drafting.base import Ask
 from foreword.drafting.drafting import Drafting
 from foreword.drafting.policy import FixedLength, Load, Offer
+from tests.fakes import grown
 
 
 class Scripted:
@@ -43,11 +44,11 @@ def state_of(name: str = "a", method: str = "auto", max_tokens: int | None = Non
     return RequestState(Request(name, (1, 2, 3), SamplingParams(speculation=speculation, **params), 0), 0, 100)  # type: ignore[arg-type]
 
 
-def propose(drafting: Drafting, *asks: Ask | None) -> tuple[Draft | None, ...]:
-    """Ask for requests that have been started."""
-    for state in {ask.state.id: ask.state for ask in asks if ask}.values():
+def propose(drafting: Drafting, *states: RequestState) -> tuple[Draft | None, ...]:
+    """Ask for requests that have just been started."""
+    for state in states:
         drafting.start(state)
-    drafts = drafting.propose(asks)
+    drafts = drafting.propose(states)
     drafting.check()
     return drafts
 
@@ -55,7 +56,7 @@ def propose(drafting: Drafting, *asks: Ask | None) -> tuple[Draft | None, ...]:
 def test_the_first_that_has_a_guess_drafts() -> None:
     silent, loud, late = Scripted("silent", ()), Scripted("loud", (4, 5)), Scripted("late", (6,))
     drafting = Drafting((silent, loud, late), 10, FixedLength(4))
-    assert propose(drafting, Ask(state_of(), (7,))) == (Draft((4, 5), "loud"),)
+    assert propose(drafting, state_of()) == (Draft((4, 5), "loud"),)
 
 
 class Model(Scripted):
@@ -71,10 +72,10 @@ class Model(Scripted):
 def test_a_model_runs_only_where_nothing_else_has_a_guess() -> None:
     lookup, model = Scripted("lookup", (4,)), Model("model", (5, 6))
     drafting = Drafting((lookup,), 10, FixedLength(4), (model,))
-    assert propose(drafting, Ask(state_of(), (7,))) == (Draft((4,), "lookup"),)
+    assert propose(drafting, state_of()) == (Draft((4,), "lookup"),)
     assert model.asked == []
     lookup.guess = ()
-    assert drafting.propose([Ask(state_of(), (8,))]) == (Draft((5, 6), "model"),)
+    assert drafting.propose([state_of()]) == (Draft((5, 6), "model"),)
 
 
 class Scores(FixedLength):
@@ -91,10 +92,9 @@ class Scores(FixedLength):
 def test_every_offer_is_scored_by_what_came_whether_it_was_verified_or_not() -> None:
     policy, state = Scores(), state_of()
     drafting = Drafting((Scripted("a", (4, 5)), Scripted("b", (6,))), 10, policy)
-    propose(drafting, Ask(state, (7,)))
+    propose(drafting, state)
     assert policy.scored == []
-    drafting.propose([None])
-    drafting.propose([Ask(state, (4, 8))])
+    drafting.propose([grown(state, (4, 8))])
     assert policy.scored == [("a", (4, 5), (4, 8)), ("b", (6,), (4, 8))]
 
 
@@ -107,7 +107,7 @@ class Broken(FixedLength):
 
 def test_a_policy_that_fails_costs_the_drafts_of_the_step() -> None:
     drafting = Drafting((Scripted("a", (4, 5)),), 10, Broken(4))
-    assert propose(drafting, Ask(state_of(), (7,)), None) == (None, None)
+    assert propose(drafting, state_of()) == (None,)
     assert drafting.errors == {"policy": 1}
 
 
@@ -121,15 +121,14 @@ class Rests(Scores):
 def test_while_the_policy_rests_nobody_is_asked_unless_a_request_begins() -> None:
     policy, drafter, state = Rests(), Scripted("a", (4,)), state_of()
     drafting = Drafting((drafter,), 10, policy)
-    propose(drafting, Ask(state, (7,)))
+    propose(drafting, state)
     resting = []
     for _ in range(3):
-        drafting.propose([Ask(state, (7,))])
+        drafting.propose([state])
         resting.append(drafting.resting)
     assert resting == [True, True, False] and len(drafter.asked) == 2
-    assert policy.scored == [], "what came later is not what followed the offer"
     drafting.start(state_of("new"))
-    drafting.propose([Ask(state, (7,))])
+    drafting.propose([state])
     assert not drafting.resting
 
 
@@ -150,14 +149,14 @@ def test_what_was_delivered_reaches_the_drafters() -> None:
     ("guess", "legal"), [((3, -1, 4), (3,)), ((3, 10, 4), (3,)), ((10,), None), ((1, 2, 3, 4, 5), (1, 2, 3, 4))]
 )
 def test_drafts_are_checked_against_the_vocabulary_and_the_bound(guess: tuple[int, ...], legal: tuple[int, ...] | None) -> None:
-    (draft,) = propose(Drafting((Scripted("d", guess),), 10, FixedLength(4)), Ask(state_of(), (7,)))
+    (draft,) = propose(Drafting((Scripted("d", guess),), 10, FixedLength(4)), state_of())
     assert (draft.token_ids if draft else None) == legal
 
 
 def test_an_exception_drops_the_draft_and_is_counted(caplog: pytest.LogCaptureFixture) -> None:
     broken, sound = Scripted("broken", RuntimeError("no")), Scripted("sound", (4,))
     drafting = Drafting((broken, sound), 10, FixedLength(4))
-    (draft,) = propose(drafting, Ask(state_of(), (7,)))
+    (draft,) = propose(drafting, state_of())
     assert draft == Draft((4,), "sound")
     assert drafting.errors == {"broken": 1}
     assert "broken failed" in caplog.text
@@ -170,7 +169,7 @@ def test_off_asks_nobody_and_a_name_asks_one() -> None:
     drafting.start(off)
     drafting.start(named)
     assert (first.live, second.live) == (set(), {"named"})
-    assert drafting.propose([Ask(off, ()), None, Ask(named, ())]) == (None, None, Draft((5,), "second"))
+    assert drafting.propose([off, named]) == (None, Draft((5,), "second"))
     assert first.asked == []
 
 
@@ -218,18 +217,19 @@ class Lost(Model):
 
 def test_a_model_that_fails_spoils_no_other_drafts() -> None:
     drafting = Drafting((Scripted("lookup", (4,)),), 10, FixedLength(4), (Lost("model", (5,)),))
-    assert propose(drafting, Ask(state_of(), (7,))) == (Draft((4,), "lookup"),)
+    assert propose(drafting, state_of()) == (Draft((4,), "lookup"),)
     assert drafting.errors == {"model": 1}
 
 
 def test_the_bound_is_the_least_of_server_request_and_room() -> None:
     drafter = Scripted("d", (4,) * 9)
     drafting = Drafting((drafter,), 10, FixedLength(6))
-    propose(drafting, *(Ask(state, (7,)) for state in (state_of("a"), state_of("b", max_tokens=2), state_of("c"))))
+    propose(drafting, *(state for state in (state_of("a"), state_of("b", max_tokens=2), state_of("c"))))
     assert drafter.asked == [6, 2, 6]
     short = RequestState(Request("s", (1, 2, 3), SamplingParams(max_tokens=4), 0), 0, 100)
-    propose(drafting, Ask(short, (7,)), Ask(short, (7, 7, 7)))
-    assert drafter.asked[3:] == [2], "one token must be left for the target itself, and none is asked for in vain"
+    propose(drafting, short)
+    drafting.propose([grown(short, (7, 7, 7))])
+    assert drafter.asked[3:] == [3], "one token must be left for the target itself, and none is asked for in vain"
 
 
 class Odd(Scripted):
@@ -257,12 +257,12 @@ def _raising() -> Iterator[Draft]:
 def test_nonsense_is_dropped(answer: object) -> None:
     odd, sound = Odd(answer), Scripted("sound", (5,))
     drafting = Drafting((odd, sound), 10, FixedLength(4))
-    assert propose(drafting, Ask(state_of(), (7,))) == (Draft((5,), "sound"),)
+    assert propose(drafting, state_of()) == (Draft((5,), "sound"),)
 
 
 def test_a_draft_bears_its_drafters_name() -> None:
     drafting = Drafting((Odd([Draft((4,), "somebody else")]),), 10, FixedLength(4))
-    assert propose(drafting, Ask(state_of(), (7,))) == (Draft((4,), "odd"),)
+    assert propose(drafting, state_of()) == (Draft((4,), "odd"),)
 
 
 class Picky(Scripted):
@@ -280,7 +280,7 @@ class Picky(Scripted):
 
 def test_a_request_that_could_not_be_started_spoils_nobody_elses_drafts() -> None:
     drafting = Drafting((Picky("picky", (4,)),), 10, FixedLength(4))
-    assert propose(drafting, Ask(state_of("bad"), (7,)), Ask(state_of("good"), (7,))) == (None, Draft((4,), "picky"))
+    assert propose(drafting, state_of("bad"), state_of("good")) == (None, Draft((4,), "picky"))
     assert drafting.errors == {"picky": 1}
     drafting.finish("bad")
     drafting.finish("good")

@@ -25,6 +25,7 @@ from foreword.kernels.registry import select
 from foreword.models.base import Precision
 from foreword.models.loader import load_model
 from foreword.sampling.sampler import Sampler
+from tests.fakes import grown
 from tests.checkpoints import VOCAB_SIZE, write_checkpoint, write_drafter
 
 PROMPTS = [{"prompt_token_ids": [40 + i, 41, 42, 43 + i]} for i in range(6)]
@@ -137,11 +138,11 @@ def test_rejected_guesses_are_forgotten_and_the_last_token_is_computed_again() -
     state = state_of((1, 2, 3))
     track = Track.of(state, VOCAB_SIZE)
     track.known, track.guessed = 3, (7, 8)
-    track.follow(Ask(state, run=(7, 9, 5)))
+    track.follow(Ask(grown(state, (7, 9, 5))))
     assert (track.known, track.guessed) == (4, ())
-    track.known = 3
-    track.follow(Ask(state, run=()))
-    assert track.known == 2
+    track.known = 6
+    track.follow(Ask(state))
+    assert track.known == 5
 
 
 class Passes:
@@ -215,11 +216,11 @@ def test_one_call_guesses_what_pass_by_pass_does(
 ) -> None:
     """Step by step, with the same part of each draft accepted; also which tokens are known to be computed."""
     for step in range(5):
-        asks = [Ask(state, (step,), max_tokens, worth) for state, _, max_tokens, worth in requests]
+        asks = [Ask(grown(state, (step,)), max_tokens, worth) for state, _, max_tokens, worth in requests]
         drafts, others = (propose(drafter, *asks) for drafter in pair)
         assert drafts == others
         for (state, accepted, _, _), draft in zip(requests, drafts, strict=True):
-            state.append([step, *(draft.token_ids[: accepted[step]] if draft else ())])
+            state.append(draft.token_ids[: accepted[step]] if draft else ())
     for drafter in pair:
         for state, *_ in requests:
             drafter.finish(state.id)
@@ -231,11 +232,11 @@ def test_one_call_guesses_what_pass_by_pass_does(
 def test_it_stops_where_its_confidence_falls_below_what_is_worth_a_pass(checkpoint: Path, counted: list[Passes] | None) -> None:
     drafter = drafter_of(checkpoint, counted=counted)
     state = state_of(range(20, 40), temperature=0.8)
-    (draft,) = propose(drafter, Ask(state, (), 8))
+    (draft,) = propose(drafter, Ask(state, 8))
     assert draft is not None and len(draft.token_ids) == len(draft.confidence) == 8
     products = [math.prod(draft.confidence[: i + 1]) for i in range(8)]
     assert all(0 < product < 1 for product in products)
-    (short,) = propose(drafter, Ask(state, (), 8, worth=products[3] * 1.001))
+    (short,) = propose(drafter, Ask(state, 8, worth=products[3] * 1.001))
     assert short == Draft(draft.token_ids[:4], "draft", draft.confidence[:4])
 
 
@@ -243,7 +244,7 @@ def test_a_request_that_is_done_costs_no_row(checkpoint: Path) -> None:
     counted: list[Passes] = []
     drafter = drafter_of(checkpoint, counted=counted)
     states = [state_of((40 + i, 41), name=f"{i}") for i in range(3)]
-    propose(drafter, *(Ask(state, (), length) for state, length in zip(states, (1, 3, 6), strict=True)))
+    propose(drafter, *(Ask(state, length) for state, length in zip(states, (1, 3, 6), strict=True)))
     assert counted[0].rows == [6, 2, 2, 1, 1, 1]
 
 
@@ -251,32 +252,29 @@ def test_the_backlog_is_what_the_first_pass_computes(checkpoint: Path) -> None:
     """A prompt at first; then what was emitted beyond the guesses that came true; never nothing."""
     counted: list[Passes] = []
     drafter = drafter_of(checkpoint, counted=counted)
-    state = state_of(range(10, 30))
-    drafter.start(state)
-    assert drafter.backlog(Ask(state, (1,), 4)) == 21
-    (draft,) = propose(drafter, Ask(state, (1,), 4))
-    assert draft is not None
-    state.append((1,))
-    for run, backlog in (((*draft.token_ids, 7), 2), ((*draft.token_ids[:2], 7), 1), ((7,), 1)):
-        ask = Ask(state, run, 4)
+    for accepted, backlog in ((4, 2), (2, 1), (0, 1)):
+        state = grown(state_of(range(10, 30)), (1,))
+        drafter.start(state)
+        assert drafter.backlog(Ask(state, 4)) == 21
+        (draft,) = propose(drafter, Ask(state, 4))
+        assert draft is not None
+        ask = Ask(grown(state, (*draft.token_ids[:accepted], 7)), 4)
         assert drafter.backlog(ask) == drafter.backlog(ask) == backlog, "asking changes nothing that is right"
         before = len(counted[0].rows)
         drafts = propose(drafter, ask)
         assert counted[0].rows[before] == backlog and drafts[0] is not None
         drafter.finish(state.id)
-        drafter.start(state)
-        propose(drafter, Ask(state, (), 4))
 
 
 def test_a_skipped_request_is_caught_up_in_one_pass(checkpoint: Path) -> None:
     drafter = drafter_of(checkpoint)
     state = state_of(range(10, 20))
-    propose(drafter, Ask(state, (), 4))
+    propose(drafter, Ask(state, 4))
     state.append(range(30, 60))
-    assert drafter.backlog(Ask(state, ())) == 30
-    (late,) = propose(drafter, Ask(state, (), 4))
+    assert drafter.backlog(Ask(state)) == 30
+    (late,) = propose(drafter, Ask(state, 4))
     fresh = state_of([*range(10, 20), *range(30, 60)], name="fresh")
-    assert late == propose(drafter, Ask(fresh, (), 4))[0], "as if it had been there all the time"
+    assert late == propose(drafter, Ask(fresh, 4))[0], "as if it had been there all the time"
 
 
 def test_a_long_prompt_is_read_from_the_last_half_of_the_window(checkpoint: Path) -> None:
@@ -285,11 +283,11 @@ def test_a_long_prompt_is_read_from_the_last_half_of_the_window(checkpoint: Path
     text = [(7 * i) % 200 + 10 for i in range(100)]
     long, short = state_of(text, temperature=0), state_of(text[-8:], name="short", temperature=0)
     drafter.start(long)
-    assert drafter.backlog(Ask(long, (), 4)) == 8
-    drafts = propose(drafter, Ask(long, (), 4), Ask(short, (), 4))
+    assert drafter.backlog(Ask(long, 4)) == 8
+    drafts = propose(drafter, Ask(long, 4), Ask(short, 4))
     assert drafts[0] == drafts[1] is not None
     sampled, moved = state_of(text, seed=5, name="sampled"), state_of(text[-8:], seed=5, name="moved")
-    drafts = propose(drafter, Ask(sampled, (), 8), Ask(moved, (), 8))
+    drafts = propose(drafter, Ask(sampled, 8), Ask(moved, 8))
     assert drafts[0] != drafts[1], "noise belongs to the position in the whole text"
 
 
@@ -298,7 +296,7 @@ def test_the_window_moves_when_it_is_full_and_not_before(checkpoint: Path) -> No
     state = state_of(range(10, 20))
     lengths = []
     for _ in range(20):
-        (draft,) = propose(drafter, Ask(state, (), 4))
+        (draft,) = propose(drafter, Ask(state, 4))
         assert draft is not None
         lengths.append(len(draft.token_ids))
         state.append((50,))
@@ -309,15 +307,15 @@ def test_short_backlogs_go_first(checkpoint: Path) -> None:
     """A long prompt delays nobody who is there already; it comes in with what they leave."""
     drafter = drafter_of(checkpoint, max_rows=8)
     long, short = state_of(range(10, 40), name="long"), state_of(range(10, 13), name="short")
-    drafts = propose(drafter, Ask(long, (), 4), Ask(short, (), 4))
+    drafts = propose(drafter, Ask(long, 4), Ask(short, 4))
     assert drafts[0] is None and drafts[1] is not None
-    assert drafter.backlog(Ask(long, (), 4)) == 25
+    assert drafter.backlog(Ask(long, 4)) == 25
 
 
 def test_memory_is_taken_from_whose_turn_was_longest_ago(checkpoint: Path) -> None:
     """Blocks of 4 tokens: each of these needs 3, and there are 8."""
     drafter = drafter_of(checkpoint, blocks=8)
-    old, late, new = (Ask(state_of(range(i, i + 9), name=f"{i}"), (), 4) for i in (10, 20, 30))
+    old, late, new = (Ask(state_of(range(i, i + 9), name=f"{i}"), 4) for i in (10, 20, 30))
     for ask in (old, late, new):
         assert propose(drafter, ask) != [None]
     assert [drafter.backlog(ask) for ask in (old, late, new)] == [9, 1, 1]
@@ -331,29 +329,27 @@ def test_too_little_memory_for_all_that_ask_leaves_enough_for_some(checkpoint: P
     states = [state_of(range(i, i + 9), name=f"{i}") for i in (10, 20, 30, 40)]
     served = []
     for step in range(14):
-        asks = [Ask(state, (step,), 4) for state in states]
+        asks = [Ask(grown(state, (step,)), 4) for state in states]
         drafts, wanted = propose(drafter, *asks), propose(ample, *asks)
         served.append([draft is not None for draft in drafts])
         for draft, full in zip(drafts, wanted, strict=True):
             assert full is not None
             assert draft is None or draft.token_ids == full.token_ids[: len(draft.token_ids)]
-        for state in states:
-            state.append((step,))
     counts = [sum(step) for step in served]
     assert counts[0] == 4 and counts[-1] == 2 and counts == sorted(counts, reverse=True)
     assert all(before or not now for one, two in pairwise(served) for before, now in zip(one, two, strict=True))
     gone = states.pop(served[-1].index(True))
     drafter.finish(gone.id)
-    assert sum(draft is not None for draft in propose(drafter, *(Ask(state, (1,), 4) for state in states))) == 2
+    assert sum(draft is not None for draft in propose(drafter, *(Ask(grown(state, (1,)), 4) for state in states))) == 2
 
 
 def test_a_pass_is_timed_without_a_trace(checkpoint: Path) -> None:
     for drafter in (drafter_of(checkpoint, max_len=32), drafter_of(checkpoint, max_len=32, counted=[])):
         state = state_of(range(10, 20))
-        before = propose(drafter, Ask(state, (), 4))
+        before = propose(drafter, Ask(state, 4))
         for rows, sampled in ((1, 1), (5, 5), (40, 1), (100, 3), (7, 0)):
             assert 0 < drafter.pass_seconds(rows, sampled) < 10
-        assert propose(drafter, Ask(state, (), 4)) == before
+        assert propose(drafter, Ask(state, 4)) == before
         assert set(drafter._tracks) == {"a"} and drafter._pool.num_used == 4
 
 
@@ -375,5 +371,5 @@ def test_the_time_is_that_of_one_pass(checkpoint: Path, monkeypatch: pytest.Monk
 
 def test_a_token_that_only_the_target_knows_is_read_as_the_first_one(checkpoint: Path) -> None:
     drafter = drafter_of(checkpoint)
-    drafts = propose(drafter, *(Ask(state_of((10, odd, 11), name=f"{odd}"), (), 4) for odd in (VOCAB_SIZE + 5, 0)))
+    drafts = propose(drafter, *(Ask(state_of((10, odd, 11), name=f"{odd}"), 4) for odd in (VOCAB_SIZE + 5, 0)))
     assert drafts[0] == drafts[1] is not None

@@ -11,6 +11,7 @@ from foreword.core.params import SamplingParams
 from foreword.core.request import Request, RequestState
 from foreword.drafting.base import Ask
 from foreword.drafting.prediction import AHEAD, LONGEST_DRAFT, PredictionDrafter, _characters, _nearest
+from tests.fakes import grown
 
 PROMPT = (7, 8, 9)
 TEXT = tuple(range(100, 400))  # every token once
@@ -34,8 +35,7 @@ class Output:
         return draft.token_ids if draft else ()
 
     def draft(self, *run: int, max_tokens: int = 4) -> Draft | None:
-        (draft,) = self.drafter.propose([Ask(self.state, run, max_tokens)])
-        self.state.append(run)
+        (draft,) = self.drafter.propose([Ask(grown(self.state, run), max_tokens)])
         return draft
 
 
@@ -119,7 +119,7 @@ def test_what_others_drafted_is_followed_too() -> None:
 def test_delivered_tokens_are_output() -> None:
     drafter, state = PredictionDrafter(), state_of(TEXT, delivered=TEXT[:5])
     drafter.start(state)
-    (draft,) = drafter.propose([Ask(state, (105,), 2)])
+    (draft,) = drafter.propose([Ask(grown(state, (105,)), 2)])
     assert draft is not None and draft.token_ids == (106, 107)
 
 
@@ -147,7 +147,7 @@ def test_requests_do_not_see_each_other_and_leave_nothing() -> None:
     a, b, plain = state_of((1, 2, 3), "a"), state_of((1, 5, 6), "b"), state_of((), "c")
     for state in (a, b, plain):
         drafter.start(state)
-    drafts = drafter.propose([Ask(a, (1,), 2), Ask(plain, (1,), 2), Ask(b, (1,), 2)])
+    drafts = drafter.propose([Ask(grown(state, (1,)), 2) for state in (a, plain, b)])
     assert [draft and draft.token_ids for draft in drafts] == [(2, 3), None, (5, 6)]
     with pytest.raises(AssertionError):
         drafter.check({"a"})

@@ -12,6 +12,7 @@ from foreword.core.request import Request, RequestState
 from foreword.drafting.base import Ask
 from foreword.drafting.replay import PaidReplay, Recorded, ReplayDrafter, read_recording
 from foreword.errors import ConfigError
+from tests.fakes import grown
 from tests.checkpoints import write_checkpoint
 from tests.drafting.test_model import Passes, drafter_of
 
@@ -37,9 +38,10 @@ def test_it_continues_the_recorded_output_of_prompt_and_seed() -> None:
     own, other, unknown = state_of(7), state_of(8, name="b"), state_of(prompt=(9,), name="c")
     for state in (own, other, unknown):
         replay.start(state)
-    asks = [Ask(own, OUTPUT[:2], 3), Ask(own, OUTPUT[:4], 3), Ask(own, OUTPUT[:6], 3), Ask(other, (), 3), Ask(unknown, (), 3)]
-    guesses = [OUTPUT[2:5], OUTPUT[4:6], None, (5, 6), None]
-    assert replay.propose(asks) == [guess and Draft(guess, "replay") for guess in guesses]
+    assert replay.propose([Ask(other, 3), Ask(unknown, 3)]) == [Draft((5, 6), "replay"), None]
+    for guess in (OUTPUT[2:5], OUTPUT[4:6], None):
+        (draft,) = replay.propose([Ask(grown(own, OUTPUT[own.num_output :][:2]), 3)])
+        assert draft == (guess and Draft(guess, "replay"))
     for state in (own, other, unknown):
         replay.finish(state.id, OUTPUT)
     replay.check(())
@@ -50,11 +52,11 @@ def test_a_line_may_have_an_error_rate_of_its_own(own: float | None, flag: float
     replay = replay_of((0, Recorded(OUTPUT * 20, own)), error_rate=flag)
     state = state_of()
     replay.start(state)
-    (draft,) = replay.propose([Ask(state, (), 1200)])
+    (draft,) = replay.propose([Ask(state, 1200)])
     assert draft is not None
     wrong = sum(guess != token_id for guess, token_id in zip(draft.token_ids, OUTPUT * 20, strict=True)) / 1200
     assert wrong == pytest.approx(rate, abs=0.06 if 0 < rate < 1 else 0)
-    (again,) = replay.propose([Ask(state, OUTPUT[:30], 1200)])
+    (again,) = replay.propose([Ask(grown(state, OUTPUT[:30]), 1200)])
     assert again is not None and again.token_ids == draft.token_ids[30:], "the same tokens are wrong wherever a draft begins"
 
 
@@ -95,9 +97,9 @@ def test_what_the_model_did_not_compute_is_not_replayed() -> None:
     states = [state_of(name=f"{i}") for i in range(3)]
     for state in (*states, stranger := state_of(5, (8,), "stranger")):
         replay.start(state)
-    drafts = paid.propose([Ask(state, (), 20, worth=0.7) for state in (stranger, *states)])
+    drafts = paid.propose([Ask(state, 20, worth=0.7) for state in (stranger, *states)])
     assert drafts == [None, Draft(OUTPUT[:8], "replay"), Draft(OUTPUT[:3], "replay"), None]
-    assert inner.asks == [Ask(state, (), 8, worth=0.0) for state in states]
+    assert inner.asks == [Ask(state, 8, worth=0.0) for state in states]
 
 
 def test_every_replayed_token_is_paid_for(tmp_path: Path) -> None:
@@ -109,11 +111,10 @@ def test_every_replayed_token_is_paid_for(tmp_path: Path) -> None:
     paid.start(state)
     backlogs = []
     for begin in range(0, 40, 5):
-        ask = Ask(state, OUTPUT[begin : begin + 5], 4)
+        ask = Ask(grown(state, OUTPUT[begin : begin + 5]), 4)
         backlogs.append(paid.backlog(ask))
         (draft,) = paid.propose([ask])
         assert draft == Draft(OUTPUT[begin + 5 : begin + 9], "replay")
-        state.append(ask.run)
         paid.check({"a"})
     assert backlogs == [8, 5, 5, 5, 5, 5, 5, 5]
     assert counted[0].rows == [row for backlog in backlogs for row in (backlog, 1, 1, 1)]

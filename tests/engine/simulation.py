@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from hashlib import blake2b
 
 from foreword.cache.blocks import BlockPool
-from foreword.core.draft import Draft, Outcome, Verdict
+from foreword.core.draft import Draft, Outcome
 from foreword.core.events import Event, Failed
 from foreword.core.params import SamplingParams
 from foreword.core.request import Request, RequestState
@@ -42,10 +42,10 @@ def make_request(name: str, prompt: Sequence[int], seed: int = 0, priority: int 
     return Request(name, tuple(prompt), SamplingParams(**params), seed, eos_token_ids=(EOS,), priority=priority)  # type: ignore[arg-type]
 
 
-Guess = Callable[[RequestState, Sequence[int]], Sequence[int]]
+Guess = Callable[[RequestState], Sequence[int]]
 
 
-def no_guess(state: RequestState, run: Sequence[int]) -> Sequence[int]:
+def no_guess(state: RequestState) -> Sequence[int]:
     return ()
 
 
@@ -73,6 +73,8 @@ class Simulation:
             self.step()
 
     def step(self) -> Plan:
+        decoding = [state for state in self.scheduler.running if state.num_missing == 1]
+        self.scheduler.draft({state.id: Draft(tuple(self.guess(state)), "fake") for state in decoding})
         plan = self.scheduler.plan()
         assert plan.work or self.scheduler.idle, "live requests, but nothing planned"
         assert sum(w.num_tokens + w.num_draft for w in plan.work) <= self.scheduler.max_num_batched_tokens
@@ -82,11 +84,7 @@ class Simulation:
         for work in plan.work:
             self._read(work)
         outcomes = tuple(self._outcome(work) for work in plan.work)
-        drafts = tuple(
-            Draft(tuple(self.guess(work.state, outcome.token_ids)), "fake")
-            for work, outcome in zip(plan.work, outcomes, strict=True)
-        )
-        for event in self.scheduler.commit(plan, Verdict(outcomes, drafts)):
+        for event in self.scheduler.commit(plan, outcomes):
             self._take(event)
         self.scheduler.check()
         self.num_steps += 1

@@ -15,8 +15,8 @@ def noisy_guess(seed: int, max_tokens: int, error_rate: float):
     """A drafter that is right, except now and then; sometimes it says nothing."""
     chance = random.Random(seed)
 
-    def guess(state: RequestState, run: Sequence[int]) -> list[int]:
-        history = [*state.tokens, *run]
+    def guess(state: RequestState) -> list[int]:
+        history = list(state.tokens)
         draft: list[int] = []
         for _ in range(chance.randint(0, max_tokens)):
             token_id = next_token([*history, *draft], state.request.seed)
@@ -112,8 +112,8 @@ def test_a_better_priority_displaces_a_worse_one() -> None:
 def test_right_drafts_save_steps() -> None:
     """A drafter that is always right, four tokens at a time: five tokens a step, after the first."""
 
-    def right(state: RequestState, run: Sequence[int]) -> list[int]:
-        history = [*state.tokens, *run]
+    def right(state: RequestState) -> list[int]:
+        history = list(state.tokens)
         for _ in range(4):
             history.append(next_token(history, state.request.seed))
         return history[-4:]

@@ -22,6 +22,7 @@ from foreword.kernels.cpu.recording import Program
 from foreword.kernels.ops import DraftLane, DraftLoop, Guess
 from foreword.kernels.reference import Reference
 from foreword.sampling.sampler import Sampler
+from tests.fakes import grown
 from tests.kernels.test_cpu_recording import BLOCK_SIZE, NUM_BLOCKS, VOCAB, Small
 
 pytestmark = pytest.mark.skipif(not isas(), reason="the native library is not built")
@@ -59,7 +60,7 @@ def asked(draw: st.DrawFn, number: int) -> tuple[Ask, DraftLane]:
     run = draw(st.integers(0, len(tokens) - 1))
     request = Request(f"{number}", tuple(tokens[: len(tokens) - run]), SamplingParams(temperature=temperature, **filters), seed)
     state = RequestState(request, number, 4096)
-    ask = Ask(state, tuple(tokens[len(tokens) - run :]))
+    ask = Ask(grown(state, tokens[len(tokens) - run :]))
     start = draw(st.integers(0, len(tokens) - 1))
     track = Track.of(state, VOCAB)
     assert track.plain
