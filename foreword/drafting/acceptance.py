@@ -23,7 +23,7 @@ PASS_PRIORS = (0.3, 0.5, 0.6, 0.75, 0.85, 0.9, 0.95, 0.98, 0.75, 0.75)  # whoeve
 PRIOR_TRIALS = 4.0
 MEMORY = 1 - 1 / 256  # of all requests, by trial of the same kind
 OWN_TRIALS = 4.0
-OWN_MEMORY = 1 - 1 / 24  # of a request, by trial
+OWN_MEMORY = 1 - 1 / 32  # of a request, by trial
 SURE = 0.995
 
 

@@ -11,11 +11,11 @@ from operator import truediv
 from foreword.core.draft import Draft
 from foreword.drafting.frame import Frame, Tracked
 
-__all__ = ["MARGIN", "TRUST", "Candidate", "Choice", "best_count", "choose", "nearest", "split"]
+__all__ = ["MARGIN", "Candidate", "Choice", "bearable", "best_count", "choose", "nearest", "split"]
 
 MARGIN = 1.01  # what must be won: below it is noise
 PROMISING = 1.1  # times the tokens without drafts
-TRUST = 1.0  # a request may be delayed by so much of what it expects from its own draft
+HALF = 0.5  # of what a request hopes for, it may be delayed by in any case
 FITTINGS = 4  # of a choice into the ledger, the last two without any delay beyond plain decoding
 
 
@@ -46,17 +46,18 @@ class Choice:
     indebted: bool = False
 
 
-def choose(found: Sequence[Candidate], frame: Frame, costs: Sequence[float], drafting: float) -> Choice:
+def choose(found: Sequence[Candidate], frame: Frame, costs: Sequence[float], drafting: float, asking: float = 0.0) -> Choice:
     """The rows with the most expected tokens by cost, such that nobody is delayed by more than the ledger allows.
 
     costs     of the step with 0, 1, ... drafted rows
     drafting  model seconds that went into the drafts: spent already, but part of what the tokens cost
+    asking    share of a step that asking for drafts takes, and that could be saved if they gained nothing
     """
     gains = [candidate.gains for candidate in found]
     rated = [cost + drafting for cost in costs] if drafting else costs
     limit = frame.plain + frame.patience(candidate.request for candidate in found)
     tried = 0
-    while count := best_count(gains, frame.shape.sampled, rated, limit + drafting):
+    while count := best_count(gains, frame.shape.sampled, rated, limit + drafting, MARGIN + asking):
         lengths = split(gains, count)
         allowed = frame.plain + _least_patience(found, lengths, frame)
         if costs[count] <= allowed:
@@ -85,11 +86,16 @@ def nearest(found: Sequence[Candidate], frame: Frame, costs: Sequence[float]) ->
 
 def _least_patience(found: Sequence[Candidate], lengths: Sequence[int], frame: Frame) -> float:
     """How much the requests drafted for bear to be delayed, each in view of what it expects."""
-    patience = min(
-        candidate.request.account.slack(frame.plain) + TRUST * frame.plain * sum(candidate.chances[:length])
+    step = frame.plain
+    return min(
+        bearable(candidate.request.account.slack(step), step * sum(candidate.chances[:length]))
         for candidate, length in zip(found, lengths, strict=True)
     )
-    return max(patience, 0.0)
+
+
+def bearable(slack: float, hoped: float) -> float:
+    """How much a request may be delayed that hopes to gain so much: one far behind would never catch up without drafts."""
+    return max(slack + hoped, HALF * hoped, 0.0)
 
 
 def best_count(

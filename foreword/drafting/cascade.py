@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from foreword.drafting.admission import MARGIN, TRUST
+from foreword.drafting.admission import MARGIN, bearable
 from foreword.drafting.frame import Frame, Tracked
 
 __all__ = ["FEW", "LONGEST", "Cascade", "Member", "Plan", "plans"]
 
-LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16)
+LENGTHS = (1, 2, 3, 4, 6, 8, 10, 12, 16)
 LONGEST = LENGTHS[-1]
 FEW = 8  # rows; whoever has more to compute first comes last
 LOOKED_AT = 12  # plans, for one that the ledger allows
@@ -103,10 +103,11 @@ class Cascade:
 
 def _bears(plan: Plan, member: Member, delay: float, step: float) -> bool:
     """Whether the delay is likely to pay for a member."""
-    bearable = member.request.account.slack(step) + TRUST * step * member.hoped(plan.length)
+    hoped = step * member.hoped(plan.length)
+    allowed = bearable(member.request.account.slack(step), hoped)
     if member.request.read:
-        return delay + plan.invested <= bearable
-    return delay <= bearable and plan.invested <= HASTE * member.horizon * (step * member.hoped(plan.length) - delay)
+        return delay + plan.invested <= allowed
+    return delay <= allowed and plan.invested <= HASTE * member.horizon * (hoped - delay)
 
 
 def plans(members: Sequence[Member], tokens: float, rows: int, costs: Sequence[float], passes: Passes) -> list[Plan]:

@@ -7,6 +7,7 @@ delayed (ledger). Beliefs about costs and acceptance are corrected by each step;
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -255,7 +256,7 @@ class Controller:
     def _chosen(self, found: Sequence[Candidate], frame: Frame) -> tuple[Choice, str]:
         """How many tokens of each candidate are verified, and why not those of the others."""
         costs = self._machine.costs.with_further(frame.shape, sum(len(candidate.gains) for candidate in found))
-        choice = choose(found, frame, costs, self._drafting)
+        choice = choose(found, frame, costs, self._drafting, self._asking_share)
         if choice.indebted and not choice.rate:
             return choice, INDEBTED
         if not choice.rate:
@@ -297,8 +298,8 @@ class Controller:
         """
         request.missed += 1
         if request.missed > PATIENCE and longest:
-            most = min(1 << min(request.missed - PATIENCE, 10), longest, 1 + int(self._asking_share / ASKING_SHARE))
-            spell = 1 << (most.bit_length() - 1)
+            most = min(1 << min(request.missed - PATIENCE, 10), longest, math.ceil(self._asking_share / ASKING_SHARE))
+            spell = 1 << max(most - 1, 0).bit_length()
             request.wakes = (self._round // spell + 1) * spell
         self._say_none(request, reason)
 

@@ -145,11 +145,13 @@ class StepCosts:
         return seconds + self._constant(shape)
 
     def with_further(self, shape: Shape, count: int) -> list[float]:
-        """Seconds with 0, 1, ..., count further rows, all of them sampled, without what these read."""
+        """Seconds with 0, 1, ..., count further rows, all of them sampled, without what these read; they never fall."""
         rows, constant = shape.rows, self._constant(shape)
         if shape.sampled >= rows:
-            return [seconds + constant for seconds in self._all.up_to(rows + count)[rows : rows + count + 1]]
-        return [self._mixed(rows + n, shape.sampled + n) + constant for n in range(count + 1)]
+            costs = self._all.up_to(rows + count)[rows : rows + count + 1]
+        else:
+            costs = [self._mixed(rows + n, shape.sampled + n) for n in range(count + 1)]
+        return [cost + constant for cost in accumulate(costs, max)]
 
     def reading(self, context: int) -> float:
         """What each further row of a request takes for its context."""

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from foreword.core.draft import Draft
 from foreword.core.params import SamplingParams
 from foreword.core.request import Request, RequestState
-from foreword.drafting.admission import Candidate, best_count, choose, nearest, split
+from foreword.drafting.admission import Candidate, bearable, best_count, choose, nearest, split
 from foreword.drafting.costs import Shape
 from foreword.drafting.frame import Frame, Tracked
 from foreword.drafting.ledger import Account
@@ -73,11 +73,17 @@ def test_what_others_bear_is_used_to_the_full() -> None:
     assert choice.lengths == [2]
 
 
-def test_one_who_fell_back_is_delayed_only_for_what_it_expects_itself() -> None:
-    mine = tracked(-5.0)
-    choice = choose([candidate(mine, 0.99, 0.98)], frame_of(mine), [1.0, 1.0, 1.3], 0.0)
-    assert choice.lengths == [1], "rows that cost nothing are always allowed"
-    assert choice.indebted
+@pytest.mark.parametrize(("slack", "hoped", "delay"), [(0.3, 1.0, 1.3), (-0.2, 1.0, 0.8), (-5.0, 2.0, 1.0), (-5.0, 0.0, 0.0)])
+def test_one_who_fell_back_bears_half_of_what_it_hopes_for(slack: float, hoped: float, delay: float) -> None:
+    assert bearable(slack, hoped) == pytest.approx(delay)
+
+
+def test_one_who_hopes_for_little_is_not_delayed_for_one_who_hopes_for_more() -> None:
+    behind, ahead = tracked(-5.0), tracked(5.0)
+    costs = [1.0, 1.0, 1.3, 1.6, 1.9]
+    choice = choose([candidate(behind, 0.3), candidate(ahead, 0.99, 0.98, 0.97)], frame_of(behind, ahead), costs, 0.0)
+    assert choice.lengths == [0, 1], "rows that cost nothing are always allowed"
+    assert not choice.indebted or choice.rate
 
 
 def test_prompts_are_delayed_by_two_percent_at_most() -> None:

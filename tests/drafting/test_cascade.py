@@ -40,7 +40,7 @@ def passes_of(share: float, by_row: float = 0.0):  # type: ignore[no-untyped-def
 @pytest.mark.parametrize(("chance", "share", "length"), [(0.8, 0.02, 12), (0.8, 0.4, 2), (0.5, 0.3, 1), (0.95, 0.05, 16)])
 def test_the_best_length_for_one_request(chance: float, share: float, length: int) -> None:
     best = plans([member(0, chance)], 1.0, 0, FREE, passes_of(share))[0]
-    rates = {k: (1 + sum(chance**j for j in range(1, k + 1))) / (1 + share * k) for k in (1, 2, 3, 4, 6, 8, 12, 16)}
+    rates = {k: (1 + sum(chance**j for j in range(1, k + 1))) / (1 + share * k) for k in (1, 2, 3, 4, 6, 8, 10, 12, 16)}
     assert best.length == length == max(rates, key=rates.__getitem__)
     assert best.rate == pytest.approx(rates[length])
 
