@@ -81,6 +81,7 @@ class ModelDrafter:
     def backlog(self, ask: Ask) -> int:
         return self._follow(ask).backlog
 
+    @torch.inference_mode()
     def propose(self, asks: Sequence[Ask]) -> list[Draft | None]:
         drafts: list[Draft | None] = [None] * len(asks)
         for run, guess in self._guess(self._runs(asks)):
