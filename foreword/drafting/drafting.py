@@ -70,7 +70,9 @@ class Drafting:
     def propose(self, states: Sequence[RequestState], load: Load = NOTHING_ELSE) -> tuple[Draft | None, ...]:
         """What the next step shall verify of each request that has one token left to compute; None for nothing."""
         nothing: tuple[Draft | None, ...] = (None,) * len(states)
-        self.resting = self._rest > 0 or not any(self._live[state.id] for state in states)
+        self.resting = bool(states) and (self._rest > 0 or not any(self._live[state.id] for state in states))
+        if not states:
+            return nothing  # a step of prompts alone is in the books, also in a rest
         if self.resting:
             self._rest = max(self._rest - 1, 0)
             return nothing

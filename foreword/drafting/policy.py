@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -100,6 +101,7 @@ class FixedLength:
 
     def __init__(self, max_tokens: int) -> None:
         self.max_tokens = max_tokens
+        self._lengths: defaultdict[str, Counter[int]] = defaultdict(Counter)
 
     def start(self, state: RequestState) -> None: ...
 
@@ -113,6 +115,9 @@ class FixedLength:
         return [(0 if offer.drafts else offer.ask.max_tokens, 0.0) for offer in offers]
 
     def admit(self, offers: Sequence[Offer], load: Load) -> list[Draft | None]:
+        for offer in offers:
+            if offer.drafts:
+                self._lengths[offer.drafts[0].drafter][len(offer.drafts[0].token_ids)] += 1
         return [offer.drafts[0] if offer.drafts else None for offer in offers]
 
     def rest(self) -> int:
@@ -123,4 +128,4 @@ class FixedLength:
     def measured(self, facts: StepFacts) -> None: ...
 
     def stats(self) -> DraftingStats:
-        return DraftingStats()
+        return DraftingStats(lengths={drafter: dict(lengths) for drafter, lengths in self._lengths.items()})

@@ -101,8 +101,6 @@ class Engine:
     def _drafts(self) -> dict[str, Draft]:
         """Drafts for those that decode. They are made as late as can be: what a step yields is not kept waiting for them."""
         decoding = [state for state in self.scheduler.running if state.num_missing == 1]
-        if not decoding:
-            return {}
         drafts = self.drafting.propose(decoding, _load(self.scheduler))
         return {state.id: draft for state, draft in zip(decoding, drafts, strict=True) if draft is not None}
 

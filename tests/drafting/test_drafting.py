@@ -132,6 +132,28 @@ def test_while_the_policy_rests_nobody_is_asked_unless_a_request_begins() -> Non
     assert not drafting.resting
 
 
+def test_a_step_of_prompts_alone_is_told_to_the_policy_whatever_was_before() -> None:
+    drafting = Drafting((Scripted("a", (4,)),), 10, Rests())
+    off = state_of("off", "off")
+    drafting.start(off)
+    resting = []
+    for states in ([], [off], [], [off]):
+        drafting.propose(states)
+        resting.append(drafting.resting)
+    assert resting == [False, True, False, True]
+
+
+def test_a_fixed_length_counts_what_it_chose() -> None:
+    """Short where the drafter had no more: the histogram counts the drafts that the other figures count."""
+    drafter = Scripted("a", (4, 5, 6))
+    drafting, state = Drafting((drafter,), 10, FixedLength(2)), state_of()
+    drafting.start(state)
+    drafting.propose([state])
+    drafter.guess = (4,)
+    drafting.propose([state])
+    assert drafting.stats().lengths == {"a": {2: 1, 1: 1}}
+
+
 def test_what_was_delivered_reaches_the_drafters() -> None:
     class Learns(Scripted):
         def finish(self, request_id: str, output: Sequence[int] = ()) -> None:
