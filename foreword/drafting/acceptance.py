@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from foreword.core.draft import Draft
 
-__all__ = ["PASS_PRIORS", "Rates", "Record"]
+__all__ = ["PASS_PRIORS", "PASS_PRIOR_TRIALS", "Rates", "Record"]
 
 GROUPS = (0, 1, 2, 2, 3, 3, 3, 3, 4, 4, 4, 4, 4, 4, 4, 4, 5)  # by position in the draft; beyond the end as the last
 NUM_GROUPS = 6
@@ -20,7 +20,7 @@ BUCKETS = tuple(sum(step / 64 >= edge for edge in EDGES) for step in range(65))
 UNKNOWN, ANY = 8, 9  # the bucket of drafts without confidence, and that of all drafts together
 PRIORS = (0.1, 0.3, 0.5, 0.67, 0.8, 0.9, 0.95, 0.98, 0.5, 0.5)
 PASS_PRIORS = (0.3, 0.5, 0.6, 0.75, 0.85, 0.9, 0.95, 0.98, 0.75, 0.75)  # whoever brings a draft model chose it for the job
-PRIOR_TRIALS = 4.0
+PRIOR_TRIALS, PASS_PRIOR_TRIALS = 4.0, 8.0
 MEMORY = 1 - 1 / 256  # of all requests, by trial of the same kind
 OWN_TRIALS = 4.0
 OWN_MEMORY = 1 - 1 / 32  # of a request, by trial
@@ -57,8 +57,9 @@ class Record:
 class Rates:
     """How a drafter does on all requests: P(right) by bucket of confidence and group of positions."""
 
-    def __init__(self, priors: Sequence[float] = PRIORS) -> None:
+    def __init__(self, priors: Sequence[float] = PRIORS, prior_trials: float = PRIOR_TRIALS) -> None:
         self._priors = priors
+        self._prior_trials = prior_trials
         self._hits = [[0.0] * NUM_GROUPS for _ in PRIORS]
         self._trials = [[0.0] * NUM_GROUPS for _ in PRIORS]
         self._usual: list[list[float] | None] = [None] * len(PRIORS)
@@ -116,7 +117,7 @@ class Rates:
         if usual is None:
             usual, before = [], self._priors[bucket]
             for hits, trials in zip(self._hits[bucket], self._trials[bucket], strict=True):
-                before = (hits + PRIOR_TRIALS * before) / (trials + PRIOR_TRIALS)
+                before = (hits + self._prior_trials * before) / (trials + self._prior_trials)
                 usual.append(before)
             self._usual[bucket] = usual
         return usual

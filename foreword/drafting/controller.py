@@ -15,7 +15,7 @@ from functools import partial
 from foreword.core.draft import Draft
 from foreword.core.events import DraftingStats
 from foreword.core.request import RequestState
-from foreword.drafting.acceptance import PASS_PRIORS, Rates
+from foreword.drafting.acceptance import PASS_PRIOR_TRIALS, PASS_PRIORS, Rates
 from foreword.drafting.admission import Candidate, Choice, choose, nearest
 from foreword.drafting.base import Ask
 from foreword.drafting.cascade import FEW, LONGEST, Cascade, Member, Plan, plans
@@ -55,7 +55,7 @@ class Controller:
         self._max_tokens = max_tokens
         self._machine = Machine(calibration, passes or {})
         self._rates: defaultdict[str, Rates] = defaultdict(Rates)
-        self._rates.update({drafter: Rates(PASS_PRIORS) for drafter in passes or {}})
+        self._rates.update({drafter: Rates(PASS_PRIORS, PASS_PRIOR_TRIALS) for drafter in passes or {}})
         self._cascades = {drafter: Cascade() for drafter in passes or {}}
         self._ledger = Ledger()
         self._budget = Budget()
@@ -100,6 +100,7 @@ class Controller:
             if right:
                 self._budget.refund(request.tried)
             request.tried = 0.0
+        request.guessed |= right > 0
 
     def bound(self, ask: Ask) -> int:
         request = self._requests[ask.state.id]
@@ -111,6 +112,8 @@ class Controller:
         if request.wakes > self._round >= self._last_plan + AWAKE:
             self._say_none(request, ASLEEP)
             return 0
+        self._ledger.note(request.account, request.guessed)
+        request.guessed = False
         return request.bound
 
     def passes(self, offers: Sequence[Offer], load: Load, drafter: str, backlogs: Sequence[int]) -> list[tuple[int, float]]:

@@ -19,7 +19,7 @@ __all__ = ["Calibration", "Curve", "Drift", "PassCost", "SamplePrices", "Shape",
 SAMPLING_CLASSES = 5  # greedy, noise, filtered, processed, with logprobs
 FIXED_SHARE = 0.05  # of a step of one row, until measured: what sampling takes however many rows there are
 ROW_SHARES = (0.002, 0.005, 0.01, 0.02, 0.02)  # the same for one row of each sampling class
-CORRECTION_RATE = 0.03  # of each later observation
+CORRECTION_RATE = 0.015  # of each later observation
 LOOKS_OF_CALIBRATION = 6.0  # observations that the calibration counts for
 PRICE_RATE = 0.05
 DRIFT_RATE = 0.125
@@ -53,7 +53,8 @@ class Curve:
         assert points and all(rows > 0 and seconds > 0 for rows, seconds in points.items())
         self.rows = sorted(points)
         least = list(accumulate((points[rows] for rows in reversed(self.rows)), min))
-        self._seconds = least[::-1]
+        self._points = least[::-1]
+        self._seconds = list(self._points)
         self._dense: list[float] = []
         self.up_to(self.rows[-1])
 
@@ -67,12 +68,11 @@ class Curve:
         return self._dense
 
     def scale(self, index: int, factor: float) -> None:
-        """Correct one measured point."""
-        self._seconds[index] *= factor
-        start = self.rows[index - 1] if index else 0
-        end = self.rows[index + 1] if index + 1 < len(self.rows) else len(self._dense)
-        for rows in range(start, min(end, len(self._dense))):
-            self._dense[rows] = self._between(rows)
+        """Correct one point; where points fall now, what is between them is noise."""
+        self._points[index] *= factor
+        before, self._seconds = self._seconds, _rising(self._points)
+        same = next((i for i, pair in enumerate(zip(before, self._seconds, strict=True)) if pair[0] != pair[1]), len(before))
+        del self._dense[self.rows[same - 1] + 1 if same else 0 :]
 
     def neighbours(self, rows: int) -> tuple[int, float]:
         """(index of the last measured point that is not above, share of the next one) that make up `rows`."""
@@ -88,6 +88,17 @@ class Curve:
         if share:
             return seconds + (self._seconds[index + 1] - seconds) * share
         return seconds * max(rows / self.rows[index], 1.0)
+
+
+def _rising(values: Sequence[float]) -> list[float]:
+    """The closest sequence that never falls (pool adjacent violators)."""
+    pools: list[tuple[float, int]] = []
+    for value in values:
+        pools.append((value, 1))
+        while len(pools) > 1 and pools[-2][0] > pools[-1][0]:
+            (b, m), (a, n) = pools.pop(), pools.pop()
+            pools.append(((a * n + b * m) / (n + m), n + m))
+    return [mean for mean, count in pools for _ in range(count)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,13 +156,11 @@ class StepCosts:
         return seconds + self._constant(shape)
 
     def with_further(self, shape: Shape, count: int) -> list[float]:
-        """Seconds with 0, 1, ..., count further rows, all of them sampled, without what these read; they never fall."""
+        """Seconds with 0, 1, ..., count further rows, all of them sampled, without what these read."""
         rows, constant = shape.rows, self._constant(shape)
         if shape.sampled >= rows:
-            costs = self._all.up_to(rows + count)[rows : rows + count + 1]
-        else:
-            costs = [self._mixed(rows + n, shape.sampled + n) for n in range(count + 1)]
-        return [cost + constant for cost in accumulate(costs, max)]
+            return [seconds + constant for seconds in self._all.up_to(rows + count)[rows : rows + count + 1]]
+        return [self._mixed(rows + n, shape.sampled + n) + constant for n in range(count + 1)]
 
     def reading(self, context: int) -> float:
         """What each further row of a request takes for its context."""

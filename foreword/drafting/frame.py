@@ -24,10 +24,11 @@ class Tracked:
     wakes    round of asks until which it is left alone
     read     a drafter's model has read its text once
     context  tokens that its next row reads
+    guessed  the first guess of a draft that it was offered last was right
     tried    seconds of a pass whose only use was to learn
     """
 
-    __slots__ = ("account", "bound", "context", "kind", "missed", "read", "records", "state", "tried", "wakes")
+    __slots__ = ("account", "bound", "context", "guessed", "kind", "missed", "read", "records", "state", "tried", "wakes")
 
     def __init__(self, state: RequestState, bound: int, account: Account) -> None:
         own = state.params.speculation.max_tokens
@@ -37,7 +38,7 @@ class Tracked:
         self.kind = sampling_class(state.params)
         self.records: defaultdict[str, Record] = defaultdict(Record)
         self.missed = self.wakes = self.context = 0
-        self.read = False
+        self.read = self.guessed = False
         self.tried = 0.0
 
 

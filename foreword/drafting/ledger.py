@@ -11,6 +11,9 @@ __all__ = ["Account", "Ledger"]
 
 ALLOWANCE = 0.02
 FLOOR_TOKENS = 32
+CREDIT = 2.0  # plain steps that a request may be behind whose own guesses are right every time: it will soon be ahead
+PROMISE_RATE = 1 / 8
+TYPICAL_RATE = 1 / 64
 
 
 @dataclass(slots=True)
@@ -21,16 +24,18 @@ class Account:
     lead     how far it is ahead of plain decoding
     plain    how long plain decoding would have taken so far
     context  tokens it last read
+    promise  share of its next tokens that were guessed of late, verified or not
     """
 
     tokens: int
+    promise: float = 0.0
     lead: float = 0.0
     plain: float = 0.0
     context: int = 0
 
     def slack(self, step: float) -> float:
-        """How far it may still fall back, plain steps taking `step` each: it never is 2 % behind."""
-        return self.lead + ALLOWANCE * max(self.plain, self.tokens * step)
+        """How far it may still fall back, plain steps taking `step` each: it never is 2 % behind for good."""
+        return self.lead + ALLOWANCE * max(self.plain, self.tokens * step) + CREDIT * self.promise * step
 
 
 class Ledger:
@@ -44,16 +49,18 @@ class Ledger:
     def __init__(self) -> None:
         self.accounts: dict[str, Account] = {}
         self.ghosts: list[Account] = []
+        self._typical = 0.5
 
     @property
     def ghost_context(self) -> int:
         return sum(ghost.context for ghost in self.ghosts)
 
-    def open(self, request_id: str, bound: int | None) -> Account:
-        """A request begins, whose answer has at most `bound` tokens."""
+    def open(self, request_id: str, bound: int | None, drafting: bool = True) -> Account:
+        """A request begins, whose answer has at most `bound` tokens; `drafting`: it may be drafted for."""
         if self.ghosts:
             self.ghosts.remove(max(self.ghosts, key=lambda ghost: ghost.lead))
-        account = Account(FLOOR_TOKENS if bound is None else min(FLOOR_TOKENS, bound))
+        tokens = FLOOR_TOKENS if bound is None else min(FLOOR_TOKENS, bound)
+        account = Account(tokens, self._typical if drafting else 0.0)
         self.accounts[request_id] = account
         return account
 
@@ -63,12 +70,17 @@ class Ledger:
         if account is not None and account.lead > 0.0:
             self.ghosts.append(account)
 
+    def note(self, account: Account, guessed: bool) -> None:
+        """Whether a request's next token was guessed, the last time that it asked."""
+        account.promise += (guessed - account.promise) * PROMISE_RATE
+        self._typical += (guessed - self._typical) * TYPICAL_RATE
+
     def settle(self, served: Iterable[Served], plain: float, actual: float) -> None:
         """A step took `actual`; plain decoding would have taken `plain` for each token, or piece of a prompt, of each request."""
         for one in served:
             account = self.accounts.get(one.state.id)
             if account is None:
-                account = self.open(one.state.id, one.state.params.max_tokens)
+                account = self.open(one.state.id, one.state.params.max_tokens, drafting=False)
             earned = one.emitted * plain if one.samples else plain
             account.plain += earned
             account.lead += earned - actual

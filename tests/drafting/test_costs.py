@@ -32,12 +32,20 @@ def test_a_curve_never_falls(points: dict[int, float]) -> None:
 def test_scaling_a_point_moves_its_surroundings_alone() -> None:
     curve = Curve({1: 1.0, 4: 4.0, 8: 8.0, 16: 16.0})
     before = list(curve.up_to(20))
-    curve.scale(1, 2.0)
+    curve.scale(1, 1.5)
     after = curve.up_to(20)
-    assert after[4] == pytest.approx(8.0) and after[2] > before[2] and after[6] > before[6]
-    assert after[1] == before[1] and after[8:] == before[8:]
+    assert after[4] == pytest.approx(6.0) and after[2] > before[2] and after[6] > before[6]
+    assert after[1] == before[1] and after[8:21] == before[8:]
     curve.scale(3, 2.0)
-    assert after[20] == pytest.approx(40.0)
+    assert curve.at(20) == pytest.approx(40.0)
+
+
+def test_points_that_fall_after_corrections_are_pooled() -> None:
+    curve = Curve({1: 1.0, 4: 1.0, 8: 1.0})
+    curve.scale(0, 1.06)
+    assert [curve.at(rows) for rows in (1, 3, 8)] == pytest.approx([1.02] * 3)
+    curve.scale(2, 1.2)
+    assert [curve.at(rows) for rows in (1, 4, 8)] == pytest.approx([1.03, 1.03, 1.2])
 
 
 def test_rows_that_are_not_sampled_cost_less() -> None:
