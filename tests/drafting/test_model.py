@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 
 from foreword import LLM, SamplingParams
 from foreword.cache.blocks import BlockPool
@@ -358,6 +359,19 @@ def test_what_was_timed_in_one_call_may_draft_pass_by_pass(checkpoint: Path) -> 
     drafter.pass_seconds(2, 2)
     (draft,) = propose(drafter, Ask(state_of(range(10, 20), presence_penalty=1.0), 4))
     assert draft is not None
+
+
+def test_a_model_that_says_nothing_costs_drafts_not_the_start(checkpoint: Path, tmp_path: Path) -> None:
+    broken = write_checkpoint(tmp_path / "broken", "llama", seed=5)
+    weights = load_file(broken / "model.safetensors")
+    weights["model.norm.weight"] *= torch.nan
+    save_file(weights, broken / "model.safetensors")
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    llm = load(checkpoint, broken, draft_length="adaptive")
+    assert [o.token_ids for o in llm.generate(PROMPTS, params)] == [
+        o.token_ids for o in load(checkpoint, None).generate(PROMPTS, params)
+    ]
+    assert not llm.stats.drafter_errors
 
 
 @pytest.mark.parametrize("max_len", [2, 3, 4, 5])
