@@ -166,7 +166,9 @@ class Drafting:
             return call()
         except Exception:
             self.errors[name] += 1
-            logger.exception("drafter %s failed; its drafts of this step are dropped", name)
+            count = self.errors[name]
+            if count & (count - 1) == 0:  # 1, 2, 4, ...: what fails in every step would flood the log
+                logger.exception("drafter %s failed, %d times so far; its drafts of these steps are dropped", name, count)
             return None
 
 

@@ -184,6 +184,15 @@ def test_an_exception_drops_the_draft_and_is_counted(caplog: pytest.LogCaptureFi
     assert "broken failed" in caplog.text
 
 
+def test_what_fails_in_every_step_does_not_flood_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    drafting, state = Drafting((Scripted("broken", RuntimeError("no")),), 10, FixedLength(4)), state_of()
+    drafting.start(state)
+    for _ in range(100):
+        drafting.propose([state])
+    assert drafting.errors == {"broken": 100}
+    assert len(caplog.records) == 7 and "64 times" in caplog.text
+
+
 def test_off_asks_nobody_and_a_name_asks_one() -> None:
     first, second = Scripted("first", (4,)), Scripted("second", (5,))
     drafting = Drafting((first, second), 10, FixedLength(4))
