@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
@@ -11,12 +11,12 @@ from operator import truediv
 from foreword.core.draft import Draft
 from foreword.drafting.frame import Frame, Tracked
 
-__all__ = ["MARGIN", "Candidate", "Choice", "bearable", "best_count", "choose", "nearest", "split"]
+__all__ = ["MARGIN", "Candidate", "Choice", "bearable", "best_count", "choose", "nearest", "shared", "split"]
 
 MARGIN = 1.01  # what must be won: below it is noise
 PROMISING = 1.1  # times the tokens without drafts
 HALF = 0.5  # of what a request hopes for, it may be delayed by in any case
-FITTINGS = 4  # of a choice into the ledger, the last two without any delay beyond plain decoding
+FEWER = 0.75  # times the rows, until everybody bears what they cost
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,18 +56,38 @@ def choose(found: Sequence[Candidate], frame: Frame, costs: Sequence[float], dra
     gains = [candidate.gains for candidate in found]
     rated = [cost + drafting for cost in costs] if drafting else costs
     limit = frame.plain + frame.patience(candidate.request for candidate in found)
-    tried = 0
-    while count := best_count(gains, frame.shape.sampled, rated, limit + drafting, MARGIN + asking):
-        lengths = split(gains, count)
-        allowed = frame.plain + _least_patience(found, lengths, frame)
-        if costs[count] <= allowed:
+    least = (MARGIN + asking) * frame.shape.sampled / rated[0]
+    count = most = best_count(gains, frame.shape.sampled, rated, limit + drafting, MARGIN + asking)
+    while count:
+        lengths = shared(found, count, costs[count] - frame.plain, frame.plain)
+        if lengths:
             tokens = frame.shape.sampled + sum(sum(c.chances[:n]) for c, n in zip(found, lengths, strict=True))
-            return Choice(lengths, tokens / rated[count], indebted=tried > 0)
-        tried += 1
-        if tried == FITTINGS:
-            break
-        limit = allowed if tried < FITTINGS - 1 else frame.plain
-    return Choice([0] * len(found), indebted=tried > 0)
+            if tokens / rated[count] > least:
+                return Choice(lengths, tokens / rated[count], indebted=count < most)
+        count = int(count * FEWER)
+    return Choice([0] * len(found), indebted=most > 0)
+
+
+def shared(found: Sequence[Candidate], count: int, delay: float, step: float) -> list[int]:
+    """Rows for each candidate, `count` in all; empty if some would be delayed by more than they can hope to make up for.
+
+    Those who could not bear the delay otherwise come first, with as many rows as make it worth their while; the others
+    go where they gain most. By gain alone, a few with long drafts would take all rows, and the rest the delay.
+    """
+    needed = [_rows_needed(candidate, delay, step) for candidate in found]
+    spare = count - sum(needed)
+    if spare < 0 or any(rows > len(one.gains) for one, rows in zip(found, needed, strict=True)):
+        return []
+    rest = split([one.gains[rows:] for one, rows in zip(found, needed, strict=True)], spare) if spare else [0] * len(found)
+    return [rows + more for rows, more in zip(needed, rest, strict=True)]
+
+
+def _rows_needed(candidate: Candidate, delay: float, step: float) -> int:
+    """The shortest draft with which the candidate bears the delay; beyond all it has if none will do."""
+    slack = candidate.request.account.slack(step)
+    if delay <= max(slack, 0.0):
+        return 0
+    return bisect_left(list(accumulate(candidate.chances)), min(delay - slack, delay / HALF) / step) + 1
 
 
 def nearest(found: Sequence[Candidate], frame: Frame, costs: Sequence[float]) -> Choice:
@@ -82,15 +102,6 @@ def nearest(found: Sequence[Candidate], frame: Frame, costs: Sequence[float]) ->
     if total < PROMISING * tokens or costs[count] > limit:
         return Choice([0] * len(found))
     return Choice(split(gains, count), total / costs[count])
-
-
-def _least_patience(found: Sequence[Candidate], lengths: Sequence[int], frame: Frame) -> float:
-    """How much the requests drafted for bear to be delayed, each in view of what it expects."""
-    step = frame.plain
-    return min(
-        bearable(candidate.request.account.slack(step), step * sum(candidate.chances[:length]))
-        for candidate, length in zip(found, lengths, strict=True)
-    )
 
 
 def bearable(slack: float, hoped: float) -> float:

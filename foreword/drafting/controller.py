@@ -28,6 +28,7 @@ from foreword.drafting.watchdog import Budget
 
 __all__ = ["Controller"]
 
+ROWS_TOGETHER, LEAST_BOUND = 128, 4  # guesses that all requests together are asked for, and each at least
 LEAST_CHANCE = 0.01  # guesses less likely than this are never worth a row
 PATIENCE = 4  # asks without a draft that pays before a request is left alone for a while
 LONGEST_NAP = 32  # rounds, while nothing is offered
@@ -114,7 +115,7 @@ class Controller:
             return 0
         self._ledger.note(request.account, request.guessed)
         request.guessed = False
-        return request.bound
+        return min(request.bound, max(ROWS_TOGETHER // len(self._requests), LEAST_BOUND))
 
     def passes(self, offers: Sequence[Offer], load: Load, drafter: str, backlogs: Sequence[int]) -> list[tuple[int, float]]:
         wanted = [(0, 0.0)] * len(offers)

@@ -35,7 +35,8 @@ class Account:
 
     def slack(self, step: float) -> float:
         """How far it may still fall back, plain steps taking `step` each: it never is 2 % behind for good."""
-        return self.lead + ALLOWANCE * max(self.plain, self.tokens * step) + CREDIT * self.promise * step
+        credit = CREDIT * self.promise * self.tokens / FLOOR_TOKENS
+        return self.lead + ALLOWANCE * max(self.plain, self.tokens * step) + credit * step
 
 
 class Ledger:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from foreword.core.draft import Draft
 from foreword.core.params import SamplingParams
 from foreword.core.request import Request, RequestState
-from foreword.drafting.admission import Candidate, bearable, best_count, choose, nearest, split
+from foreword.drafting.admission import Candidate, bearable, best_count, choose, nearest, shared, split
 from foreword.drafting.costs import Shape
 from foreword.drafting.frame import Frame, Tracked
 from foreword.drafting.ledger import Account
@@ -108,3 +108,22 @@ def test_what_comes_nearest_to_paying() -> None:
     assert nearest([candidate(mine, 0.9)], frame_of(mine, tracked(0.5)), costs[:2]).lengths == [0], (
         "others are not delayed for it"
     )
+
+
+def test_rows_go_first_to_those_who_would_only_be_delayed() -> None:
+    """By gain alone the first candidate would take them all, and the second forbid them."""
+    sure, unsure = candidate(tracked(0.0), *[0.99] * 8), candidate(tracked(0.0), 0.9, 0.8, 0.7, 0.6)
+    lengths = shared([sure, unsure], 4, delay=0.8, step=1.0)
+    assert lengths == [3, 1]
+    choice = choose([sure, unsure], frame_of(sure.request, unsure.request), [1.0 + 0.1 * n for n in range(13)], 0.0)
+    assert min(choice.lengths) > 0
+
+
+def test_rows_that_cannot_be_shared_fairly_are_not_admitted() -> None:
+    sure, hopeless = candidate(tracked(0.0), *[0.99] * 8), candidate(tracked(0.0), 0.1)
+    assert shared([sure, hopeless], 4, delay=0.8, step=1.0) == []
+
+
+def test_a_request_far_ahead_may_be_delayed_for_others() -> None:
+    sure, ahead = candidate(tracked(0.0), *[0.99] * 8), candidate(tracked(5.0), 0.1)
+    assert shared([sure, ahead], 4, delay=0.8, step=1.0) == [4, 0]

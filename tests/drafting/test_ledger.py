@@ -23,7 +23,7 @@ def test_lead_is_what_plain_decoding_would_have_needed_less_what_it_took() -> No
 
 def test_slack_is_two_percent_with_a_floor_by_what_the_answer_may_become() -> None:
     ledger = Ledger()
-    long, short = ledger.open("a", None), ledger.open("b", 5)
+    long, short = ledger.open("a", None, drafting=False), ledger.open("b", 5, drafting=False)
     assert long.slack(1.0) == pytest.approx(0.64)
     assert short.slack(1.0) == pytest.approx(0.1)
     for _ in range(100):
@@ -58,3 +58,17 @@ def test_requests_that_were_never_opened_have_an_account_too() -> None:
     ledger = Ledger()
     ledger.settle([served("off", 1)], 1.0, 1.2)
     assert ledger.accounts["off"].lead == pytest.approx(-0.2)
+
+
+def test_credit_is_given_to_requests_whose_own_guesses_come_true() -> None:
+    """A new one has what is usual; a short answer has less to make up for it."""
+    ledger = Ledger()
+    new, short = ledger.open("a", None), ledger.open("b", 8)
+    assert new.slack(1.0) == pytest.approx(0.64 + 2 * 0.5) and short.slack(1.0) == pytest.approx((0.64 + 2 * 0.5) / 4)
+    for _ in range(60):
+        ledger.note(new, guessed=True)
+    assert new.slack(1.0) == pytest.approx(0.64 + 2, abs=0.01)
+    assert ledger.open("c", None).slack(1.0) > 0.64 + 2 * 0.75, "what is usual follows"
+    for _ in range(60):
+        ledger.note(new, guessed=False)
+    assert new.slack(1.0) == pytest.approx(0.64, abs=0.01), "and is taken back"
