@@ -11,7 +11,7 @@ from foreword.drafting.frame import Frame, Tracked
 
 __all__ = ["FEW", "LONGEST", "Cascade", "Member", "Plan", "plans"]
 
-LENGTHS = (1, 2, 3, 4, 6, 8, 10, 12, 16)
+LENGTHS = (1, 2, 3, 4, 6, 8, 10, 12, 16, 24)
 LONGEST = LENGTHS[-1]
 FEW = 8  # rows; whoever has more to compute first comes last
 LOOKED_AT = 12  # plans, for one that the ledger allows

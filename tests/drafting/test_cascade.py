@@ -20,7 +20,7 @@ def tracked(lead: float = 10.0, read: bool = True) -> Tracked:
 
 
 def member(index: int, chance: float, backlog: int = 1, request: Tracked | None = None, tokens: float = 0.0) -> Member:
-    chances = [chance**length for length in range(1, 17)]
+    chances = [chance**length for length in range(1, 25)]
     return Member(index, request or tracked(), chances, tokens, 0, backlog, horizon=50.0)
 
 
@@ -37,10 +37,10 @@ def passes_of(share: float, by_row: float = 0.0):  # type: ignore[no-untyped-def
     return seconds
 
 
-@pytest.mark.parametrize(("chance", "share", "length"), [(0.8, 0.02, 12), (0.8, 0.4, 2), (0.5, 0.3, 1), (0.95, 0.05, 16)])
+@pytest.mark.parametrize(("chance", "share", "length"), [(0.8, 0.02, 12), (0.8, 0.4, 2), (0.5, 0.3, 1), (0.95, 0.05, 24)])
 def test_the_best_length_for_one_request(chance: float, share: float, length: int) -> None:
     best = plans([member(0, chance)], 1.0, 0, FREE, passes_of(share))[0]
-    rates = {k: (1 + sum(chance**j for j in range(1, k + 1))) / (1 + share * k) for k in (1, 2, 3, 4, 6, 8, 10, 12, 16)}
+    rates = {k: (1 + sum(chance**j for j in range(1, k + 1))) / (1 + share * k) for k in (1, 2, 3, 4, 6, 8, 10, 12, 16, 24)}
     assert best.length == length == max(rates, key=rates.__getitem__)
     assert best.rate == pytest.approx(rates[length])
 
