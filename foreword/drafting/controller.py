@@ -119,7 +119,7 @@ class Controller:
 
     def passes(self, offers: Sequence[Offer], load: Load, drafter: str, backlogs: Sequence[int]) -> list[tuple[int, float]]:
         wanted = [(0, 0.0)] * len(offers)
-        if self._machine.watchdog.wants_plain or not offers:
+        if self._watched(load) or not offers:
             return wanted
         frame = self._framed(load)
         plan = self._plan(offers, drafter, backlogs, frame)
@@ -135,7 +135,7 @@ class Controller:
 
     def admit(self, offers: Sequence[Offer], load: Load) -> list[Draft | None]:
         admitted: list[Draft | None] = [None] * len(offers)
-        found = self._candidates(offers)
+        found = self._candidates(offers, self._watched(load))
         choice, reason = self._chosen(found, self._framed(load)) if found else (Choice(()), UNPAID)
         for candidate, length in zip(found, choice.lengths, strict=True):
             if length:
@@ -167,7 +167,7 @@ class Controller:
             share = drafting / cost
             self._asking_share += (share - self._asking_share) / 16 if self._asking_share else share
         self._drafting = 0.0
-        self._ledger.settle(facts.served, self._step, cost + drafting)
+        self._ledger.settle(facts.served, self._step, cost + drafting, machine.costs.saved(tally.plain))
         self._budget.earn((cost + drafting) * machine.drift)
         if len(self._ledger.accounts) > len(self._requests) or self._strangers:
             self._note_strangers({one.state.id for one in facts.served})
@@ -221,9 +221,12 @@ class Controller:
 
     # Which drafts are verified
 
-    def _candidates(self, offers: Sequence[Offer]) -> list[Candidate]:
+    def _watched(self, load: Load) -> bool:
+        """The watchdog wants a plain step; one that computes prompts beside would tell it nothing."""
+        return self._machine.watchdog.wants_plain and not load.prompt_rows
+
+    def _candidates(self, offers: Sequence[Offer], watched: bool) -> list[Candidate]:
         """The best draft of each offer that has one with a chance."""
-        watched = self._machine.watchdog.wants_plain
         found: list[Candidate] = []
         for index, offer in enumerate(offers):
             request = self._request(offer)

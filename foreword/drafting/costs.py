@@ -155,6 +155,13 @@ class StepCosts:
         seconds = self._all.at(shape.rows) if shape.sampled >= shape.rows else self._mixed(shape.rows, shape.sampled)
         return seconds + self._constant(shape)
 
+    def saved(self, shape: Shape) -> float:
+        """Share of a step of decoding that is saved where one request less is served."""
+        if shape.rows < 2:
+            return 0.0
+        seconds = self._all.at(shape.rows)
+        return (seconds - self._all.at(shape.rows - 1)) / seconds
+
     def with_further(self, shape: Shape, count: int) -> list[float]:
         """Seconds with 0, 1, ..., count further rows, all of them sampled, without what these read."""
         rows, constant = shape.rows, self._constant(shape)
@@ -174,7 +181,7 @@ class StepCosts:
     def _mixed(self, rows: int, sampled: int) -> float:
         everything = self._all.at(rows)
         one = min(self._one.at(rows), everything)
-        return one + (everything - one) * max(sampled - 1, 0) / (rows - 1)
+        return one + (everything - one) * max(sampled - 1, 0) / max(rows - 1, 1)
 
     def learn(self, rows: int, before: int, surprise: float) -> None:
         """A step of `rows` rows took `surprise` times what a step of `before` rows just before it lets expect.

@@ -14,6 +14,7 @@ FLOOR_TOKENS = 32
 CREDIT = 2.0  # plain steps that a request may be behind whose own guesses are right every time: it will soon be ahead
 PROMISE_RATE = 1 / 8
 TYPICAL_RATE = 1 / 64
+EXPIRED_RATE = 1 / 16
 
 
 @dataclass(slots=True)
@@ -25,6 +26,7 @@ class Account:
     plain    how long plain decoding would have taken so far
     context  tokens it last read
     promise  share of its next tokens that were guessed of late, verified or not
+    advance  what it will gain when those who are ahead now leave early
     """
 
     tokens: int
@@ -32,11 +34,12 @@ class Account:
     lead: float = 0.0
     plain: float = 0.0
     context: int = 0
+    advance: float = 0.0
 
     def slack(self, step: float) -> float:
         """How far it may still fall back, plain steps taking `step` each: it never is 2 % behind for good."""
         credit = CREDIT * self.promise * self.tokens / FLOOR_TOKENS
-        return self.lead + ALLOWANCE * max(self.plain, self.tokens * step) + credit * step
+        return self.lead + self.advance + ALLOWANCE * max(self.plain, self.tokens * step) + credit * step
 
 
 class Ledger:
@@ -44,13 +47,15 @@ class Ledger:
 
     Plain decoding would still be serving a ghost, and its steps would cost more for it, until the lead it ended with
     is used up. Whoever arrives takes the place of a ghost: a client that waits for its answer sends its next request
-    when the last one ends, so that plain decoding would never have both.
+    when the last one ends, so that plain decoding would never have both. What the ghosts of the future will save is
+    credited in advance, as far as places were left empty of late.
     """
 
     def __init__(self) -> None:
         self.accounts: dict[str, Account] = {}
         self.ghosts: list[Account] = []
         self._typical = 0.5
+        self._left_empty = 0.5
 
     @property
     def ghost_context(self) -> int:
@@ -60,6 +65,7 @@ class Ledger:
         """A request begins, whose answer has at most `bound` tokens; `drafting`: it may be drafted for."""
         if self.ghosts:
             self.ghosts.remove(max(self.ghosts, key=lambda ghost: ghost.lead))
+            self._left_empty -= self._left_empty * EXPIRED_RATE
         tokens = FLOOR_TOKENS if bound is None else min(FLOOR_TOKENS, bound)
         account = Account(tokens, self._typical if drafting else 0.0)
         self.accounts[request_id] = account
@@ -76,8 +82,11 @@ class Ledger:
         account.promise += (guessed - account.promise) * PROMISE_RATE
         self._typical += (guessed - self._typical) * TYPICAL_RATE
 
-    def settle(self, served: Iterable[Served], plain: float, actual: float) -> None:
-        """A step took `actual`; plain decoding would have taken `plain` for each token, or piece of a prompt, of each request."""
+    def settle(self, served: Iterable[Served], plain: float, actual: float, saved: float = 0.0) -> None:
+        """A step took `actual`; plain decoding would have taken `plain` for each token, or piece of a prompt, of each request.
+
+        saved  share of a step that is saved where one request less is served
+        """
         for one in served:
             account = self.accounts.get(one.state.id)
             if account is None:
@@ -86,12 +95,22 @@ class Ledger:
             account.plain += earned
             account.lead += earned - actual
             account.context = one.context
+        self._advance(saved * self._left_empty)
         self.wait(actual)
+
+    def _advance(self, share: float) -> None:
+        """Who is ahead will be gone so much sooner, and the others' steps be shorter by `share` for as long."""
+        ahead = sum(account.lead for account in self.accounts.values() if account.lead > 0.0)
+        for account in self.accounts.values():
+            account.advance = share * (ahead - max(account.lead, 0.0))
 
     def wait(self, seconds: float) -> None:
         """Time goes by; what happens in plain steps changes nobody's lead."""
         if self.ghosts:
-            self.ghosts = _later(self.ghosts, seconds)
+            left = _later(self.ghosts, seconds)
+            for _ in range(len(self.ghosts) - len(left)):
+                self._left_empty += (1.0 - self._left_empty) * EXPIRED_RATE
+            self.ghosts = left
 
 
 def _later(ghosts: Iterable[Account], seconds: float) -> list[Account]:

@@ -282,3 +282,13 @@ def test_stats_compare_prediction_and_reality() -> None:
 def test_nothing_is_kept_of_requests_that_are_over() -> None:
     cell = Cell(GPU, [Text(60, steady(0.8))] * 8, 4, 0.01, 0.05)
     assert not cell.controller._requests and not cell.controller._kinds and not cell.controller._asking
+
+
+def test_a_busy_server_does_not_wait_for_a_plain_step() -> None:
+    """The watchdog begins by asking for one; a step that computes prompts beside is none, and there may be no other."""
+    controller, state = Controller(Machine("GPU", 96).calibration(), 8), state_of("a")
+    controller.start(state)
+    draft = Draft((1,) * 4, "suffix", (0.99,) * 4)
+    controller.bound(Ask(state))
+    (admitted,) = controller.admit([Offer(Ask(state, 8), [draft])], Load(prompt_rows=20))
+    assert admitted is not None

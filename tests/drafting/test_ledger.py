@@ -72,3 +72,17 @@ def test_credit_is_given_to_requests_whose_own_guesses_come_true() -> None:
     for _ in range(60):
         ledger.note(new, guessed=False)
     assert new.slack(1.0) == pytest.approx(0.64, abs=0.01), "and is taken back"
+
+
+def test_those_ahead_will_leave_early_and_the_others_gain_by_it() -> None:
+    """As far as their places were left empty of late."""
+    ledger = Ledger()
+    quick, slow = ledger.open("quick", None), ledger.open("slow", None)
+    ledger.settle([served("quick", 5), served("slow", 1)], plain=1.0, actual=2.0, saved=0.1)
+    assert quick.lead == pytest.approx(3.0) and quick.advance == 0.0
+    assert slow.advance == pytest.approx(0.1 * 0.5 * 3.0)
+    for name in "bcdefgh":
+        ledger.close("quick" if name == "b" else "a")
+        ledger.open("a", None).lead = 3.0  # somebody takes the place at once
+    ledger.settle([served("slow", 1)], plain=1.0, actual=1.0, saved=0.1)
+    assert 0.0 < slow.advance < 0.8 * 0.1 * 0.5 * 3.0
