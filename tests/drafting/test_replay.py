@@ -12,9 +12,9 @@ from foreword.core.request import Request, RequestState
 from foreword.drafting.base import Ask
 from foreword.drafting.replay import PaidReplay, Recorded, ReplayDrafter, read_recording
 from foreword.errors import ConfigError
-from tests.fakes import grown
 from tests.checkpoints import write_checkpoint
 from tests.drafting.test_model import Passes, drafter_of
+from tests.fakes import grown
 
 PROMPT, OUTPUT = (1, 2, 3), tuple(range(100, 160))
 

@@ -1,7 +1,6 @@
 """The scheduler without a model: every request ends with its own tokens, whatever it shares, loses or drafts."""
 
 import random
-from collections.abc import Sequence
 
 import pytest
 from hypothesis import given, settings
