@@ -19,7 +19,7 @@ EDGES = (0.2, 0.4, 0.6, 0.75, 0.85, 0.93, 0.98)  # of the buckets of confidence
 BUCKETS = tuple(sum(step / 64 >= edge for edge in EDGES) for step in range(65))
 UNKNOWN, ANY = 8, 9  # the bucket of drafts without confidence, and that of all drafts together
 PRIORS = (0.1, 0.3, 0.5, 0.67, 0.8, 0.9, 0.95, 0.98, 0.5, 0.5)
-PASS_PRIORS = (0.3, 0.5, 0.6, 0.75, 0.85, 0.9, 0.95, 0.98, 0.75, 0.75)  # whoever brings a draft model chose it for the job
+PASS_PRIORS = (0.3, 0.5, 0.6, 0.75, 0.85, 0.9, 0.95, 0.98, 0.85, 0.85)  # whoever brings a draft model chose it for the job
 PRIOR_TRIALS, PASS_PRIOR_TRIALS = 4.0, 8.0
 MEMORY = 1 - 1 / 256  # of all requests, by trial of the same kind
 OWN_TRIALS = 4.0

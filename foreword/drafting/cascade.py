@@ -16,6 +16,7 @@ LONGEST = LENGTHS[-1]
 FEW = 8  # rows; whoever has more to compute first comes last
 LOOKED_AT = 12  # plans, for one that the ledger allows
 STAKE = 5.0  # plain steps, once for each drafter
+PAST_THE_BEST = 0.97  # of the best rate so far: longer drafts bring no better one
 HASTE = 0.5  # what is invested must pay within this share of the steps that are left
 
 Passes = Callable[[int, int, int], float]
@@ -121,23 +122,38 @@ def plans(members: Sequence[Member], tokens: float, rows: int, costs: Sequence[f
     least = MARGIN * tokens / costs[rows]
     found: list[Plan] = []
     for count in _counts(len(ranked)):
-        chosen = ranked[:count]
+        group = _Group(ranked[:count])
+        best = 0.0
         for length in LENGTHS:
-            drafted = rows - sum(member.rows for member in chosen) + count * length
-            if drafted >= len(costs) or length > len(chosen[0].chances):
+            drafted = rows - group.rows + count * length
+            if drafted >= len(costs) or length > len(group.hopes):
                 break
-            gained = sum(member.hoped(length) - member.tokens for member in chosen)
-            plan = _plan(chosen, length, tokens + gained, costs[drafted], passes)
+            plan = group.plan(length, tokens + group.hopes[length - 1] - group.tokens, costs[drafted], passes)
             if plan.rate > least:
                 found.append(plan)
+            if plan.rate < PAST_THE_BEST * best:
+                break
+            best = max(best, plan.rate)
     return sorted(found, key=lambda plan: -plan.rate)
 
 
-def _plan(chosen: Sequence[Member], length: int, tokens: float, cost: float, passes: Passes) -> Plan:
-    seconds = passes(len(chosen), len(chosen), length)
-    invested = passes(sum(member.backlog for member in chosen), len(chosen), length) - seconds
-    later = invested / (sum(member.horizon for member in chosen) / len(chosen))
-    return Plan(chosen, length, tokens / (cost + seconds + later), seconds, invested, cost)
+class _Group:
+    """Members that draft together. hopes: tokens expected from 1, 2, ... guesses of each."""
+
+    def __init__(self, members: Sequence[Member]) -> None:
+        self.members = members
+        self.tokens = sum(member.tokens for member in members)
+        self.rows = sum(member.rows for member in members)
+        self.hopes = list(accumulate(map(sum, zip(*(member.chances for member in members), strict=False))))
+        self._backlog = sum(member.backlog for member in members)
+        self._horizon = sum(member.horizon for member in members) / len(members)
+
+    def plan(self, length: int, tokens: float, cost: float, passes: Passes) -> Plan:
+        count = len(self.members)
+        seconds = passes(count, count, length)
+        invested = passes(self._backlog, count, length) - seconds
+        rate = tokens / (cost + seconds + invested / self._horizon)
+        return Plan(self.members, length, rate, seconds, invested, cost)
 
 
 def _counts(limit: int) -> list[int]:

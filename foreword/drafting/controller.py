@@ -72,6 +72,8 @@ class Controller:
         self._rate = 0.0
         self._drafting = 0.0
         self._idle = 0
+        self._vain: Counter[str] = Counter()
+        self._unplanned: Counter[str] = Counter()
         self._in_vain = False
         self._asking_share = 0.0
         self._step = 0.0
@@ -83,6 +85,8 @@ class Controller:
     def start(self, state: RequestState) -> None:
         account = self._ledger.open(state.id, state.params.max_tokens)
         request = self._requests[state.id] = Tracked(state, self._max_tokens, account)
+        request.missed = round((1.0 - self._ledger.typical) * PATIENCE)  # as things go at present
+        self._unplanned.clear()
         if request.kind:
             self._kinds[state.id] = request.kind
 
@@ -122,10 +126,15 @@ class Controller:
         if self._watched(load) or not offers:
             return wanted
         frame = self._framed(load)
+        if self._round < self._unplanned[drafter]:
+            return wanted
         plan = self._plan(offers, drafter, backlogs, frame)
         if plan is None:
+            self._vain[drafter] += 1
+            self._unplanned[drafter] = self._round + self._spell(self._vain[drafter], LONGEST_NAP)
             self._explore(offers, drafter, backlogs, wanted)
             return wanted
+        self._vain[drafter] = 0
         worth = self._worth(plan, drafter, frame)
         for member in plan.members:
             wanted[member.index] = plan.length, worth
@@ -305,10 +314,14 @@ class Controller:
         """
         request.missed += 1
         if request.missed > PATIENCE and longest:
-            most = min(1 << min(request.missed - PATIENCE, 10), longest, math.ceil(self._asking_share / ASKING_SHARE))
-            spell = 1 << max(most - 1, 0).bit_length()
+            spell = self._spell(request.missed - PATIENCE, longest)
             request.wakes = (self._round // spell + 1) * spell
         self._say_none(request, reason)
+
+    def _spell(self, times: int, longest: int) -> int:
+        """Rounds to leave alone what was in vain so many times: a power of two, the longer the more asking costs."""
+        most = min(1 << min(times, 10), longest, math.ceil(self._asking_share / ASKING_SHARE))
+        return 1 << max(most - 1, 0).bit_length()
 
     def _say_none(self, request: Tracked, reason: str) -> None:
         self._none[reason] += 1

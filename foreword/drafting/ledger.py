@@ -49,12 +49,14 @@ class Ledger:
     is used up. Whoever arrives takes the place of a ghost: a client that waits for its answer sends its next request
     when the last one ends, so that plain decoding would never have both. What the ghosts of the future will save is
     credited in advance, as far as places were left empty of late.
+
+    typical  promise of requests of late
     """
 
     def __init__(self) -> None:
         self.accounts: dict[str, Account] = {}
         self.ghosts: list[Account] = []
-        self._typical = 0.5
+        self.typical = 0.5
         self._left_empty = 0.5
 
     @property
@@ -67,7 +69,7 @@ class Ledger:
             self.ghosts.remove(max(self.ghosts, key=lambda ghost: ghost.lead))
             self._left_empty -= self._left_empty * EXPIRED_RATE
         tokens = FLOOR_TOKENS if bound is None else min(FLOOR_TOKENS, bound)
-        account = Account(tokens, self._typical if drafting else 0.0)
+        account = Account(tokens, self.typical if drafting else 0.0)
         self.accounts[request_id] = account
         return account
 
@@ -80,7 +82,7 @@ class Ledger:
     def note(self, account: Account, guessed: bool) -> None:
         """Whether a request's next token was guessed, the last time that it asked."""
         account.promise += (guessed - account.promise) * PROMISE_RATE
-        self._typical += (guessed - self._typical) * TYPICAL_RATE
+        self.typical += (guessed - self.typical) * TYPICAL_RATE
 
     def settle(self, served: Iterable[Served], plain: float, actual: float, saved: float = 0.0) -> None:
         """A step took `actual`; plain decoding would have taken `plain` for each token, or piece of a prompt, of each request.

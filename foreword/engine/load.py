@@ -99,9 +99,7 @@ class _Loader:
             drafting.policy = self.controller(assembler, runner, drafting)
             stages.take()
             self.seconds["calibration"] = time.perf_counter() - started
-        return Engine(
-            self.info(target, drafter), self.scheduler(), assembler, runner, drafting, stages, _device_memory(resolved)
-        )
+        return Engine(self.info(target, drafter), self.scheduler(), assembler, runner, drafting, stages, _device_memory(resolved))
 
     def drafting(self, vocab_size: int) -> Drafting:
         """Every drafter that was asked for; those that run a model apart."""

@@ -210,7 +210,7 @@ def test_a_request_without_offers_is_left_alone_for_growing_spells() -> None:
     controller, state = controller_of(), state_of()
     controller.start(state)
     asked = asked_when_nothing_is_offered(controller, state, 0.07 * STEP)
-    assert all(asked[:4])
+    assert all(asked[:2])
     assert sum(asked[-32:]) == 1, "asking takes 7 % of a step, and may take 0.4 %"
     assert set(controller.stats().none) == {"nothing to guess from", "asleep"}
 
@@ -231,7 +231,7 @@ def test_the_door_rests_while_everybody_sleeps() -> None:
         controller.admit([Offer(Ask(state))], Load())
         spells.append(controller.rest())
         step(controller, [state], drafting=0.07 * STEP)
-    assert spells[:4] == [0] * 4 and spells[-1] == 31
+    assert spells[:2] == [0] * 2 and spells[-1] == 31
     controller.start(state_of("b"))
     controller.bound(Ask(state))
     controller.admit([], Load())
@@ -292,3 +292,15 @@ def test_a_busy_server_does_not_wait_for_a_plain_step() -> None:
     controller.bound(Ask(state))
     (admitted,) = controller.admit([Offer(Ask(state, 8), [draft])], Load(prompt_rows=20))
     assert admitted is not None
+
+
+def test_requests_begin_less_patient_where_nobody_is_guessed() -> None:
+    """An answer of sixty tokens is over before it has found out for itself."""
+    controller, early = controller_of(), state_of("early")
+    controller.start(early)
+    asked_when_nothing_is_offered(controller, early, 0.07 * STEP)
+    controller.finish("early")
+    late = state_of("late")
+    controller.start(late)
+    asked = asked_when_nothing_is_offered(controller, late, 0.07 * STEP)
+    assert not all(asked[:4]) and sum(asked) < 10
