@@ -33,6 +33,7 @@ LEAST_CHANCE = 0.01  # guesses less likely than this are never worth a row
 PATIENCE = 4  # asks without a draft that pays before a request is left alone for a while
 LONGEST_NAP = 32  # rounds, while nothing is offered
 LONGEST_SLEEP = 64  # rounds, while what is offered does not pay
+LONGEST_WAIT = 8  # asks, while others would be delayed by too much: asking in vain delays them as well
 ASKING_SHARE = 0.004  # of the time may go into asking in vain; where it takes less, nobody is left alone
 AWAKE = 8  # rounds that nobody is left alone after a model drafted: it may for all in the same passes
 MEASURED = 2  # last steps of a rest, for the watchdog to compare with what comes after
@@ -150,7 +151,7 @@ class Controller:
             if length:
                 admitted[candidate.index] = self._give(candidate, length)
             else:
-                self._miss(candidate.request, reason, LONGEST_SLEEP if reason is UNPAID else 0)
+                self._miss(candidate.request, reason, LONGEST_SLEEP if reason is UNPAID else LONGEST_WAIT)
         self._in_vain = bool(offers) and not self._drafting
         self._idle = 0 if any(choice.lengths) else self._idle_rounds()
         self._frame = None

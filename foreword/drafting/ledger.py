@@ -10,6 +10,7 @@ from foreword.drafting.policy import Served
 __all__ = ["Account", "Ledger"]
 
 ALLOWANCE = 0.02
+ADVANCE = 0.03
 FLOOR_TOKENS = 32
 CREDIT = 2.0  # plain steps that a request may be behind whose own guesses are right every time: it will soon be ahead
 PROMISE_RATE = 1 / 8
@@ -38,8 +39,9 @@ class Account:
 
     def slack(self, step: float) -> float:
         """How far it may still fall back, plain steps taking `step` each: it never is 2 % behind for good."""
-        credit = CREDIT * self.promise * self.tokens / FLOOR_TOKENS
-        return self.lead + self.advance + ALLOWANCE * max(self.plain, self.tokens * step) + credit * step
+        time = max(self.plain, self.tokens * step)
+        credit = CREDIT * self.promise * step * self.tokens / FLOOR_TOKENS
+        return self.lead + ALLOWANCE * time + min(self.advance, ADVANCE * time) + credit
 
 
 class Ledger:
