@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any
 
 from foreword.errors import ConfigError, InvalidRequest
@@ -79,7 +80,9 @@ class Config:
     gpu_memory_utilization: float = option(0.9, "share of the GPU's memory that may be used", group="scheduler")
     block_size: int = option(16, "tokens in one block of the KV cache (a power of two, 1 to 256)", group="scheduler")
     trace: str | None = option(
-        None, "file to write every plan of the scheduler to, for replay; it holds token ids", group="scheduler"
+        None,
+        "file to write every plan of the scheduler to, for replay; it holds token ids; FILE.drafts gets the decisions on drafts",
+        group="scheduler",
     )
     prefix_caching: bool = option(True, "reuse the KV of equal prompt beginnings", group="scheduler")
 
@@ -179,6 +182,11 @@ class Config:
     def runs_draft_model(self) -> bool:
         """Whether `draft_model` is loaded: to guess, or to be paid for in a replay."""
         return self.draft_model is not None and ("draft" in self.drafter_names() or self.replay_cost)
+
+    @property
+    def trace_of_drafts(self) -> Path:
+        """Beside `trace`."""
+        return Path(f"{self.trace}.drafts")
 
     def with_speculative_config(self) -> Config:
         """`speculative_config` (vLLM's JSON) spread over the fields it stands for."""

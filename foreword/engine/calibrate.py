@@ -14,7 +14,7 @@ from foreword.core.batch import SCRATCH_BLOCK
 from foreword.core.params import SamplingParams
 from foreword.core.request import Request, RequestState
 from foreword.drafting.base import PassDrafter
-from foreword.drafting.costs import Calibration, PassCost
+from foreword.drafting.control.costs import Calibration, PassCost
 from foreword.engine.assemble import Assembler
 from foreword.engine.runner import Runner
 from foreword.engine.scheduler import Plan, Work

@@ -16,7 +16,8 @@ from foreword.cache.storage import KVStorage
 from foreword.config import Config, EngineInfo, Machine, ModelFacts, Resolved, resolve
 from foreword.core.batch import SCRATCH_BLOCK, Chunk, build_batch
 from foreword.drafting.base import Drafter, PassDrafter
-from foreword.drafting.controller import Controller
+from foreword.drafting.control.controller import Controller
+from foreword.drafting.control.decisions import TracedController
 from foreword.drafting.drafting import Drafting
 from foreword.drafting.model import ModelDrafter
 from foreword.drafting.ngram import NgramDrafter
@@ -118,7 +119,10 @@ class _Loader:
         resolved = self.resolved
         calibration = Calibrator(assembler, runner, resolved.max_num_batched_tokens, resolved.max_model_len).calibration()
         passes = {model.name: pass_cost(model, resolved.max_num_seqs) for model in drafting.passes}
-        return Controller(calibration, resolved.num_speculative_tokens, passes)
+        options = (calibration, resolved.num_speculative_tokens, passes)
+        if self.config.trace is None:
+            return Controller(*options)
+        return TracedController(self.config.trace_of_drafts, *options)
 
     def scheduler(self) -> Scheduler:
         resolved, trace = self.resolved, self.config.trace

@@ -2,7 +2,7 @@
 
 import pytest
 
-from foreword.drafting.costs import Curve
+from foreword.drafting.control.costs import Curve
 from foreword.engine.calibrate import ROUNDS, ROWS, rounds
 
 RIDGE = 24  # rows up to which a step takes the same

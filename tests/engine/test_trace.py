@@ -7,6 +7,7 @@ import pytest
 
 from foreword import LLM, SamplingParams
 from foreword.cache.blocks import BlockPool
+from foreword.drafting.control.decisions import replay as replay_decisions
 from foreword.engine.trace import TracedScheduler, replay
 from tests.checkpoints import write_checkpoint
 from tests.engine.simulation import Simulation, make_request
@@ -47,3 +48,10 @@ def test_an_engine_writes_a_trace(tmp_path: Path) -> None:
     plans = list(replay((tmp_path / "trace").read_text().splitlines()))
     assert len(plans) == llm.stats.step
     assert any(work.num_draft for plan in plans for work in plan.work)
+
+
+def test_decisions_on_drafts_are_traced_too(tmp_path: Path) -> None:
+    llm = LLM(str(write_checkpoint(tmp_path / "model", seed=5)), trace=str(tmp_path / "trace"), threads=1)
+    llm.generate({"prompt_token_ids": [40, 41, 42, 40, 41]}, SamplingParams(max_tokens=40, n=3, seed=1, ignore_eos=True))
+    decisions = list(replay_decisions((tmp_path / "trace.drafts").read_text().splitlines()))
+    assert len(decisions) > 20

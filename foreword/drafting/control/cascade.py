@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from foreword.drafting.admission import MARGIN, bearable
-from foreword.drafting.frame import Frame, Tracked
+from foreword.drafting.control.admission import MARGIN, bearable
+from foreword.drafting.control.frame import Frame, Tracked
 
 __all__ = ["FEW", "LONGEST", "Cascade", "Member", "Plan", "plans"]
 

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from foreword.core.request import RequestState
-from foreword.drafting.acceptance import Record
-from foreword.drafting.costs import Shape, sampling_class
-from foreword.drafting.ledger import ALLOWANCE, Account
+from foreword.drafting.control.acceptance import Record
+from foreword.drafting.control.costs import Shape, sampling_class
+from foreword.drafting.control.ledger import ALLOWANCE, Account
 
 __all__ = ["Frame", "Tracked"]
 

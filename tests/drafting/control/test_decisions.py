@@ -7,10 +7,10 @@ import pytest
 from foreword.core.params import SamplingParams
 from foreword.core.request import Request, RequestState
 from foreword.drafting.base import Ask
-from foreword.drafting.costs import Calibration
-from foreword.drafting.decisions import TracedController, replay
+from foreword.drafting.control.costs import Calibration
+from foreword.drafting.control.decisions import TracedController, replay
 from foreword.drafting.policy import Load
-from tests.drafting.simulation import STEP, Machine, Text, World, swinging, two_sorts
+from tests.drafting.control.simulation import STEP, Machine, Text, World, swinging, two_sorts
 
 NOISY = Machine("CPU", 14, swinging, 0.05)
 

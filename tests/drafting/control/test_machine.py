@@ -4,8 +4,8 @@ import pytest
 
 from foreword.core.params import SamplingParams
 from foreword.core.request import Request, RequestState
-from foreword.drafting.costs import Calibration, PassCost, Shape
-from foreword.drafting.machine import Machine
+from foreword.drafting.control.costs import Calibration, PassCost, Shape
+from foreword.drafting.control.machine import Machine
 from foreword.drafting.policy import Served
 
 

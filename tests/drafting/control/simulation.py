@@ -3,7 +3,7 @@
 The text of every answer is the token 1 over and over; a guess is right if it is 1 and wrong if it is 0. Which places of
 an answer can be guessed is fixed by its seed, so that two policies are tried on the same luck.
 
-`python -m tests.drafting.simulation` prints the tables of docs/lab/controller.md.
+`python -m tests.drafting.control.simulation` prints the tables of docs/lab/controller.md.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from foreword.core.draft import Draft
 from foreword.core.params import SamplingParams
 from foreword.core.request import Request, RequestState
 from foreword.drafting.base import Ask
-from foreword.drafting.controller import Controller
-from foreword.drafting.costs import Calibration, PassCost
+from foreword.drafting.control.controller import Controller
+from foreword.drafting.control.costs import Calibration, PassCost
 from foreword.drafting.drafting import Drafting
 from foreword.drafting.policy import FixedLength, Load, Policy, Served, StepFacts
 

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from foreword.core.draft import Draft
 from foreword.core.params import SamplingParams
 from foreword.core.request import Request, RequestState
-from foreword.drafting.admission import Candidate, bearable, best_count, choose, nearest, shared, split
-from foreword.drafting.costs import Shape
-from foreword.drafting.frame import Frame, Tracked
-from foreword.drafting.ledger import Account
+from foreword.drafting.control.admission import Candidate, bearable, best_count, choose, nearest, shared, split
+from foreword.drafting.control.costs import Shape
+from foreword.drafting.control.frame import Frame, Tracked
+from foreword.drafting.control.ledger import Account
 
 Chances = st.lists(st.floats(0.01, 1.0), min_size=1, max_size=6).map(lambda ps: list(accumulate(ps, lambda a, b: a * b)))
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from foreword.core.params import SamplingParams
-from foreword.drafting.costs import Calibration, Curve, Drift, PassCost, SamplePrices, Shape, StepCosts, sampling_class
+from foreword.drafting.control.costs import Calibration, Curve, Drift, PassCost, SamplePrices, Shape, StepCosts, sampling_class
 
 
 def test_a_curve_is_linear_between_points_and_proportional_beyond() -> None:

@@ -15,16 +15,16 @@ from functools import partial
 from foreword.core.draft import Draft
 from foreword.core.events import DraftingStats
 from foreword.core.request import RequestState
-from foreword.drafting.acceptance import PASS_PRIOR_TRIALS, PASS_PRIORS, Rates
-from foreword.drafting.admission import Candidate, Choice, choose, nearest
 from foreword.drafting.base import Ask
-from foreword.drafting.cascade import FEW, LONGEST, Cascade, Member, Plan, plans
-from foreword.drafting.costs import Calibration, PassCost, Shape
-from foreword.drafting.frame import Frame, Tracked
-from foreword.drafting.ledger import Account, Ledger
-from foreword.drafting.machine import Machine
+from foreword.drafting.control.acceptance import PASS_PRIOR_TRIALS, PASS_PRIORS, Rates
+from foreword.drafting.control.admission import Candidate, Choice, choose, nearest
+from foreword.drafting.control.cascade import FEW, LONGEST, Cascade, Member, Plan, plans
+from foreword.drafting.control.costs import Calibration, PassCost, Shape
+from foreword.drafting.control.frame import Frame, Tracked
+from foreword.drafting.control.ledger import Account, Ledger
+from foreword.drafting.control.machine import Machine
+from foreword.drafting.control.watchdog import Budget
 from foreword.drafting.policy import Load, Offer, StepFacts
-from foreword.drafting.watchdog import Budget
 
 __all__ = ["Controller"]
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from foreword.core.draft import Draft
-from foreword.drafting.acceptance import PASS_PRIORS, Rates, Record
+from foreword.drafting.control.acceptance import PASS_PRIORS, Rates, Record
 
 
 def draft_of(*right: bool, confidence: float | None = None) -> Draft:

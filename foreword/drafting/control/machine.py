@@ -5,9 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from foreword.drafting.costs import OUTLIER, SAMPLING_CLASSES, Calibration, Drift, PassCost, SamplePrices, Shape, StepCosts
+from foreword.drafting.control.costs import (
+    OUTLIER,
+    SAMPLING_CLASSES,
+    Calibration,
+    Drift,
+    PassCost,
+    SamplePrices,
+    Shape,
+    StepCosts,
+)
+from foreword.drafting.control.watchdog import Watchdog
 from foreword.drafting.policy import Served
-from foreword.drafting.watchdog import Watchdog
 
 __all__ = ["Machine", "Tally"]
 

@@ -9,7 +9,7 @@ from itertools import accumulate, chain
 from operator import truediv
 
 from foreword.core.draft import Draft
-from foreword.drafting.frame import Frame, Tracked
+from foreword.drafting.control.frame import Frame, Tracked
 
 __all__ = ["MARGIN", "Candidate", "Choice", "bearable", "best_count", "choose", "nearest", "shared", "split"]
 

@@ -4,10 +4,10 @@ import pytest
 
 from foreword.core.params import SamplingParams
 from foreword.core.request import Request, RequestState
-from foreword.drafting.cascade import Cascade, Member, Plan, plans
-from foreword.drafting.costs import Shape
-from foreword.drafting.frame import Frame, Tracked
-from foreword.drafting.ledger import Account
+from foreword.drafting.control.cascade import Cascade, Member, Plan, plans
+from foreword.drafting.control.costs import Shape
+from foreword.drafting.control.frame import Frame, Tracked
+from foreword.drafting.control.ledger import Account
 
 FREE = [1.0] * 100  # a step, however many rows are drafted
 

@@ -15,8 +15,8 @@ from foreword.core.draft import Draft
 from foreword.core.params import SamplingParams, Speculation
 from foreword.core.request import Request, RequestState
 from foreword.drafting.base import Ask
-from foreword.drafting.controller import Controller
-from foreword.drafting.costs import Calibration, PassCost, sampling_class
+from foreword.drafting.control.controller import Controller
+from foreword.drafting.control.costs import Calibration, PassCost, sampling_class
 from foreword.drafting.policy import Load, Offer, Served, StepFacts
 
 __all__ = ["TracedController", "replay"]

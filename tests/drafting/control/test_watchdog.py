@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from foreword.drafting.watchdog import WINDOW, Budget, Watchdog
+from foreword.drafting.control.watchdog import WINDOW, Budget, Watchdog
 
 
 def window(dog: Watchdog, gain: float, speed: float = 1.0) -> None:

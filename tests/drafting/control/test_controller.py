@@ -11,10 +11,10 @@ from foreword.core.draft import Draft
 from foreword.core.params import SamplingParams, Speculation
 from foreword.core.request import Request, RequestState
 from foreword.drafting.base import Ask
-from foreword.drafting.controller import Controller
-from foreword.drafting.costs import Calibration
+from foreword.drafting.control.controller import Controller
+from foreword.drafting.control.costs import Calibration
 from foreword.drafting.policy import Load, Offer, Served, StepFacts
-from tests.drafting.simulation import (
+from tests.drafting.control.simulation import (
     CPU,
     GPU,
     LENGTHS,

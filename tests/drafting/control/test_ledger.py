@@ -4,7 +4,7 @@ import pytest
 
 from foreword.core.params import SamplingParams
 from foreword.core.request import Request, RequestState
-from foreword.drafting.ledger import Ledger
+from foreword.drafting.control.ledger import Ledger
 from foreword.drafting.policy import Served
 
 
@@ -64,11 +64,11 @@ def test_credit_is_given_to_requests_whose_own_guesses_come_true() -> None:
     """A new one has what is usual; a short answer has less to make up for it."""
     ledger = Ledger()
     new, short = ledger.open("a", None), ledger.open("b", 8)
-    assert new.slack(1.0) == pytest.approx(0.64 + 0.5) and short.slack(1.0) == pytest.approx((0.64 + 0.5) / 4)
+    assert new.slack(1.0) == pytest.approx(0.64 + 2 * 0.5) and short.slack(1.0) == pytest.approx((0.64 + 2 * 0.5) / 4)
     for _ in range(60):
         ledger.note(new, guessed=True)
-    assert new.slack(1.0) == pytest.approx(0.64 + 1, abs=0.01)
-    assert ledger.open("c", None).slack(1.0) > 0.64 + 0.75, "what is usual follows"
+    assert new.slack(1.0) == pytest.approx(0.64 + 2, abs=0.01)
+    assert ledger.open("c", None).slack(1.0) > 0.64 + 2 * 0.75, "what is usual follows"
     for _ in range(60):
         ledger.note(new, guessed=False)
     assert new.slack(1.0) == pytest.approx(0.64, abs=0.01), "and is taken back"
