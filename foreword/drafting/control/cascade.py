@@ -15,6 +15,7 @@ LENGTHS = (1, 2, 3, 4, 6, 8, 10, 12, 16, 24)
 LONGEST = LENGTHS[-1]
 FEW = 8  # rows; whoever has more to compute first comes last
 LOOKED_AT = 12  # plans, for one that the ledger allows
+MOST_AT_ONCE = 4.0  # plain steps of reading texts in one step that several requests wait for, and those that arrive meanwhile
 STAKE = 5.0  # plain steps, once for each drafter
 PAST_THE_BEST = 0.97  # of the best rate so far: longer drafts bring no better one
 HASTE = 0.5  # what is invested must pay within this share of the steps that are left
@@ -87,6 +88,8 @@ class Cascade:
 
     def _bearable(self, plan: Plan, stake: float, frame: Frame) -> bool:
         if stake and self._staked + stake > STAKE * frame.plain:
+            return False
+        if len(frame.accounts) > 1 and plan.invested > MOST_AT_ONCE * frame.plain:
             return False
         delay = plan.seconds + plan.cost - frame.plain
         if delay + plan.invested - stake > frame.patience(member.request for member in plan.members):

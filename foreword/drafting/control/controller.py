@@ -31,6 +31,7 @@ __all__ = ["Controller"]
 ROWS_TOGETHER, LEAST_BOUND = 128, 4  # guesses that all requests together are asked for, and each at least
 LEAST_CHANCE = 0.01  # guesses less likely than this are never worth a row
 PATIENCE = 4  # asks without a draft that pays before a request is left alone for a while
+IMPATIENCE = 7  # as if so many had been in vain already, where no request's guesses come true at present
 LONGEST_NAP = 32  # rounds, while nothing is offered
 LONGEST_SLEEP = 64  # rounds, while what is offered does not pay
 LONGEST_WAIT = 8  # asks, while others would be delayed by too much: asking in vain delays them as well
@@ -86,7 +87,7 @@ class Controller:
     def start(self, state: RequestState) -> None:
         account = self._ledger.open(state.id, state.params.max_tokens)
         request = self._requests[state.id] = Tracked(state, self._max_tokens, account)
-        request.missed = round((1.0 - self._ledger.typical) * PATIENCE)  # as things go at present
+        request.missed = round((1.0 - self._ledger.typical) * IMPATIENCE)  # as things go at present
         self._unplanned.clear()
         if request.kind:
             self._kinds[state.id] = request.kind

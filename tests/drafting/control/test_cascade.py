@@ -100,3 +100,14 @@ def test_little_is_staked_on_a_drafter_that_nobody_knows() -> None:
     assert cascade.plan([plan_of(looks[0], seconds=0.0, invested=3.0)], frame, proven=False)
     assert others.lead == pytest.approx(3.0), "it is outside of everybody's ledger"
     assert cascade.plan([plan_of(looks[1], seconds=0.0, invested=3.0)], frame_of(looks[1].request.account), False) is None
+
+
+def test_no_step_of_several_requests_reads_many_texts_at_once() -> None:
+    """Whoever arrives meanwhile waits for it. Alone, a request waits for nothing but its own draft."""
+    members = [member(i, 0.95, backlog=300, request=tracked(lead=1000.0, read=False)) for i in range(8)]
+    paying = plans(members, 8.0, 0, FREE, passes_of(0.01, by_row=0.01))
+    plan = Cascade().plan(paying, frame_of(*(one.request.account for one in members)), proven=True)
+    assert plan is None or plan.invested <= 4.0
+    lonely = plans(members[:1], 1.0, 0, FREE, passes_of(0.01, by_row=0.02))
+    found = Cascade().plan(lonely, frame_of(members[0].request.account), proven=True)
+    assert found is not None and found.invested > 4.0
