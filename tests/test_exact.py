@@ -14,7 +14,7 @@ import itertools
 import json
 import random
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -213,6 +213,26 @@ def test_equal_under_every_setting(family: Family, combination: dict[str, Any]) 
         assert accepted == 0.0
     elif combination["speculate"] != "off":
         assert 0.0 < accepted < 1.0, "a comparison without accepted and rejected drafts would prove little"
+
+
+@pytest.mark.parametrize("draft_length", ["fixed", "adaptive"])
+def test_equal_with_predictions(family: Family, draft_length: str) -> None:
+    """The text of the answer itself, which is mostly right, and that of another request, which is mostly wrong."""
+    prompts_, params = requests()
+    llm = LLM(
+        str(family.model),
+        speculate="prediction",
+        draft_length=draft_length,
+        max_model_len=MAX_MODEL_LEN,
+        threads=1,
+        test_mode=True,
+    )
+    for shift in (0, 1):
+        texts = [family.plain[(i + shift) % len(family.plain)]["choices"][0][2][:40] or "?" for i in range(len(params))]
+        predicted = [replace(p, prediction=text) for p, text in zip(params, texts, strict=True)]
+        assert differing(family, outputs_of(llm.generate(prompts_, predicted))) == []
+    llm.check()
+    assert draft_length == "adaptive" or 0.0 < acceptance(llm) < 1.0
 
 
 CROWDED = PLAIN | {"speculate": "suffix,draft", "concurrent": 16, "cache": "small", "prefix_caching": True, "chunk": 24}
