@@ -107,19 +107,8 @@ def pooled(rounds: Iterable[Mapping[str, DraftTally]]) -> dict[str, DraftTally]:
 def _merged(tallies: Iterable[DraftTally]) -> DraftTally:
     total = DraftTally()
     for tally in tallies:
-        total.verify_steps += tally.verify_steps
-        total.drafted += tally.drafted
-        total.accepted += tally.accepted
-        total.emitted += tally.emitted
-        total.drafted_at = _added(total.drafted_at, tally.drafted_at)
-        total.accepted_at = _added(total.accepted_at, tally.accepted_at)
+        total.include(tally)
     return total
-
-
-def _added(left: Sequence[int], right: Sequence[int]) -> list[int]:
-    sums = Counter(dict(enumerate(left)))
-    sums.update(dict(enumerate(right)))
-    return [sums[place] for place in range(max(len(left), len(right)))]
 
 
 def _tally(tally: DraftTally) -> dict[str, Any]:

@@ -9,8 +9,8 @@ from foreword.drafting.policy import Served
 
 __all__ = ["Account", "Ledger"]
 
-ALLOWANCE = 0.02
-ADVANCE = 0.03
+ALLOWANCE = 0.02  # of its time so far
+ADVANCE = 0.03  # of its time, at most, is credited for what others will save it
 FLOOR_TOKENS = 32
 CREDIT = 2.0  # plain steps that a request may be behind whose own guesses are right every time: it will soon be ahead
 PROMISE_RATE = 1 / 8
@@ -38,7 +38,7 @@ class Account:
     advance: float = 0.0
 
     def slack(self, step: float) -> float:
-        """How far it may still fall back, plain steps taking `step` each: it never is 2 % behind for good."""
+        """How far it may still fall back, plain steps taking `step` each: 2 %, and what it can be expected to make up for."""
         time = max(self.plain, self.tokens * step)
         credit = CREDIT * self.promise * step * self.tokens / FLOOR_TOKENS
         return self.lead + ALLOWANCE * time + min(self.advance, ADVANCE * time) + credit
