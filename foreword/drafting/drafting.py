@@ -40,6 +40,7 @@ class Drafting:
         self._offered: dict[str, tuple[int, list[Draft]]] = {}
         self.resting = False
         self._rest = 0
+        self._rested = self._unasked = 0  # steps of a rest so far, and how often in them a request was not asked
         self._stats: DraftingStats | None = None
 
     @property
@@ -74,12 +75,22 @@ class Drafting:
         if not states:
             return nothing  # a step of prompts alone is in the books, also in a rest
         if self.resting:
-            self._rest = max(self._rest - 1, 0)
+            self._sit_out(states)
             return nothing
         self._stats = None
+        if self._rested:
+            self._guarded("policy", lambda: self.policy.rested(self._rested, self._unasked))
+            self._rested = self._unasked = 0
         drafts = self._guarded("policy", lambda: self._propose(states, load)) or nothing
         self._rest = self._guarded("policy", self.policy.rest) or 0
         return drafts
+
+    def _sit_out(self, states: Sequence[RequestState]) -> None:
+        """A step in which nobody is asked: of a rest, or because none of its requests may be drafted for."""
+        if self._rest:
+            self._rest -= 1
+            self._rested += 1
+            self._unasked += sum(bool(self._live[state.id]) for state in states)
 
     def measured(self, facts: StepFacts) -> None:
         """A step is over."""

@@ -84,7 +84,10 @@ class Policy(Protocol):
         """For each offer the draft that is verified: one of its drafts, cut; None for none."""
 
     def rest(self) -> int:
-        """For how many steps nobody needs to be asked, unless a request begins; they have no drafts, and are not told of."""
+        """For how many steps nobody needs to be asked, unless a request begins; they have no drafts, and are not measured."""
+
+    def rested(self, steps: int, asks: int) -> None:
+        """A rest is over after so many steps, in which `asks` times a request was not asked."""
 
     def score(self, state: RequestState, draft: Draft, run: Sequence[int]) -> None:
         """What the text went on with where `draft` began, be it verified or not: all tokens since, at least one."""
@@ -122,6 +125,8 @@ class FixedLength:
 
     def rest(self) -> int:
         return 0
+
+    def rested(self, steps: int, asks: int) -> None: ...
 
     def score(self, state: RequestState, draft: Draft, run: Sequence[int]) -> None: ...
 

@@ -114,8 +114,15 @@ def test_a_policy_that_fails_costs_the_drafts_of_the_step() -> None:
 class Rests(Scores):
     """Wants two steps without questions after each decision."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.rests: list[tuple[int, int]] = []
+
     def rest(self) -> int:
         return 2
+
+    def rested(self, steps: int, asks: int) -> None:
+        self.rests.append((steps, asks))
 
 
 def test_while_the_policy_rests_nobody_is_asked_unless_a_request_begins() -> None:
@@ -127,9 +134,12 @@ def test_while_the_policy_rests_nobody_is_asked_unless_a_request_begins() -> Non
         drafting.propose([state])
         resting.append(drafting.resting)
     assert resting == [True, True, False] and len(drafter.asked) == 2
+    assert policy.rests == [(2, 2)]
+    drafting.propose([state])
     drafting.start(state_of("new"))
     drafting.propose([state])
     assert not drafting.resting
+    assert policy.rests == [(2, 2), (1, 1)], "a rest that was cut short counts as long as it was"
 
 
 def test_a_step_of_prompts_alone_is_told_to_the_policy_whatever_was_before() -> None:

@@ -162,12 +162,13 @@ class Controller:
 
     def rest(self) -> int:
         idle, self._idle = self._idle, 0
-        if idle:
-            self._round += idle
-            self._none[WATCHED if self._machine.watchdog.resting else ASLEEP] += idle * len(self._requests)
-            self._machine.watchdog.rested(idle)
-            self._ledger.wait(idle * self._step)
         return idle
+
+    def rested(self, steps: int, asks: int) -> None:
+        self._round += steps
+        self._none[WATCHED if self._machine.watchdog.resting else ASLEEP] += asks
+        self._machine.watchdog.rested(steps)
+        self._ledger.wait(steps * self._step)
 
     def measured(self, facts: StepFacts) -> None:
         machine = self._machine

@@ -88,6 +88,10 @@ class TracedController(Controller):
         self._write("rest", decided=rounds)
         return rounds
 
+    def rested(self, steps: int, asks: int) -> None:
+        self._write("rested", steps=steps, asks=asks)
+        super().rested(steps, asks)
+
     def measured(self, facts: StepFacts) -> None:
         served = [[s.state.id, s.num_tokens, s.num_draft, s.samples, s.emitted, s.context] for s in facts.served]
         self._write("measured", served=served, seconds=dict(facts.seconds))
@@ -145,6 +149,9 @@ class _Told:
 
     def rest(self, record: Mapping[str, Any]) -> int:
         return self.controller.rest()
+
+    def rested(self, record: Mapping[str, Any]) -> None:
+        self.controller.rested(record["steps"], record["asks"])
 
     def measured(self, record: Mapping[str, Any]) -> None:
         served = tuple(Served(self._known(id_), *figures) for id_, *figures in record["served"])

@@ -230,6 +230,7 @@ def test_the_door_rests_while_everybody_sleeps() -> None:
         assert controller.bound(Ask(state))
         controller.admit([Offer(Ask(state))], Load())
         spells.append(controller.rest())
+        controller.rested(spells[-1], spells[-1])
         step(controller, [state], drafting=0.07 * STEP)
     assert spells[0] == 0 and spells[-1] == 31
     controller.start(state_of("b"))
