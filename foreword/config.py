@@ -17,7 +17,7 @@ from foreword.errors import ConfigError, InvalidRequest
 
 __all__ = ["Config", "EngineInfo", "Machine", "ModelFacts", "Resolved", "kv_bytes_per_token", "option_fields", "resolve"]
 
-DRAFTERS = ("prediction", "suffix", "ngram", "draft", "replay")
+DRAFTERS = ("grammar", "prediction", "suffix", "ngram", "draft", "replay")
 GIB = 1 << 30
 CPU_CACHE = 4 * GIB  # the KV cache's default bound on a machine whose memory others use too
 WORTH_THREADS = 32 << 20  # bytes of weights below which threads wait for each other about as long as they work
@@ -35,6 +35,9 @@ class Config:
 
     model: str | None = option(None, "checkpoint directory, GGUF file or hub id (default: the bundled demo)", group="model")
     served_model_name: str | None = option(None, "name in the API (default: the model's last part)", group="model")
+    embedding_model: str | None = option(
+        None, "checkpoint of the BERT family that embeds, or ranks, beside the model, in a process of its own", group="model"
+    )
     device: str = option("auto", "where to compute", group="model", choices=("auto", "cpu", "cuda"))
     dtype: str = option(
         "auto",
@@ -87,7 +90,9 @@ class Config:
     prefix_caching: bool = option(True, "reuse the KV of equal prompt beginnings", group="scheduler")
 
     speculate: str = option(
-        "auto", "auto, off, or drafters joined by commas: prediction, suffix, ngram, draft, replay", group="speculation"
+        "auto",
+        "auto, off, or drafters joined by commas: grammar, prediction, suffix, ngram, draft, replay",
+        group="speculation",
     )
     draft_model: str | None = option(None, "a smaller checkpoint with the same tokenizer", group="speculation")
     num_speculative_tokens: int | None = option(
@@ -159,13 +164,13 @@ class Config:
     def drafter_names(self) -> tuple[str, ...]:
         """The drafters that `speculate` asks for, in order; empty when it is off.
 
-        `auto` is all that is there: predictions, suffix matching, and the draft model where one is given. `ngram` guesses
-        what `suffix` guesses too.
+        `auto` is all that is there: what grammars force, predictions, suffix matching, and the draft model where one is
+        given. `ngram` guesses what `suffix` guesses too.
         """
         if self.speculate == "off":
             return ()
         if self.speculate == "auto":
-            return ("prediction", "suffix", "draft") if self.draft_model else ("prediction", "suffix")
+            return ("grammar", "prediction", "suffix", *(("draft",) if self.draft_model else ()))
         names = tuple(name.strip() for name in self.speculate.split(","))
         for name in names:
             if name not in DRAFTERS:

@@ -5,7 +5,8 @@ ForewordError                 500
 ├── CheckpointError           a model directory cannot be served (start-up)
 ├── InvalidRequest            400  names the field in `param`
 │   ├── ContextLengthExceeded 400
-│   └── Unsupported           400  known elsewhere, not available here
+│   ├── Unsupported           400  known elsewhere, not available here
+│   └── Unsatisfiable         400  what was asked for leaves no token that could come next
 ├── Unauthorized              401
 ├── ModelNotFound             404
 ├── PayloadTooLarge           413
@@ -28,6 +29,7 @@ __all__ = [
     "PayloadTooLarge",
     "RequestFailed",
     "Unauthorized",
+    "Unsatisfiable",
     "Unsupported",
 ]
 
@@ -79,6 +81,12 @@ class Unsupported(InvalidRequest):
     """A parameter that others know and this server does not have (yet)."""
 
     code = "unsupported_parameter"
+
+
+class Unsatisfiable(InvalidRequest):
+    """What the request asks of its answer contradicts itself: no token could come next."""
+
+    code = "unsatisfiable"
 
 
 class Unauthorized(ForewordError):

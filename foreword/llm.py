@@ -20,7 +20,7 @@ from typing import Any
 from rich.progress import Progress
 
 from foreword.config import Config, EngineInfo
-from foreword.core.events import Event, Failed, StepStats, TokenLogprob
+from foreword.core.events import Event, Failed, StepStats, TokenLogprob, Tokens
 from foreword.core.params import SamplingParams
 from foreword.core.request import Request
 from foreword.engine.local import LocalClient
@@ -277,6 +277,7 @@ class LLM:
             if isinstance(event, Failed):
                 self._recorder.failed(request, event.error)
                 raise event.error
+            assert isinstance(event, Tokens)
             delta = answer.feed(event)
             self._recorder.delivered(request, delta.event, time.monotonic())
             if delta.stopped:

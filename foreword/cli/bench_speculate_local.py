@@ -147,6 +147,7 @@ class _Run:
         for event in report.events:
             if isinstance(event, Failed):
                 raise event.error
+            assert isinstance(event, Tokens)
             self._deliver(self._open[event.request_id], event, now)
 
     def _deliver(self, open_: _Open, event: Tokens, now: float) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from foreword.errors import ForewordError
 
-__all__ = ["DraftUse", "DraftingStats", "Event", "Failed", "StepReport", "StepStats", "TokenLogprob", "Tokens", "cut"]
+__all__ = ["DraftUse", "DraftingStats", "Embedded", "Event", "Failed", "StepReport", "StepStats", "TokenLogprob", "Tokens", "cut"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,22 @@ class Failed:
     error: ForewordError
 
 
-Event = Tokens | Failed
+@dataclass(frozen=True, slots=True)
+class Embedded:
+    """The prompt as one vector; nothing follows.
+
+    vector       float32 [H] in native byte order: pooled hidden states after the final norm, not normalized
+    num_cached   prompt tokens found in the prefix cache
+    scheduled_s  time.monotonic() when the request first ran
+    """
+
+    request_id: str
+    vector: bytes
+    num_cached: int = 0
+    scheduled_s: float = 0.0
+
+
+Event = Tokens | Failed | Embedded
 
 
 @dataclass(frozen=True, slots=True)

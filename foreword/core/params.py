@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+from foreword.core.structured import StructuredOutput
 from foreword.errors import InvalidRequest
 
 __all__ = ["SamplingParams", "Speculation"]
@@ -66,6 +67,7 @@ class SamplingParams:
     seed: int | None = None
     speculation: Speculation = Speculation()
     prediction: str | None = None
+    structured: StructuredOutput | None = None
 
     def __post_init__(self) -> None:
         self._coerce()
@@ -90,6 +92,8 @@ class SamplingParams:
             raise InvalidRequest(f"speculation must be a Speculation, got {self.speculation!r:.80}", "speculation")
         if not isinstance(self.prediction, str | None):
             raise InvalidRequest(f"prediction must be a text, got {self.prediction!r:.80}", "prediction")
+        if not isinstance(self.structured, StructuredOutput | None):
+            raise InvalidRequest(f"structured must be a StructuredOutput, got {self.structured!r:.80}", "structured")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequest(f"min_tokens {self.min_tokens} is above max_tokens {self.max_tokens}", "min_tokens")
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from foreword.core.events import TokenLogprob
+from foreword.core.grammar import RequestGrammar
 from foreword.core.params import SamplingParams
 
 __all__ = ["Request", "RequestState"]
@@ -26,6 +27,8 @@ class Request:
     priority       lower is served first
     tenant         namespace of the prefix cache and of what drafters learn
     prediction_ids what the caller expects the output to be, as token ids; drafts come from it
+    reasoning_end_ids  token sequences of which any ends the reasoning, for a grammar that begins behind it; empty: at once
+    pooling        the request wants no tokens but its prompt as one vector: "last", "mean" or "cls"
     arrival_s      time.monotonic() where the request entered
     """
 
@@ -39,6 +42,8 @@ class Request:
     priority: int = 0
     tenant: str = ""
     prediction_ids: tuple[int, ...] = ()
+    reasoning_end_ids: tuple[tuple[int, ...], ...] = ()
+    pooling: str | None = None
     arrival_s: float = 0.0
 
 
@@ -54,6 +59,7 @@ class RequestState:
     draft         guessed continuation, not yet verified; `drafter` names who guessed it
     blocks        block ids that hold its KV, in order of position
     output_counts how often each id stands in the output, integers
+    grammar       what the output must look like, or None
     """
 
     __slots__ = (
@@ -63,6 +69,7 @@ class RequestState:
         "blocks",
         "draft",
         "drafter",
+        "grammar",
         "limit",
         "num_cached",
         "num_computed",
@@ -75,7 +82,7 @@ class RequestState:
         "tokens",
     )
 
-    def __init__(self, request: Request, arrival: int, max_model_len: int) -> None:
+    def __init__(self, request: Request, arrival: int, max_model_len: int, grammar: RequestGrammar | None = None) -> None:
         self.request = request
         self.arrival = arrival
         self.num_prompt = len(request.prompt_ids)
@@ -90,7 +97,8 @@ class RequestState:
         self.drafter = ""
         self.blocks: list[int] = []
         self.block_hashes: list[bytes] = []
-        eos = () if request.params.ignore_eos else request.eos_token_ids
+        self.grammar = grammar
+        eos = () if request.params.ignore_eos and grammar is None else request.eos_token_ids
         self._stop_ids = frozenset((*eos, *request.params.stop_token_ids))
         self.output_counts: Counter[int] = Counter(request.delivered_ids)
         self.prompt_counts: Counter[int] | None = None
@@ -138,6 +146,8 @@ class RequestState:
     def append(self, token_ids: Sequence[int]) -> None:
         """Commit sampled tokens."""
         self.tokens.extend(token_ids)
+        if self.grammar is not None:
+            self.grammar.accept(token_ids)
         self.output_counts.update(token_ids)
         assert len(self.tokens) <= self.limit
 

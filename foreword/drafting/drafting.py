@@ -184,7 +184,7 @@ class Drafting:
 
 
 def _legal(ask: Ask, drafter: Drafter, draft: Draft | None, vocab_size: int) -> Draft | None:
-    """The draft up to its first id that is not in the vocabulary, and not longer than asked for."""
+    """The draft up to its first id that is not in the vocabulary or that the grammar refuses, and not longer than asked for."""
     if draft is None:
         return None
     length = min(len(draft.token_ids), ask.max_tokens)
@@ -192,6 +192,8 @@ def _legal(ask: Ask, drafter: Drafter, draft: Draft | None, vocab_size: int) -> 
         if type(token_id) is not int or not 0 <= token_id < vocab_size:
             length = index
             break
+    if ask.state.grammar is not None:
+        length = ask.state.grammar.legal(draft.token_ids[:length])
     if length == len(draft.token_ids) and length and draft.drafter == drafter.name:
         return draft
     return Draft(draft.token_ids[:length], drafter.name, draft.confidence[:length]) if length else None

@@ -15,7 +15,7 @@ from queue import SimpleQueue
 from typing import Any, Protocol
 
 from foreword.config import Config, EngineInfo
-from foreword.core.events import Event, Failed, StepReport, StepStats
+from foreword.core.events import Event, Failed, StepReport, StepStats, Tokens
 from foreword.core.request import Request
 from foreword.engine.messages import Loading, Ready, Refused, Remove, Start
 from foreword.errors import ConfigError, EngineDead
@@ -145,7 +145,7 @@ class ProcessClient:
     async def _events(self, request_id: str, queue: asyncio.Queue[Event | None]) -> AsyncIterator[Event]:
         try:
             while (event := await queue.get()) is not None:
-                if isinstance(event, Failed) or event.finish_reason is not None:
+                if not isinstance(event, Tokens) or event.finish_reason is not None:
                     self._queues.pop(request_id, None)
                 yield event
                 if request_id not in self._queues:

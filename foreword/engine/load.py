@@ -19,6 +19,7 @@ from foreword.drafting.base import Drafter, PassDrafter
 from foreword.drafting.control.controller import Controller
 from foreword.drafting.control.decisions import TracedController
 from foreword.drafting.drafting import Drafting
+from foreword.drafting.grammar import GrammarDrafter
 from foreword.drafting.model import ModelDrafter
 from foreword.drafting.ngram import NgramDrafter
 from foreword.drafting.policy import FixedLength
@@ -148,6 +149,8 @@ class _Loader:
     def drafter(self, name: str, vocab_size: int) -> Drafter:
         """The one place that knows every drafter's constructor."""
         config, resolved = self.config, self.resolved
+        if name == "grammar":
+            return GrammarDrafter()
         if name == "prediction":
             return PredictionDrafter(frozenset(self.unused_ids))
         if name == "suffix":

@@ -87,6 +87,7 @@ class Generation:
             async for event in events:
                 if isinstance(event, Failed):
                     raise event.error
+                assert isinstance(event, Tokens)
                 self._queue.put_nowait((index, self._take(answer, event)))
                 if answer.finished:
                     return
