@@ -45,7 +45,7 @@ class Foreword:
                 **options,
             )
             self.prepared = prepare(config)
-            self.client = LocalClient(self.prepared.config, self.prepared.unused_ids)
+            self.client = LocalClient(self.prepared.config, self.prepared.unused_ids, self.prepared.tokenizer.vocabulary)
         info = self.client.info
         return {"backend": info.backend, "weight_bytes": info.resolved.weight_bytes, "kv_bytes": info.resolved.kv_bytes}
 

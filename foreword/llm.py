@@ -135,7 +135,7 @@ class LLM:
         self.config = prepared.config
         self.tokenizer = prepared.tokenizer
         self.stats = StepStats()
-        self._client = LocalClient(prepared.config, prepared.unused_ids, on_progress)
+        self._client = LocalClient(prepared.config, prepared.unused_ids, prepared.tokenizer.vocabulary, on_progress)
         self._recorder = Recorder(self.info.resolved.drafters)
         self._template = ChatTemplate.of(self.tokenizer)
         self._ids = itertools.count()

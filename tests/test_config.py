@@ -49,10 +49,10 @@ def test_an_impossible_option_is_named(options: dict[str, Any], field: str) -> N
 @pytest.mark.parametrize(
     ("options", "drafters"),
     [
-        ({}, ("prediction", "suffix")),
+        ({}, ("grammar", "prediction", "suffix")),
         ({"speculate": "off"}, ()),
         ({"speculate": "off", "draft_model": "d"}, ()),
-        ({"draft_model": "d"}, ("prediction", "suffix", "draft")),
+        ({"draft_model": "d"}, ("grammar", "prediction", "suffix", "draft")),
         ({"speculate": "draft, ngram", "draft_model": "d"}, ("draft", "ngram")),
     ],
 )

@@ -42,7 +42,7 @@ class LocalEngine:
         prepared = prepare(config)
         self.tokenizer = prepared.tokenizer
         self.template = ChatTemplate.of(self.tokenizer) if self.tokenizer.chat_template else None
-        self.client = LocalClient(prepared.config, prepared.unused_ids)
+        self.client = LocalClient(prepared.config, prepared.unused_ids, prepared.tokenizer.vocabulary)
         self.info = self.client.info
         self.stats = StepStats()
         last = min(self.tokenizer.vocab_size, self.info.vocab_size)

@@ -28,7 +28,7 @@ WARM_STEPS = 4
 def step_overhead(config: Config, examples: Sequence[Example], num_requests: int) -> dict[str, float]:
     """Median microseconds of a step while `num_requests` decode: by stage, and `total` without the forward pass."""
     prepared = prepare(replace(config, speculate="off", draft_model=None, max_num_seqs=num_requests))
-    client = LocalClient(prepared.config, prepared.unused_ids)
+    client = LocalClient(prepared.config, prepared.unused_ids, prepared.tokenizer.vocabulary)
     for request in _requests(prepared, client.info.resolved.max_model_len, examples, num_requests):
         client.submit(request)
     waiting = num_requests

@@ -110,7 +110,7 @@ async def _run(prepared: Prepared, listener: socket.socket) -> int:
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     started = time.perf_counter()
     with loading_bar(f"loading {prepared.path.name}") as progress:
-        client = ProcessClient(prepared.config, prepared.unused_ids, progress)
+        client = ProcessClient(prepared.config, prepared.unused_ids, prepared.tokenizer.vocabulary, progress)
         try:
             info = await _unless(stop, client)
         except BaseException:

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 from foreword.config import Config, EngineInfo
 from foreword.core.events import Event, Failed, StepReport, StepStats, Tokens
 from foreword.core.request import Request
+from foreword.core.vocabulary import Vocabulary
 from foreword.engine.messages import Loading, Ready, Refused, Remove, Start
 from foreword.errors import ConfigError, EngineDead
 
@@ -64,11 +65,16 @@ class ProcessClient:
     """Runs the engine in a process of its own and talks to it over a socket pair.
 
     One thread reads, and hands a whole step's events to the event loop at once; another writes.
-    `dead` is set when the engine is gone without having been closed.
+    `dead` is set when the engine is gone without having been closed. The vocabulary is asked for, in the thread that
+    writes, with the first grammar.
     """
 
     def __init__(
-        self, config: Config, unused_ids: tuple[int, ...], on_progress: Callable[[int, int], None] | None = None
+        self,
+        config: Config,
+        unused_ids: tuple[int, ...],
+        vocabulary: Callable[[], Vocabulary],
+        on_progress: Callable[[int, int], None] | None = None,
     ) -> None:
         self.info: EngineInfo | None = None
         self.stats = StepStats()
@@ -76,6 +82,7 @@ class ProcessClient:
         self.on_step: Callable[[StepStats], None] | None = None
         self.dead = asyncio.Event()
         self._start = Start(config, unused_ids)
+        self._vocabulary: Callable[[], Vocabulary] | None = vocabulary
         self._on_progress = on_progress
         self._queues: dict[str, asyncio.Queue[Event | None]] = {}
         self._process: subprocess.Popen[bytes] | None = None
@@ -109,6 +116,9 @@ class ProcessClient:
             raise EngineDead("the engine is not running")
         queue: asyncio.Queue[Event | None] = asyncio.Queue()
         self._queues[request.id] = queue
+        if request.params.structured is not None and self._vocabulary is not None:
+            self._send(self._vocabulary)
+            self._vocabulary = None
         self._send(request)
         return self._events(request.id, queue)
 
@@ -163,7 +173,7 @@ class ProcessClient:
         """Writing may block while the engine works: never in the event loop."""
         with contextlib.suppress(OSError):  # a dead engine is noticed by the reader
             while (message := self._outbox.get()) is not None:
-                connection.send(message)
+                connection.send(message() if callable(message) else message)
 
     def _read(self, loop: asyncio.AbstractEventLoop, connection: Connection) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens any more

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass
 
 from foreword.config import EngineInfo
 from foreword.core.draft import Draft, Outcome
 from foreword.core.events import Event, Failed, StepReport, StepStats
+from foreword.core.grammar import RequestGrammar
 from foreword.core.request import Request, RequestState
+from foreword.core.vocabulary import Vocabulary
 from foreword.drafting.drafting import Drafting
 from foreword.drafting.policy import Load, Served, StepFacts
 from foreword.engine.assemble import Assembler
@@ -16,8 +20,20 @@ from foreword.engine.runner import Runner
 from foreword.engine.scheduler import Plan, Scheduler, Work
 from foreword.engine.stages import Stages
 from foreword.errors import ContextLengthExceeded, ForewordError, InvalidRequest
+from foreword.grammar.grammars import Grammars
 
 __all__ = ["Engine"]
+
+COMPILING_S = 0.01  # a step that has nothing to do but to wait for a grammar takes so long
+
+
+@dataclass(frozen=True, slots=True)
+class _Compiling:
+    """A request whose grammar is being compiled; it holds nothing of the scheduler, and delays nobody."""
+
+    request: Request
+    arrival: int
+    grammar: Future[RequestGrammar]
 
 
 class Engine:
@@ -30,6 +46,7 @@ class Engine:
         assembler: Assembler,
         runner: Runner,
         drafting: Drafting,
+        grammars: Grammars,
         stages: Stages,
         device_memory: Callable[[], int],
         clock: Callable[[], float] = time.monotonic,
@@ -39,17 +56,23 @@ class Engine:
         self.assembler = assembler
         self.runner = runner
         self.drafting = drafting
+        self.grammars = grammars
         self.stages = stages
         self._device_memory = device_memory
         self._clock = clock
         self._num_steps = 0
         self._num_arrived = 0
+        self._compiling: dict[str, _Compiling] = {}
         self._refused: list[Event] = []
 
     @property
     def idle(self) -> bool:
         """Nothing to do and nothing to say."""
-        return self.scheduler.idle and not self._refused
+        return self.scheduler.idle and not self._refused and not self._compiling
+
+    def know(self, vocabulary: Vocabulary) -> None:
+        """What tokens spell; grammars wait for it."""
+        self.grammars.know(vocabulary)
 
     def submit(self, request: Request) -> None:
         """Take a request; one that cannot be served is answered by a Failed event of the next step."""
@@ -58,8 +81,15 @@ class Engine:
         except ForewordError as error:
             self._refused.append(Failed(request.id, error))
             return
-        state = RequestState(request, self._num_arrived, self.info.resolved.max_model_len)
+        arrival = self._num_arrived
         self._num_arrived += 1
+        if request.params.structured is None:
+            self._start(request, arrival)
+        else:
+            self._compiling[request.id] = _Compiling(request, arrival, self.grammars.begin(request))
+
+    def _start(self, request: Request, arrival: int, grammar: RequestGrammar | None = None) -> None:
+        state = RequestState(request, arrival, self.info.resolved.max_model_len, grammar)
         self.drafting.start(state)
         self.scheduler.add(state)
 
@@ -68,18 +98,33 @@ class Engine:
 
         num_tokens  output tokens that were delivered of an answer that the caller cut; None: it was given up
         """
+        if self._compiling.pop(request_id, None) is not None:
+            return
         state = self.scheduler.remove(request_id)
         if state is not None:
             self.drafting.finish(request_id, state.tokens[state.num_prompt :][: num_tokens or 0])
 
     def step(self) -> StepReport:
         """Advance every request that was planned by at least one row."""
+        if self._compiling:
+            self._start_compiled()
         events = self._refused
         self._refused = []
         if not self.scheduler.idle:
             events += self._step()
         self._num_steps += 1
         return StepReport(tuple(events), self._stats())
+
+    def _start_compiled(self) -> None:
+        """Start the requests whose grammar is ready; where nothing else is to be done, wait a moment for one."""
+        if self.scheduler.idle and not self._refused:
+            wait([one.grammar for one in self._compiling.values()], COMPILING_S, FIRST_COMPLETED)
+        for one in [one for one in self._compiling.values() if one.grammar.done()]:
+            del self._compiling[one.request.id]
+            try:
+                self._start(one.request, one.arrival, one.grammar.result())
+            except ForewordError as error:
+                self._refused.append(Failed(one.request.id, error))
 
     def _step(self) -> list[Event]:
         if not self.drafting.off:
@@ -120,7 +165,7 @@ class Engine:
 
     def _check(self, request: Request) -> None:
         limit = self.info.resolved.max_model_len
-        if request.id in self.scheduler.states:
+        if request.id in self.scheduler.states or request.id in self._compiling:
             raise InvalidRequest(f"a request with the id {request.id!r} is running", "id")
         if not request.prompt_ids:
             raise InvalidRequest("the prompt has no tokens", "prompt")
@@ -143,7 +188,7 @@ class Engine:
         return StepStats(
             step=self._num_steps,
             requests_running=len(scheduler.running),
-            requests_waiting=len(scheduler.waiting),
+            requests_waiting=len(scheduler.waiting) + len(self._compiling),
             longest_running_tokens=max((s.num_output for s in scheduler.running), default=0),
             oldest_running_seconds=max((now - s.request.arrival_s for s in scheduler.running), default=0.0),
             kv_cache_usage_ratio=scheduler.pool.num_used / scheduler.pool.num_blocks,

@@ -34,6 +34,7 @@ from foreword.engine.scheduler import Scheduler
 from foreword.engine.stages import Stages
 from foreword.engine.trace import TracedScheduler
 from foreword.errors import ConfigError
+from foreword.grammar.grammars import Grammars
 from foreword.hardware import machine, probe
 from foreword.kernels.cpu.library import library_digest, load_library
 from foreword.kernels.ops import Ops
@@ -91,7 +92,8 @@ class _Loader:
         drafting = self.drafting(model.vocab_size)
         self.seconds["weights"] = time.perf_counter() - started
         stages = Stages()
-        runner = Runner(model, kv, sampler, stages)
+        grammars = Grammars(model.vocab_size)
+        runner = Runner(model, kv, sampler, grammars, stages)
         started = time.perf_counter()
         runner.warm_up(build_batch([Chunk([0], 0, [SCRATCH_BLOCK], 1)], resolved.block_size, self.ops.row_tile, resolved.device))
         self.seconds["warmup"] = time.perf_counter() - started
@@ -101,7 +103,8 @@ class _Loader:
             drafting.policy = self.controller(assembler, runner, drafting)
             stages.take()
             self.seconds["calibration"] = time.perf_counter() - started
-        return Engine(self.info(target, drafter), self.scheduler(), assembler, runner, drafting, stages, _device_memory(resolved))
+        memory = _device_memory(resolved)
+        return Engine(self.info(target, drafter), self.scheduler(), assembler, runner, drafting, grammars, stages, memory)
 
     def drafting(self, vocab_size: int) -> Drafting:
         """Every drafter that was asked for; those that run a model apart."""

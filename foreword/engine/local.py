@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from foreword.config import Config, EngineInfo
 from foreword.core.events import StepReport
 from foreword.core.request import Request
+from foreword.core.vocabulary import Vocabulary
 from foreword.engine.load import load
 
 __all__ = ["LocalClient"]
@@ -15,11 +16,19 @@ __all__ = ["LocalClient"]
 class LocalClient:
     """Loads an engine and runs it whenever step() is called.
 
+    vocabulary  asked for with the first grammar
     Raises ConfigError or CheckpointError if it cannot be loaded.
     """
 
-    def __init__(self, config: Config, unused_ids: Sequence[int], on_progress: Callable[[int, int], None] | None = None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        unused_ids: Sequence[int],
+        vocabulary: Callable[[], Vocabulary],
+        on_progress: Callable[[int, int], None] | None = None,
+    ) -> None:
         self._engine = load(config, unused_ids, progress=on_progress)
+        self._vocabulary: Callable[[], Vocabulary] | None = vocabulary
 
     @property
     def info(self) -> EngineInfo:
@@ -31,6 +40,9 @@ class LocalClient:
 
     def submit(self, request: Request) -> None:
         """Its events come with the reports of the following steps."""
+        if request.params.structured is not None and self._vocabulary is not None:
+            self._engine.know(self._vocabulary())
+            self._vocabulary = None
         self._engine.submit(request)
 
     def step(self) -> StepReport:

@@ -12,6 +12,7 @@ from multiprocessing.connection import Connection
 from typing import NoReturn
 
 from foreword.core.request import Request
+from foreword.core.vocabulary import Vocabulary
 from foreword.engine.engine import Engine
 from foreword.engine.load import load
 from foreword.engine.messages import Loading, Ready, Refused, Remove, Start
@@ -55,9 +56,11 @@ def _serve(engine: Engine, connection: Connection) -> NoReturn:
         connection.send(engine.step())
 
 
-def _handle(engine: Engine, message: Request | Remove) -> None:
+def _handle(engine: Engine, message: Request | Remove | Vocabulary) -> None:
     if isinstance(message, Request):
         engine.submit(message)
+    elif isinstance(message, Vocabulary):
+        engine.know(message)
     else:
         engine.remove(message.request_id, message.num_tokens)
 

@@ -14,6 +14,7 @@ from foreword.core.events import TokenLogprob
 from foreword.engine.assemble import PromptRow, StepBatch
 from foreword.engine.scheduler import Work
 from foreword.engine.stages import Stages
+from foreword.grammar.grammars import Grammars
 from foreword.models.base import Model
 from foreword.sampling.sampler import Sampled, Sampler
 from foreword.sampling.verify import verify
@@ -24,10 +25,11 @@ NO_TOKEN = "no token can be sampled: the logits are not finite, or every token i
 
 
 class Runner:
-    """The model with its KV and its sampler."""
+    """The model with its KV and its sampler. Masks of grammars are computed while the model is."""
 
-    def __init__(self, model: Model, kv: KVStorage, sampler: Sampler, stages: Stages) -> None:
+    def __init__(self, model: Model, kv: KVStorage, sampler: Sampler, grammars: Grammars, stages: Stages) -> None:
         self.sampler = sampler
+        self.grammars = grammars
         self.stages = stages
         self._logits = model.compiled(kv)
 
@@ -39,6 +41,8 @@ class Runner:
     @torch.inference_mode()
     def run(self, batch: StepBatch) -> tuple[Outcome, ...]:
         """One outcome for each piece of work."""
+        if any(row.state.grammar is not None for row in batch.rows):
+            self.grammars.prepare(batch.rows)
         with self.stages("forward"):
             logits = self._logits(batch.forward)
         with self.stages("sample"):

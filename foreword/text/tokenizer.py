@@ -9,6 +9,7 @@ from pathlib import Path
 import tokenizers
 from tokenizers import AddedToken
 
+from foreword.core.vocabulary import Vocabulary
 from foreword.errors import CheckpointError, InvalidRequest
 from foreword.text.checkpoint import TokenizerFiles, read_files
 from foreword.text.decoding import parse_decoder
@@ -122,6 +123,11 @@ class Tokenizer:
 
     def is_special(self, token_id: int) -> bool:
         return token_id in self._special_ids
+
+    def vocabulary(self) -> Vocabulary:
+        """What every token spells."""
+        tokens = tuple(self.token_bytes(token_id) for token_id in range(self.vocab_size))
+        return Vocabulary(tokens, tuple(sorted(self._special_ids)), self.eos_token_ids)
 
     def unused_ids(self, model_vocab_size: int) -> tuple[int, ...]:
         """Ids below the model's vocabulary that no token has: rows of padding, never to be sampled."""

@@ -46,8 +46,8 @@ def test_modes() -> None:
 
 
 def test_the_demo_brings_its_drafter() -> None:
-    assert with_all_drafters(Config()).drafter_names() == ("prediction", "suffix", "draft")
-    assert with_all_drafters(Config(model="other")).drafter_names() == ("prediction", "suffix")
+    assert with_all_drafters(Config()).drafter_names() == ("grammar", "prediction", "suffix", "draft")
+    assert with_all_drafters(Config(model="other")).drafter_names() == ("grammar", "prediction", "suffix")
     assert with_all_drafters(Config(speculate="off")).drafter_names() == ()
 
 

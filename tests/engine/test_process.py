@@ -18,6 +18,7 @@ from foreword.config import Config
 from foreword.core.events import Failed, Tokens
 from foreword.core.params import SamplingParams, Speculation
 from foreword.core.request import Request
+from foreword.core.vocabulary import Vocabulary
 from foreword.engine.client import ProcessClient
 from foreword.engine.messages import Remove
 from foreword.engine.process import _handle
@@ -32,11 +33,16 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 async def client(checkpoint: Path) -> AsyncIterator[ProcessClient]:
-    client = ProcessClient(config_of(checkpoint), unused_ids=())
+    client = ProcessClient(config_of(checkpoint), unused_ids=(), vocabulary=no_tokens)
     await client.start()
     yield client
     await client.close()
     assert client._process is not None and client._process.poll() is not None
+
+
+def no_tokens() -> Vocabulary:
+    """Asked for with the first grammar; there is none here."""
+    return Vocabulary((), (), ())
 
 
 def config_of(checkpoint: Path, **options: object) -> Config:
@@ -90,7 +96,7 @@ async def test_leaving_a_stream_early_aborts_it(client: ProcessClient) -> None:
 
 
 async def test_how_much_was_delivered_reaches_the_engine(checkpoint: Path) -> None:
-    client = ProcessClient(config_of(checkpoint), unused_ids=())
+    client = ProcessClient(config_of(checkpoint), unused_ids=(), vocabulary=no_tokens)
     client.alive = True
     for name in "ab":
         client._queues[name] = asyncio.Queue()
@@ -136,16 +142,16 @@ async def test_a_killed_engine_fails_what_is_open_and_says_so(client: ProcessCli
 
 async def test_loading_is_reported(checkpoint: Path) -> None:
     progress: list[tuple[int, int]] = []
-    client = ProcessClient(config_of(checkpoint), (), lambda done, total: progress.append((done, total)))
+    client = ProcessClient(config_of(checkpoint), (), no_tokens, lambda done, total: progress.append((done, total)))
     info = await client.start()
-    assert info.architecture == "llama" and info.resolved.drafters == ("prediction", "suffix")
+    assert info.architecture == "llama" and info.resolved.drafters == ("grammar", "prediction", "suffix")
     assert progress and progress[-1][0] == progress[-1][1] > 0
     await client.close()
     assert not client.dead.is_set()
 
 
 async def test_what_does_not_fit_is_refused_with_the_limit(checkpoint: Path) -> None:
-    client = ProcessClient(config_of(checkpoint, max_model_len=100_000), ())
+    client = ProcessClient(config_of(checkpoint, max_model_len=100_000), (), no_tokens)
     with pytest.raises(ConfigError, match="100000 does not fit") as caught:
         await client.start()
     assert caught.value.param == "max_model_len"
@@ -153,7 +159,7 @@ async def test_what_does_not_fit_is_refused_with_the_limit(checkpoint: Path) -> 
 
 
 async def test_a_missing_checkpoint_is_refused(tmp_path: Path) -> None:
-    client = ProcessClient(config_of(tmp_path / "nowhere"), ())
+    client = ProcessClient(config_of(tmp_path / "nowhere"), (), no_tokens)
     with pytest.raises(CheckpointError, match="nowhere"):
         await client.start()
     await client.close()

@@ -32,7 +32,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
         num_speculative_tokens=8,
     )
     prepared = prepare(config)
-    client = ProcessClient(prepared.config, prepared.unused_ids)
+    client = ProcessClient(prepared.config, prepared.unused_ids, prepared.tokenizer.vocabulary)
     with running(prepared.config, client, tokenizer=prepared.tokenizer) as served:
         ids = prepared.tokenizer.encode(LETTERS, add_special_tokens=False)
         assert len(ids) == len(LETTERS)

@@ -231,6 +231,8 @@ def sampling_class(params: SamplingParams) -> int:
     """Requests of one class take about the same time to sample a row: 0 (greedy) .. 4 (with logprobs)."""
     if params.logprobs is not None:
         return 4
+    if params.structured is not None:
+        return 3
     if params.allowed_token_ids is not None or params.logit_bias or params.bad_words or params.min_tokens:
         return 3
     if params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty:
