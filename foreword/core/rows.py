@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
+from foreword.core.grammar import RequestGrammar
 from foreword.core.request import RequestState
 
 __all__ = ["SampleRow"]
@@ -19,6 +20,10 @@ class SampleRow:
 
     state: RequestState
     draft: tuple[int, ...] = ()
+
+    @property
+    def grammar(self) -> RequestGrammar | None:
+        return self.state.grammar
 
     @property
     def position(self) -> int:

@@ -185,6 +185,10 @@ class Ops(Protocol):
     def top_ids(self, logits: Tensor, k: int) -> Tensor:
         """[R, V] -> int64 [R, k]: ids by (value descending, id ascending)."""
 
+    def keep_allowed(self, logits: Tensor, masks: Tensor) -> None:
+        """Mask ids whose bit is clear; masks int32 [R, W], bit i % 32 of word i // 32 for id i. An id beyond
+        them is not allowed. NaN and +inf stay: a mask must not hide that a row is broken."""
+
     def keep_top_k(self, logits: Tensor, k: Tensor) -> None:
         """Mask all but the k[r] first ids by (value descending, id ascending); k int64 [R], >= 1."""
 

@@ -19,6 +19,7 @@ MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 WEYL = (0x9E3779B9, 0xBB67AE85)
 ROUNDS = 10
 LANES = 4
+WORD_BITS = 32
 TOKEN_NOISE = 0  # third counter word: what the noise is for
 
 Words = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -38,6 +39,12 @@ class ReferenceSampling:
         """[R, V] -> int64 [R, k]; the lowest ids of a row that is not sound."""
         order = _order(logits)[:, :k]
         return torch.where(_sound(logits)[:, None], order, torch.arange(order.shape[1], device=logits.device))
+
+    def keep_allowed(self, logits: Tensor, masks: Tensor) -> None:
+        bits = torch.arange(WORD_BITS, dtype=torch.int32, device=logits.device)
+        clear = ((masks[:, :, None] >> bits & 1) == 0).flatten(1)[:, : logits.shape[1]]
+        beyond = clear.new_ones(clear.shape[0], logits.shape[1] - clear.shape[1])
+        logits.masked_fill_(torch.cat((clear, beyond), 1) & (logits < torch.inf), -torch.inf)
 
     def keep_top_k(self, logits: Tensor, k: Tensor) -> None:
         place = torch.arange(logits.shape[1], device=logits.device)

@@ -12,7 +12,7 @@ from torch import Tensor
 from foreword.core.events import TokenLogprob
 from foreword.core.rows import SampleRow
 from foreword.kernels.ops import Ops
-from foreword.sampling.steps import PIPELINE, Step, steps_of
+from foreword.sampling.steps import PIPELINE, Step, spans, steps_of
 
 __all__ = ["Sampled", "Sampler"]
 
@@ -122,12 +122,8 @@ def _runs(rows: Sequence[SampleRow]) -> Iterator[tuple[Step, int, int]]:
     if not any(wanted):
         return
     for step in PIPELINE:
-        line = 0
-        for end in range(len(rows) + 1):
-            if end == len(rows) or step not in wanted[end]:
-                if line < end:
-                    yield step, line, end
-                line = end + 1
+        for line, end in spans([step in steps for steps in wanted]):
+            yield step, line, end
 
 
 def _ranks(logits: Tensor, value: Tensor, chosen: Tensor) -> list[int]:

@@ -7,7 +7,7 @@ float32 values, so that a row comes out the same alone and among others.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -17,7 +17,7 @@ from foreword.core.request import Request
 from foreword.core.rows import SampleRow
 from foreword.kernels.ops import Ops
 
-__all__ = ["PIPELINE", "Step", "steps_of"]
+__all__ = ["PIPELINE", "Step", "spans", "steps_of"]
 
 Rows = Sequence[SampleRow]
 
@@ -30,6 +30,19 @@ class Step(Protocol):
 
     def apply(self, ops: Ops, logits: Tensor, rows: Rows) -> None:
         """Change logits float32 [n, V], in place; row i is that of rows[i], and asked for the step."""
+
+
+class Grammar:
+    """Only what `structured` lets follow; rows that it leaves free are untouched."""
+
+    def active(self, request: Request) -> bool:
+        return request.params.structured is not None
+
+    def apply(self, ops: Ops, logits: Tensor, rows: Rows) -> None:
+        masks = [row.grammar.mask(row.draft) if row.grammar is not None else None for row in rows]
+        for line, end in spans([mask is not None for mask in masks]):
+            found = [mask for mask in masks[line:end] if mask is not None]
+            ops.keep_allowed(logits[line:end], torch.stack(found).to(logits.device))
 
 
 class AllowedIds:
@@ -71,7 +84,7 @@ class BadWords:
 
 
 class MinTokens:
-    """Nothing that would end the answer before `min_tokens` tokens."""
+    """Nothing that would end the answer before `min_tokens` tokens, unless its grammar lets nothing else follow."""
 
     def active(self, request: Request) -> bool:
         return request.params.min_tokens > 0
@@ -80,7 +93,7 @@ class MinTokens:
         _mask(logits, [self._ending(row) for row in rows])
 
     def _ending(self, row: SampleRow) -> set[int]:
-        if row.num_output >= row.state.params.min_tokens:
+        if row.num_output >= row.state.params.min_tokens or (row.grammar is not None and row.grammar.only_end(row.draft)):
             return set()
         return {*row.state.request.eos_token_ids, *row.state.params.stop_token_ids}
 
@@ -147,8 +160,8 @@ class MinP:
         ops.keep_min_p(logits, _column(logits, [row.state.params.min_p for row in rows], torch.float64))
 
 
-# A grammar's mask belongs before all of these.
 PIPELINE: tuple[Step, ...] = (
+    Grammar(),
     AllowedIds(),
     LogitBias(),
     BadWords(),
@@ -160,6 +173,16 @@ PIPELINE: tuple[Step, ...] = (
     TopP(),
     MinP(),
 )
+
+
+def spans(wanted: Sequence[bool]) -> Iterator[tuple[int, int]]:
+    """(line, end) of the longest runs of wanted rows."""
+    line = 0
+    for end in range(len(wanted) + 1):
+        if end == len(wanted) or not wanted[end]:
+            if line < end:
+                yield line, end
+            line = end + 1
 
 
 def steps_of(request: Request) -> tuple[Step, ...]:

@@ -53,6 +53,13 @@ def assert_equal(native: NativeSampling, logits: Tensor, k: int, p: float, seed:
         getattr(native, operation)(ours, bound)
         getattr(REFERENCE, operation)(theirs, bound)
         assert same_bits(ours, theirs), operation
+    for words in (1, -(-width // 32), -(-width // 32) + 1):  # fewer words than ids, enough, more
+        masks = torch.randint(-(2**31), 2**31, (count, words), generator=torch.Generator().manual_seed(k)).int()
+        masks[:, ::3] = k % 2 - 1
+        ours, theirs = logits.clone(), logits.clone()
+        native.keep_allowed(ours, masks)
+        REFERENCE.keep_allowed(theirs, masks)
+        assert same_bits(ours, theirs), "keep_allowed"
     assert same_bits(native.log_sum_exp(logits), REFERENCE.log_sum_exp(logits))
     assert torch.equal(native.top_ids(logits, min(k, width)), REFERENCE.top_ids(logits, min(k, width)))
     seeds, positions = torch.arange(count) + seed, torch.full((count,), position)

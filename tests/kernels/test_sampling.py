@@ -99,6 +99,21 @@ def test_top_ids_and_top_k_rank_by_value_then_id(logits: Tensor, k: int) -> None
         assert same_bits(cut[line, first], row[first])
 
 
+@given(rows(), st.data())
+@settings(max_examples=60, deadline=None)
+def test_only_ids_whose_bit_is_set_stay(logits: Tensor, data: st.DataObject) -> None:
+    """NaN and +inf stay whatever their bit."""
+    width = logits.shape[1]
+    allowed = data.draw(st.sets(st.integers(0, width - 1)))
+    words = [sum(1 << i % 32 for i in allowed if i // 32 == word) for word in range(max(allowed, default=0) // 32 + 1)]
+    masks = torch.tensor(words).to(torch.int32).expand(len(logits), -1)
+    cut = logits.clone()
+    OPS.keep_allowed(cut, masks)
+    for line, row in zip(cut.tolist(), logits.tolist(), strict=True):
+        wanted = [value if i in allowed or not value < math.inf else -math.inf for i, value in enumerate(row)]
+        assert repr(line) == repr(wanted)
+
+
 @given(rows(KINDS), st.floats(0.001, 0.999))
 @settings(max_examples=60, deadline=None)
 def test_top_p_keeps_the_id_that_crosses_the_bound(logits: Tensor, p: float) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from foreword.core.rows import SampleRow
 from foreword.kernels.reference_sampling import ReferenceSampling
 from foreword.sampling.steps import PIPELINE, steps_of
-from tests.sampling.rows import EOS, VOCAB_SIZE, make_row, make_state
+from tests.sampling.rows import EOS, JSON, VOCAB_SIZE, EveryThird, make_row, make_state
 
 OPS = ReferenceSampling()
 PROMPT = (5, 6, 7, 6)
@@ -69,6 +69,24 @@ def test_the_bound_of_min_tokens_is_exact() -> None:
     assert (changed[:, EOS] == -torch.inf).tolist() == [True, False, True]
 
 
+def test_a_grammar_masks_each_row_behind_a_draft_for_itself() -> None:
+    state = make_state(structured=JSON, grammar=EveryThird(0, free=(1,)))
+    rows = [SampleRow(state, (7,) * n) for n in range(4)]
+    values = logits(4)
+    changed = process(values, *rows)
+    for n, line in enumerate(changed):
+        kept = list(range(VOCAB_SIZE)) if n == 1 else list(range(n % 3, VOCAB_SIZE, 3))
+        assert line.isfinite().nonzero()[:, 0].tolist() == kept
+        assert torch.equal(line[kept], values[n, kept])
+
+
+def test_a_complete_grammar_ends_the_answer_before_min_tokens() -> None:
+    state = make_state(structured=JSON, grammar=EveryThird(0, over=3), min_tokens=10)
+    changed = process(logits(4), *(SampleRow(state, (7,) * n) for n in range(4)))
+    assert changed[:, EOS].isfinite().tolist() == [False, False, False, True]
+    assert changed[3].isfinite().sum() == 1
+
+
 def test_counts_are_of_the_output_and_the_draft() -> None:
     values = logits()
     row = make_row(draft=DRAFT, output=OUTPUT, prompt=PROMPT, presence_penalty=0.5, frequency_penalty=0.25)
@@ -88,6 +106,7 @@ def test_the_order_of_steps() -> None:
     row = make_row(
         draft=DRAFT,
         output=OUTPUT,
+        structured=JSON,
         bad_words_ids=((40, 8),),
         allowed_token_ids=tuple(range(200)),
         logit_bias={9: 18.0},

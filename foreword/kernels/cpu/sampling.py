@@ -45,6 +45,13 @@ class NativeSampling(ReferenceSampling):
         self._library.foreword_top_ids(self._machine, *_rows(logits), k, out.data_ptr())
         return out
 
+    def keep_allowed(self, logits: Tensor, masks: Tensor) -> None:
+        if not _fits(logits):
+            return super().keep_allowed(logits, masks)
+        assert masks.dtype == torch.int32 and masks.dim() == 2 and masks.shape[0] == logits.shape[0]
+        masks = masks.cpu().contiguous()
+        self._library.foreword_keep_allowed(self._machine, *_rows(logits), masks.data_ptr(), masks.shape[1])
+
     def keep_top_k(self, logits: Tensor, k: Tensor) -> None:
         if not _fits(logits):
             return super().keep_top_k(logits, k)

@@ -15,7 +15,7 @@ using foreword::TILE;
 extern "C" {
 
 // Of the functions here, in sampler.cpp and in suffix.cpp, and of the structures they take.
-int64_t foreword_native_version() { return 4; }
+int64_t foreword_native_version() { return 5; }
 
 int32_t foreword_supported(int32_t isa) { return foreword::supported(static_cast<Isa>(isa)); }
 

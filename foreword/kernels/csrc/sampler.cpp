@@ -26,6 +26,7 @@
 namespace foreword {
 namespace {
 
+constexpr int WORD_BITS = 32;
 constexpr float MASKED = -std::numeric_limits<float>::infinity();
 
 // A float as a whole number of the same order: unlike a float's, its maximum may be taken in any order, so in vectors.
@@ -166,6 +167,19 @@ void top_ids_row(Row row, int64_t k, int64_t* ids) {
 
 }  // namespace
 
+WIDEST void keep_allowed_row(Row row, const uint32_t* words, int64_t num_words) {
+    for (int64_t first = 0; first < row.width; first += WORD_BITS) {
+        const uint32_t word = first / WORD_BITS < num_words ? words[first / WORD_BITS] : 0;
+        if (word == ~uint32_t{0}) continue;
+        const int count = static_cast<int>(std::min<int64_t>(WORD_BITS, row.width - first));
+        float* values = row.values + first;
+        if (count == WORD_BITS)
+            for (int i = 0; i < WORD_BITS; i++) values[i] = (word >> i & 1) || !(values[i] < INFINITY) ? values[i] : MASKED;
+        else
+            for (int i = 0; i < count; i++) values[i] = (word >> i & 1) || !(values[i] < INFINITY) ? values[i] : MASKED;
+    }
+}
+
 WIDEST void divide_row(Row row, float by) {
     for (int64_t i = 0; i < row.width; i++) row.values[i] /= by;
 }
@@ -220,6 +234,12 @@ void foreword_log_sum_exp(Machine* machine, const float* logits, int64_t num_row
 
 void foreword_top_ids(Machine* machine, const float* logits, int64_t num_rows, int64_t width, int64_t k, int64_t* ids) {
     each_row(machine, logits, num_rows, width, [&](Row row, int64_t r, int) { top_ids_row(row, k, ids + r * k); });
+}
+
+void foreword_keep_allowed(Machine* machine, float* logits, int64_t num_rows, int64_t width, const uint32_t* masks,
+                           int64_t num_words) {
+    each_row(machine, logits, num_rows, width,
+             [&](Row row, int64_t r, int) { keep_allowed_row(row, masks + r * num_words, num_words); });
 }
 
 void foreword_keep_top_k(Machine* machine, float* logits, int64_t num_rows, int64_t width, const int64_t* k) {

@@ -15,6 +15,8 @@ struct Row {
     int64_t width;
 };
 
+// Ids whose bit is clear, or that lie beyond the `num_words` words, are masked, in any row; NaN and +inf stay.
+void keep_allowed_row(Row row, const uint32_t* words, int64_t num_words);
 void divide_row(Row row, float by);
 void keep_top_k_row(Row row, int64_t k);
 void keep_top_p_row(Row row, double p, int64_t* weights);  // weights [width]: memory to work in
