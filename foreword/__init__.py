@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from foreword.core.params import SamplingParams, Speculation
+    from foreword.core.structured import StructuredOutput
     from foreword.llm import LLM, CompletionOutput, RequestOutput
 
-__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "Speculation", "__version__"]
+__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "Speculation", "StructuredOutput", "__version__"]
 __version__ = "0.1.0"
 
 _HOMES = {
@@ -21,6 +22,7 @@ _HOMES = {
     "RequestOutput": "foreword.llm",
     "SamplingParams": "foreword.core.params",
     "Speculation": "foreword.core.params",
+    "StructuredOutput": "foreword.core.structured",
 }
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from foreword.errors import InvalidRequest
 
@@ -14,7 +17,7 @@ MAX_BYTES = 1 << 20  # of `text`
 
 @dataclass(frozen=True, slots=True)
 class StructuredOutput:
-    """One constraint on the text of an answer.
+    """One constraint on the text of an answer; `json_schema`, `regex`, `choice` and `grammar` below make the usual ones.
 
     kind        one of KINDS
     text        json_schema: the schema as JSON; regex: the expression; choice: a JSON list of texts; lark, gbnf: the
@@ -37,8 +40,64 @@ class StructuredOutput:
             raise InvalidRequest(f"{self.field} must be one of {', '.join(KINDS)}, got {self.kind!r:.80}", self.field)
         if not isinstance(self.text, str) or (not self.text and self.kind != "json_object"):
             raise InvalidRequest(f"{self.field} must hold a {self.kind} that is not empty", self.field)
-        size = len(self.text.encode("utf-8", "surrogatepass"))
+        try:
+            size = len(self.text.encode())
+        except UnicodeEncodeError as error:
+            raise InvalidRequest(
+                f"{self.field} is not Unicode: a lone surrogate at character {error.start}", self.field
+            ) from None
         if size > MAX_BYTES:
             raise InvalidRequest(f"{self.field} has {size} bytes; at most {MAX_BYTES} are taken", self.field)
         if self.after is not None and (not isinstance(self.after, str) or not self.after):
             raise InvalidRequest(f"{self.field}.after must be a text that is not empty", self.field)
+
+    @classmethod
+    def json_schema(cls, schema: Any, **options: Any) -> StructuredOutput:
+        """A JSON document that conforms.
+
+        schema  JSON Schema as a mapping, a boolean or its text; or a class that has one, such as a pydantic model
+        """
+        if hasattr(schema, "model_json_schema"):
+            schema = schema.model_json_schema()
+        field = options.get("field", "structured_outputs")
+        if not isinstance(schema, str | Mapping | bool):
+            raise InvalidRequest(f"{field} must be a JSON schema, got {schema!r:.80}", field)
+        return cls("json_schema", schema if isinstance(schema, str) else _json(schema, field), **options)
+
+    @classmethod
+    def json_object(cls, **options: Any) -> StructuredOutput:
+        """Any JSON object."""
+        return cls("json_object", **options)
+
+    @classmethod
+    def regex(cls, pattern: str, **options: Any) -> StructuredOutput:
+        """A text that the whole expression matches."""
+        return cls("regex", pattern, **options)
+
+    @classmethod
+    def choice(cls, texts: Sequence[str], **options: Any) -> StructuredOutput:
+        """One of these texts."""
+        field = options.get("field", "structured_outputs")
+        if isinstance(texts, str) or not texts or not all(isinstance(text, str) and text for text in texts):
+            raise InvalidRequest(f"{field} must be a list of texts, none of them empty, got {texts!r:.80}", field)
+        return cls("choice", _json(list(texts), field), **options)
+
+    @classmethod
+    def grammar(cls, text: str, **options: Any) -> StructuredOutput:
+        """A text of this grammar: GBNF (as llama.cpp's) where rules are written with `::=`, else Lark."""
+        return cls("gbnf" if isinstance(text, str) and "::=" in text else "lark", text, **options)
+
+    @classmethod
+    def structural_tag(cls, description: str | Mapping[str, Any], **options: Any) -> StructuredOutput:
+        """Free text with constrained parts."""
+        field = options.get("field", "structured_outputs")
+        text = description if isinstance(description, str) else _json(description, field)
+        return cls("structural_tag", text, **options)
+
+
+def _json(value: object, field: str) -> str:
+    """Compact, in the order given: a schema's properties are written in it."""
+    try:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidRequest(f"{field} cannot be written as JSON: {error}", field) from None

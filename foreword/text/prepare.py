@@ -5,13 +5,14 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Iterable, Sequence
+from itertools import product
 
 from foreword.core.params import SEED_MASK, SamplingParams
 from foreword.core.request import Request
 from foreword.errors import ContextLengthExceeded, InvalidRequest
 from foreword.text.tokenizer import Tokenizer
 
-__all__ = ["bad_words_ids", "make_requests", "prediction_ids", "resolve_seed"]
+__all__ = ["bad_words_ids", "make_requests", "prediction_ids", "reasoning_end_ids", "resolve_seed"]
 
 
 def make_requests(
@@ -41,6 +42,7 @@ def make_requests(
     seed = resolve_seed(params.seed, default_seed)
     prompt, banned, now = tuple(prompt_ids), bad_words_ids(params.bad_words, tokenizer), time.monotonic()
     predicted = prediction_ids(params.prediction, tokenizer, max_model_len)
+    reasoning_end = reasoning_end_ids(params.structured.after, tokenizer) if params.structured else ()
     return [
         Request(
             id=f"{request_id}-{index}",
@@ -52,6 +54,7 @@ def make_requests(
             priority=priority,
             tenant=tenant,
             prediction_ids=predicted,
+            reasoning_end_ids=reasoning_end,
             arrival_s=now,
         )
         for index in range(params.n)
@@ -80,6 +83,23 @@ def bad_words_ids(words: Iterable[str], tokenizer: Tokenizer) -> tuple[tuple[int
         if len(spaced) == len(bare) and spaced[0] != bare[0]:
             banned.append(spaced)
     return tuple(dict.fromkeys(banned))
+
+
+def reasoning_end_ids(text: str | None, tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
+    """Token sequences that spell the end of the reasoning, also where whitespace beside it is part of its tokens.
+
+    A text that is a token of its own has one; one that is not may still be missed behind a mark it merges with.
+    """
+    found: list[tuple[int, ...]] = []
+    for before, behind in product(("", " ", "\n", "\n\n"), ("", "\n", "\n\n")) if text else ():
+        try:
+            ids = tuple(tokenizer.encode(f"{before}{text}{behind}", add_special_tokens=False))
+        except InvalidRequest as error:
+            field = "structured_outputs.after"
+            raise InvalidRequest(field + error.message.removeprefix("prompt"), field) from None
+        if not any(known == ids[i : i + len(known)] for known in found for i in range(len(ids))):
+            found.append(ids)
+    return tuple(found)
 
 
 def prediction_ids(text: str | None, tokenizer: Tokenizer, max_model_len: int) -> tuple[int, ...]:

@@ -3,8 +3,9 @@ from typing import Any
 import pytest
 
 from foreword.core.params import SamplingParams
+from foreword.core.structured import StructuredOutput
 from foreword.errors import ContextLengthExceeded, InvalidRequest
-from foreword.text.prepare import bad_words_ids, make_requests, prediction_ids, resolve_seed
+from foreword.text.prepare import bad_words_ids, make_requests, prediction_ids, reasoning_end_ids, resolve_seed
 from foreword.text.tokenizer import Tokenizer
 from tests.fakes import EOS, byte_tokenizer
 from tests.text.builders import byte_level_backend
@@ -94,3 +95,20 @@ def test_no_answer_is_longer_than_the_context() -> None:
     assert caught.value.param == "prediction"
     with pytest.raises(InvalidRequest, match="prediction is not valid Unicode"):
         prediction_ids("\ud800", TOKENIZER, 100)
+
+
+def test_the_end_of_reasoning_in_each_of_its_spellings() -> None:
+    assert reasoning_end_ids(None, byte_tokenizer()) == ()
+    # Bytes spell it alike beside whitespace; merges do not.
+    assert reasoning_end_ids("<e>", byte_tokenizer()) == ((60, 101, 62),)
+    merged = Tokenizer(byte_level_backend())
+    spellings = reasoning_end_ids("return", merged)
+    assert len(spellings) > 1
+    for text in ("So return[]", "So\nreturn\n[]", "!return\n\n[]"):
+        ids = tuple(merged.encode(text, add_special_tokens=False))
+        assert any(one == ids[i : i + len(one)] for one in spellings for i in range(len(ids))), text
+    (request,) = make_requests([1], SamplingParams(structured=StructuredOutput.regex("a", after="<e>")), byte_tokenizer(), "r", 9)
+    assert request.reasoning_end_ids == ((60, 101, 62),)
+    with pytest.raises(InvalidRequest, match="surrogate") as caught:
+        reasoning_end_ids("\ud800", byte_tokenizer())
+    assert caught.value.param == "structured_outputs.after"

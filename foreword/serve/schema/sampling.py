@@ -9,6 +9,7 @@ from foreword.core.params import SamplingParams, Speculation
 from foreword.errors import InvalidRequest
 from foreword.serve.errors import naming
 from foreword.serve.schema.base import Body
+from foreword.serve.schema.structured import StructuredBody
 
 __all__ = ["PredictionBody", "SamplingBody", "SpeculationBody", "StreamOptions"]
 
@@ -66,20 +67,19 @@ class PredictionBody(Body):
         return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
 
 
-class SamplingBody(Body):
+class SamplingBody(StructuredBody):
     """Fields of chat and completions alike. A field that is null is as good as left out."""
 
-    accepted: ClassVar[frozenset[str]] = frozenset(
-        {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"}
-    )
+    accepted: ClassVar[frozenset[str]] = StructuredBody.accepted | {
+        "user",
+        "metadata",
+        "store",
+        "service_tier",
+        "safety_identifier",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+    }
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "guided_json": (),
-        "guided_regex": (),
-        "guided_choice": (),
-        "guided_grammar": (),
-        "guided_decoding_backend": (),
-        "structured_outputs": (),
-        "grammar": ("",),
         "logits_processors": ([],),
         "logit_processors": ([],),
         "use_beam_search": (False,),
@@ -91,7 +91,6 @@ class SamplingBody(Body):
         "vllm_xargs": ({},),
         "lora_request": (),
         "mm_processor_kwargs": ({},),
-        "response_format": ({"type": "text"},),
         "mirostat": (0,),
         "typical_p": (1, 1.0),
     }
@@ -142,7 +141,7 @@ class SamplingBody(Body):
             raise InvalidRequest("prompt_logprobs is not available in a stream", "prompt_logprobs")
         given: dict[str, Any] = {name: getattr(self, name) for name in PASSED_ON}
         given |= {"stop": self.stop, "logit_bias": self._bias(), "speculation": self._speculation()}
-        given |= {"prediction": self.prediction.text if self.prediction else None, **changes}
+        given |= {"prediction": self.prediction.text if self.prediction else None, "structured": self.structured(), **changes}
         with naming(names):
             return SamplingParams(**{name: value for name, value in given.items() if value is not None})
 

@@ -1,0 +1,55 @@
+from typing import Any
+
+import pydantic
+import pytest
+
+from foreword import SamplingParams, StructuredOutput
+from foreword.core.structured import MAX_BYTES
+from foreword.errors import InvalidRequest
+
+
+class Person(pydantic.BaseModel):
+    name: str
+    age: int
+
+
+def test_schemas_in_all_their_forms() -> None:
+    text = '{"type":"object","properties":{"b":{},"a":{}}}'
+    assert StructuredOutput.json_schema(text).text == text
+    assert StructuredOutput.json_schema({"type": "object", "properties": {"b": {}, "a": {}}}).text == text  # order is kept
+    assert StructuredOutput.json_schema(True).text == "true"
+    assert '"Person"' in StructuredOutput.json_schema(Person).text
+
+
+def test_the_others() -> None:
+    assert StructuredOutput.json_object().kind == "json_object"
+    assert StructuredOutput.regex("a+", after="</think>") == StructuredOutput("regex", "a+", after="</think>")
+    assert StructuredOutput.choice(["yes", "né"]).text == '["yes","né"]'
+    assert StructuredOutput.grammar('root ::= "a"').kind == "gbnf"
+    assert StructuredOutput.grammar('start: "a"').kind == "lark"
+    assert StructuredOutput.structural_tag({"triggers": ["<a"]}).text == '{"triggers":["<a"]}'
+    assert SamplingParams(structured=StructuredOutput.regex("a")).structured is not None
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda: StructuredOutput("xml", "a"), "one of json_schema"),
+        (lambda: StructuredOutput("regex", ""), "not empty"),
+        (lambda: StructuredOutput("regex", 5), "not empty"),  # type: ignore[arg-type]
+        (lambda: StructuredOutput("regex", "a", after=""), "after"),
+        (lambda: StructuredOutput("regex", "a" * (MAX_BYTES + 1)), "1048576"),
+        (lambda: StructuredOutput("regex", "a\ud800"), "surrogate at character 1"),
+        (lambda: StructuredOutput.json_schema(5), "JSON schema"),
+        (lambda: StructuredOutput.json_schema({"a": float("nan")}), "written as JSON"),
+        (lambda: StructuredOutput.json_schema({"a": {1, 2}}), "written as JSON"),
+        (lambda: StructuredOutput.choice("yes"), "list of texts"),
+        (lambda: StructuredOutput.choice([]), "list of texts"),
+        (lambda: StructuredOutput.choice(["a", ""]), "list of texts"),
+        (lambda: StructuredOutput.grammar(5), "not empty"),  # type: ignore[arg-type]
+    ],
+)
+def test_what_is_none(make: Any, reason: str) -> None:
+    with pytest.raises(InvalidRequest, match=reason) as caught:
+        make()
+    assert caught.value.param == "structured_outputs"
