@@ -74,9 +74,9 @@ def with_all_drafters(config: Config) -> Config:
 def modes(drafters: Sequence[str]) -> tuple[str, ...]:
     """What is compared: no speculation, each drafter alone where there are several, and what runs by default.
 
-    These prompts come without predictions, so there is nothing to see of the drafter that needs them.
+    These prompts come without predictions and grammars, so there is nothing to see of the drafters that need them.
     """
-    alone = [name for name in drafters if name != "prediction"]
+    alone = [name for name in drafters if name not in ("prediction", "grammar")]
     return (OFF, *(alone if len(alone) > 1 else ()), *(("auto",) if drafters else ()))
 
 

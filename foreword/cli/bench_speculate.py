@@ -156,9 +156,9 @@ def _modes(drafters: Sequence[str], args: argparse.Namespace) -> tuple[Mode, ...
 
 
 def _apt(modes: Sequence[Mode], cell: Cell) -> tuple[Mode, ...]:
-    """Without predictions there is nothing to see of the drafter that needs them."""
-    predicted = any(script.prediction for script in cell.make(0))
-    return tuple(mode for mode in modes if predicted or mode.speculation.method != "prediction") or tuple(modes)
+    """Without predictions there is nothing to see of the drafter that needs them; no category has a grammar."""
+    idle = {"grammar"} if any(script.prediction for script in cell.make(0)) else {"grammar", "prediction"}
+    return tuple(mode for mode in modes if mode.speculation.method not in idle) or tuple(modes)
 
 
 def _cells(categories: Sequence[str], loads: Sequence[int], args: argparse.Namespace, make: Make) -> list[Cell]:

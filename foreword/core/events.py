@@ -18,6 +18,11 @@ class DraftUse:
     drafted: int
     accepted: int
 
+    @property
+    def forced(self) -> bool:
+        """A grammar left nothing else to say: no guess, and so no part of any figure of acceptance."""
+        return self.drafter == "grammar"
+
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:

@@ -138,7 +138,7 @@ class Progress:
             self.computed = True
             self.scheduled_s = event.scheduled_s or None
             self.num_cached = event.num_cached
-        if event.draft is not None and event.draft.drafted:
+        if event.draft is not None and event.draft.drafted and not event.draft.forced:
             self._count_draft(event.draft, len(event.token_ids))
         if not event.token_ids:
             return None

@@ -103,6 +103,7 @@ CATALOG = (
     _spec("gauge", "spec_acceptance_ratio", "Delivered drafted tokens per drafted token.", "drafter"),
     _spec("histogram", "spec_draft_length", "Tokens of the drafts that were chosen.", "drafter", buckets=DRAFT_TOKENS),
     _spec("counter", "spec_no_draft_total", "Times that a request that may be drafted for got no draft, by reason.", "reason"),
+    _spec("counter", "spec_forced_tokens_total", "Tokens delivered that a grammar forced; they are no part of any acceptance."),
     _spec("counter", "spec_predicted_step_seconds_total", "What the steps that verified a draft were thought to cost."),
     _spec("counter", "spec_realised_step_seconds_total", "What the steps that verified a draft cost."),
     _spec("counter", "spec_exploration_seconds_total", "Spent on drafts and plain steps whose only use was to learn."),

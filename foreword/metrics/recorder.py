@@ -36,6 +36,7 @@ SECONDS = {
     "spec_realised_step_seconds_total": "realised_seconds",
     "spec_exploration_seconds_total": "exploring_seconds",
 }
+FORCED = "grammar"  # the drafter that does not guess
 BY_DRAFTER = (
     "spec_drafts_total",
     "spec_draft_tokens_total",
@@ -78,7 +79,7 @@ class Recorder:
         self._registry.start("requests_finished_total", REASONS)
         self._registry.start("step_seconds", STAGES)
         for name in BY_DRAFTER if self._drafters else ():
-            self._registry.start(name, self._drafters)
+            self._registry.start(name, [drafter for drafter in self._drafters if drafter != FORCED])
 
     # What happened to a request.
 
@@ -207,6 +208,9 @@ class Recorder:
 
     def _count_draft(self, use: DraftUse, emitted: int) -> None:
         accepted = min(use.accepted, emitted)
+        if use.forced:
+            self._registry.add("spec_forced_tokens_total", accepted)
+            return
         tally = self._tallies[use.drafter]
         tally.add(use.drafted, accepted, emitted)
         self._interval.tally.add(use.drafted, accepted, emitted)

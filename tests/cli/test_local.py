@@ -27,7 +27,7 @@ def local(tiny: Path) -> Local:
 
 def test_who_answers(local: Local) -> None:
     assert local.name == "tiny"
-    assert str(local.speculation).startswith("speculation: prediction, suffix; as much as pays, at most 32")
+    assert str(local.speculation).startswith("speculation: grammar, prediction, suffix; as much as pays, at most 32")
 
 
 @pytest.mark.parametrize("prompt", [PROMPT, [{"role": "user", "content": PROMPT}]])

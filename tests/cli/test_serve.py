@@ -82,7 +82,7 @@ def test_with_speculation_off_nothing_of_it_is_there(plain: ServerProcess) -> No
 def test_sigterm_ends_it_with_0_and_takes_the_engine_along(tiny: Path) -> None:
     with ServerProcess(Config(model=str(tiny))) as server:
         engine = engine_pid(server)
-        assert any(line.startswith("speculation: prediction, suffix; as much as pays") for line in server.lines)
+        assert any(line.startswith("speculation: grammar, prediction, suffix; as much as pays") for line in server.lines)
         assert server.stop() == 0
     with pytest.raises(ProcessLookupError):
         os.kill(engine, 0)
