@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from foreword.core.events import TokenLogprob
+from foreword.errors import ForewordError
 
 __all__ = ["Draft", "Outcome"]
 
@@ -44,7 +45,7 @@ class Outcome:
     hashes: tuple[int, ...] = ()
     finish_reason: str | None = None
     stop_id: int | None = None
-    error: str | None = None
+    error: ForewordError | None = None
 
     @property
     def ended(self) -> bool:

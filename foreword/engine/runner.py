@@ -11,17 +11,20 @@ from foreword.cache.storage import KVStorage
 from foreword.core.batch import Batch
 from foreword.core.draft import Outcome
 from foreword.core.events import TokenLogprob
+from foreword.core.request import RequestState
 from foreword.engine.assemble import PromptRow, StepBatch
 from foreword.engine.scheduler import Work
 from foreword.engine.stages import Stages
+from foreword.errors import ForewordError, RequestFailed, Unsatisfiable
 from foreword.grammar.grammars import Grammars
 from foreword.models.base import Model
-from foreword.sampling.sampler import Sampled, Sampler
+from foreword.sampling.sampler import NOTHING_LEGAL, Sampled, Sampler
+from foreword.sampling.steps import masking_fields
 from foreword.sampling.verify import verify
 
 __all__ = ["Runner"]
 
-NO_TOKEN = "no token can be sampled: the logits are not finite, or every token is masked"
+NOT_FINITE = "no token can be sampled: the logits are not finite"
 
 
 class Runner:
@@ -97,5 +100,16 @@ def _outcome(work: Work, sampled: Sampled, line: int, end: int, prompt_logprobs:
         hashes=tuple(sampled.hashes[line : line + kept]),
         finish_reason=reason,
         stop_id=stop_id,
-        error=NO_TOKEN if failed and reason is None else None,
+        error=_failure(state, run[-1], state.num_output + kept) if failed and reason is None else None,
     )
+
+
+def _failure(state: RequestState, token_id: int, num_output: int) -> ForewordError:
+    """Why there is no token after `num_output` of the answer: our fault, or that of what the request asks for."""
+    if token_id != NOTHING_LEGAL:
+        return RequestFailed(NOT_FINITE)
+    fields = masking_fields(state.request)
+    if state.grammar is not None and state.grammar.error is not None:
+        return Unsatisfiable(state.grammar.error, fields[0])
+    told = " and ".join(fields) + (" leaves" if len(fields) == 1 else " contradict each other: together they leave")
+    return Unsatisfiable(f"{told} no token that could follow the first {num_output} tokens of the answer", fields[0])

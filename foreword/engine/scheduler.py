@@ -18,7 +18,6 @@ from foreword.cache.prefix import extend_hashes
 from foreword.core.draft import Draft, Outcome
 from foreword.core.events import DraftUse, Event, Failed, Tokens
 from foreword.core.request import RequestState
-from foreword.errors import RequestFailed
 
 __all__ = ["Plan", "Scheduler", "Work"]
 
@@ -39,10 +38,14 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One step. `preempted` lost their blocks to others and wait again."""
+    """One step. `preempted` lost their blocks to others and wait again.
+
+    pooled  work on prompts that become vectors; it has a pass of its own
+    """
 
     work: tuple[Work, ...]
     preempted: tuple[str, ...] = ()
+    pooled: tuple[Work, ...] = ()
 
 
 class Scheduler:
@@ -323,7 +326,7 @@ class Scheduler:
         if outcome.token_ids or outcome.finish_reason:
             events.append(self._tokens_event(work, outcome, output))
         if outcome.error is not None:
-            events.append(Failed(state.id, RequestFailed(outcome.error)))
+            events.append(Failed(state.id, outcome.error))
         return events
 
     def _tokens_event(self, work: Work, outcome: Outcome, index: int) -> Tokens:

@@ -12,16 +12,20 @@ from torch import Tensor
 from foreword.core.events import TokenLogprob
 from foreword.core.rows import SampleRow
 from foreword.kernels.ops import Ops
-from foreword.sampling.steps import PIPELINE, Step, spans, steps_of
+from foreword.sampling.steps import PIPELINE, Step, may_mask_all, spans, steps_of
 
-__all__ = ["Sampled", "Sampler"]
+__all__ = ["BROKEN", "NOTHING_LEGAL", "Sampled", "Sampler"]
+
+BROKEN = -1  # in place of a token: the logits are not finite
+NOTHING_LEGAL = -2  # in place of a token: what the request asks for masks every one
+PROBE = 64  # ids that nearly always tell whether a row holds a finite value
 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
     """What R rows yielded.
 
-    token_ids  -1: no token is legal, or the logits are not finite
+    token_ids  BROKEN or NOTHING_LEGAL where there is none
     logprobs   None for rows that did not ask, or have no token
     hashes     64-bit hashes of the raw logits in test mode, else empty
     """
@@ -67,9 +71,15 @@ class Sampler:
         self._mask_unused(logits)
         asked = [i for i, row in enumerate(rows) if row.state.params.logprobs is not None] if logprobs else []
         raw = self._raw(logits[asked], max(rows[i].state.params.logprobs or 0 for i in asked)) if asked else None
-        for step, line, end in _runs(rows):
+        wanted = _wanted(rows)
+        limited = [r for r, steps in enumerate(wanted) if may_mask_all(steps)]
+        finite = _finite(logits, limited) if limited else ()
+        for step, line, end in _runs(wanted):
             step.apply(self._ops, logits[line:end], rows[line:end])
         token_ids = self._sample(logits, rows)
+        for r in finite:
+            if token_ids[r] == BROKEN and float(logits[r].amax()) == -torch.inf:
+                token_ids[r] = NOTHING_LEGAL
         found: list[TokenLogprob | None] = [None] * len(rows)
         if raw is not None:
             scored = self._score(raw, [token_ids[i] for i in asked], [rows[i].state.params.logprobs or 0 for i in asked])
@@ -113,17 +123,28 @@ class Sampler:
         ]
 
 
-def _runs(rows: Sequence[SampleRow]) -> Iterator[tuple[Step, int, int]]:
-    """(step, line, end) in the pipeline's order: consecutive rows that asked for the step."""
+def _wanted(rows: Sequence[SampleRow]) -> list[tuple[Step, ...]]:
+    """The steps of each row."""
     wanted: list[tuple[Step, ...]] = []
     for r, row in enumerate(rows):
         again = r > 0 and row.state is rows[r - 1].state
         wanted.append(wanted[-1] if again else steps_of(row.state.request))
+    return wanted
+
+
+def _runs(wanted: Sequence[tuple[Step, ...]]) -> Iterator[tuple[Step, int, int]]:
+    """(step, line, end) in the pipeline's order: consecutive rows that asked for the step."""
     if not any(wanted):
         return
     for step in PIPELINE:
         for line, end in spans([step in steps for steps in wanted]):
             yield step, line, end
+
+
+def _finite(logits: Tensor, lines: Sequence[int]) -> list[int]:
+    """Those lines that hold a finite value."""
+    probed = logits[list(lines), :PROBE].isfinite().any(dim=1).tolist()
+    return [line for line, found in zip(lines, probed, strict=True) if found or bool(logits[line].isfinite().any())]
 
 
 def _ranks(logits: Tensor, value: Tensor, chosen: Tensor) -> list[int]:

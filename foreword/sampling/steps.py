@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Protocol
 
 import torch
@@ -17,7 +18,7 @@ from foreword.core.request import Request
 from foreword.core.rows import SampleRow
 from foreword.kernels.ops import Ops
 
-__all__ = ["PIPELINE", "Step", "spans", "steps_of"]
+__all__ = ["PIPELINE", "Step", "masking_fields", "may_mask_all", "spans", "steps_of"]
 
 Rows = Sequence[SampleRow]
 
@@ -175,6 +176,18 @@ PIPELINE: tuple[Step, ...] = (
 )
 
 
+def may_mask_all(steps: Sequence[Step]) -> bool:
+    """Whether these steps could leave no token."""
+    return any(type(step) in MASKING for step in steps)
+
+
+def masking_fields(request: Request) -> tuple[str, ...]:
+    """What in a request masks tokens, as its caller calls it."""
+    structured = request.params.structured
+    names = (MASKING.get(type(step)) for step in steps_of(request))
+    return tuple(structured.field if structured and name == "structured" else name for name in names if name)
+
+
 def spans(wanted: Sequence[bool]) -> Iterator[tuple[int, int]]:
     """(line, end) of the longest runs of wanted rows."""
     line = 0
@@ -183,6 +196,12 @@ def spans(wanted: Sequence[bool]) -> Iterator[tuple[int, int]]:
             if line < end:
                 yield line, end
             line = end + 1
+
+
+# Steps that may leave no token, and the parameters they follow; every other step leaves some of what it gets.
+MASKING: Mapping[type, str] = MappingProxyType(
+    {Grammar: "structured", AllowedIds: "allowed_token_ids", BadWords: "bad_words", MinTokens: "min_tokens"}
+)
 
 
 def steps_of(request: Request) -> tuple[Step, ...]:

@@ -18,7 +18,7 @@ from foreword.core.request import Request
 from foreword.drafting.base import Ask
 from foreword.engine.engine import Engine
 from foreword.engine.load import load
-from foreword.errors import ContextLengthExceeded, InvalidRequest, RequestFailed
+from foreword.errors import ContextLengthExceeded, InvalidRequest, RequestFailed, Unsatisfiable
 from tests.checkpoints import EOS, write_checkpoint
 
 PROMPT = (40, 41, 42, 40, 41)
@@ -132,7 +132,13 @@ def test_a_request_whose_tokens_are_all_masked_fails_alone(checkpoint: Path) -> 
     engine.submit(make_request("masked", allowed_token_ids=(EOS,), ignore_eos=False, min_tokens=3))
     engine.submit(make_request("good"))
     events = run(engine)
-    assert isinstance(events["masked"][-1], Failed)
+    failed = events["masked"][-1]
+    assert isinstance(failed, Failed) and isinstance(failed.error, Unsatisfiable)
+    assert failed.error.param == "allowed_token_ids"
+    assert failed.error.message == (
+        "allowed_token_ids and min_tokens contradict each other: together they leave no token that could follow "
+        "the first 0 tokens of the answer"
+    )
     assert len(tokens_of(events["good"])) == 20
 
 

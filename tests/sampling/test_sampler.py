@@ -14,9 +14,9 @@ from foreword.core.events import TokenLogprob
 from foreword.core.rows import SampleRow
 from foreword.kernels.reference_sampling import ReferenceSampling
 from foreword.kernels.registry import select
-from foreword.sampling.sampler import Sampled, Sampler
+from foreword.sampling.sampler import BROKEN, NOTHING_LEGAL, Sampled, Sampler
 from tests.kernels import rows as kinds
-from tests.sampling.rows import EOS, UNUSED, VOCAB_SIZE, make_row, make_state
+from tests.sampling.rows import EOS, JSON, UNUSED, VOCAB_SIZE, EveryThird, make_row, make_state
 
 PARAMS: tuple[dict[str, object], ...] = (
     {"temperature": 0.0},
@@ -136,19 +136,20 @@ def test_ids_that_no_token_has_are_never_sampled(sampler: Sampler) -> None:
 
 
 @pytest.mark.parametrize(
-    ("params", "kind"),
+    ("params", "kind", "why"),
     [
-        ({"allowed_token_ids": (EOS,), "min_tokens": 5}, "plain"),
-        ({"allowed_token_ids": (3,), "bad_words_ids": ((3,),), "temperature": 0.0}, "plain"),
-        *[(params, kind) for params in PARAMS for kind in kinds.UNSOUND],
+        ({"allowed_token_ids": (EOS,), "min_tokens": 5}, "plain", NOTHING_LEGAL),
+        ({"allowed_token_ids": (3,), "bad_words_ids": ((3,),), "temperature": 0.0}, "few", NOTHING_LEGAL),
+        ({"structured": JSON, "grammar": EveryThird(0), "allowed_token_ids": (1, 2, 4)}, "plain", NOTHING_LEGAL),
+        *[(params, kind, BROKEN) for params in PARAMS for kind in kinds.UNSOUND],
     ],
 )
 def test_a_row_without_a_legal_token_says_so_and_spares_the_others(
-    sampler: Sampler, params: dict[str, object], kind: str
+    sampler: Sampler, params: dict[str, object], kind: str, why: int
 ) -> None:
     values = torch.stack([logits(1)[0], kinds.make_row(kind, VOCAB_SIZE, 1), logits(1)[0]])
     sampled = sampler(values, [make_row(), make_row(**{"logprobs": 2, **params}), make_row()])
-    assert sampled.token_ids[1] == -1
+    assert sampled.token_ids[1] == why
     assert sampled.logprobs[1] is None
     assert sampled.token_ids[0] == sampled.token_ids[2] >= 0
 
