@@ -14,6 +14,7 @@ import httpx
 
 from foreword.cli.options import ENGINE_GROUPS, add_config_options, read_config
 from foreword.core.params import SamplingParams
+from foreword.core.structured import StructuredOutput
 from foreword.errors import ForewordError
 
 __all__ = ["Answer", "Message", "Piece", "Remote", "Source", "add_source_options", "open_source", "request_body"]
@@ -119,11 +120,22 @@ def request_body(model: str, prompt: str | Sequence[Message], params: SamplingPa
     body: dict[str, Any] = {"model": model, **params.changed(), "temperature": params.temperature}
     if "speculation" in body:
         body["speculation"] = {name: value for name, value in asdict(params.speculation).items() if value is not None}
+    if params.structured is not None:
+        body["structured_outputs"] = _outputs(body.pop("structured"))
     if params.prediction is not None:
         body["prediction"] = {"type": "content", "content": params.prediction}
     if isinstance(prompt, str):
         return "/v1/completions", body | {"prompt": prompt}
     return "/v1/chat/completions", body | {"messages": list(prompt)}
+
+
+def _outputs(structured: StructuredOutput) -> dict[str, Any]:
+    """The constraint as the server's `structured_outputs`."""
+    names = {"json_schema": "json", "lark": "grammar", "gbnf": "grammar"}
+    values = {"json_object": True, "choice": json.loads(structured.text) if structured.kind == "choice" else None}
+    body = {names.get(structured.kind, structured.kind): values.get(structured.kind, structured.text)}
+    given = {"after": structured.after, "disable_any_whitespace": not structured.whitespace or None}
+    return body | {name: value for name, value in given.items() if value is not None}
 
 
 def _pieces(chunk: Mapping[str, Any]) -> Iterator[Piece]:

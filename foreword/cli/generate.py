@@ -7,11 +7,10 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from pathlib import Path
 
 from foreword.cli.answers import Message, add_source_options, open_source
 from foreword.cli.sampling import add_sampling_options, read_params
-from foreword.errors import ConfigError
+from foreword.cli.structured import add_structured_options, read_structured, read_text
 
 __all__ = ["add_arguments", "run"]
 
@@ -23,10 +22,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prediction", metavar="FILE", help="a text that the answer will be much like, to guess from")
     add_source_options(parser)
     add_sampling_options(parser)
+    add_structured_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    params = replace(read_params(args), prediction=_prediction(args.prediction))
+    prediction = None if args.prediction is None else read_text("prediction", args.prediction)
+    params = replace(read_params(args), prediction=prediction, structured=read_structured(args))
     text = sys.stdin.read() if args.prompt == "-" else args.prompt
     prompt: str | Sequence[Message] = text if args.raw else [{"role": "user", "content": text}]
     with open_source(args) as source:
@@ -37,10 +38,3 @@ def run(args: argparse.Namespace) -> int:
             print(piece.text, end="", flush=True)
     print()
     return 0
-
-
-def _prediction(path: str | None) -> str | None:
-    try:
-        return None if path is None else Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--prediction {path}: {error}", "prediction") from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -30,7 +31,7 @@ class StructuredOutput:
     """
 
     kind: str
-    text: str = ""
+    text: str = dataclasses.field(default="", repr=False)  # long, and nothing for a log
     whitespace: bool = True
     after: str | None = None
     field: str = "structured_outputs"
