@@ -5,12 +5,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from foreword.core.events import TokenLogprob
 from foreword.core.grammar import RequestGrammar
 from foreword.core.params import SamplingParams
 
-__all__ = ["Request", "RequestState"]
+if TYPE_CHECKING:  # whoever only submits requests needs no torch
+    from torch import Tensor
+
+__all__ = ["POOLINGS", "Request", "RequestState"]
+
+POOLINGS = ("last", "mean", "cls")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +34,7 @@ class Request:
     tenant         namespace of the prefix cache and of what drafters learn
     prediction_ids what the caller expects the output to be, as token ids; drafts come from it
     reasoning_end_ids  token sequences of which any ends the reasoning, for a grammar that begins behind it; empty: at once
-    pooling        the request wants no tokens but its prompt as one vector: "last", "mean" or "cls"
+    pooling        the request wants no tokens but its prompt as one vector: one of POOLINGS
     arrival_s      time.monotonic() where the request entered
     """
 
@@ -60,6 +66,9 @@ class RequestState:
     blocks        block ids that hold its KV, in order of position
     output_counts how often each id stands in the output, integers
     grammar       what the output must look like, or None
+    lanes         sums of the rows of a prompt that becomes their mean, while it is computed (engine/pooling.py)
+
+    Of a request that wants a vector the prompt is all there is: nothing is sampled, and nothing drafted.
     """
 
     __slots__ = (
@@ -70,6 +79,7 @@ class RequestState:
         "draft",
         "drafter",
         "grammar",
+        "lanes",
         "limit",
         "num_cached",
         "num_computed",
@@ -85,12 +95,12 @@ class RequestState:
     def __init__(self, request: Request, arrival: int, max_model_len: int, grammar: RequestGrammar | None = None) -> None:
         self.request = request
         self.arrival = arrival
-        self.num_prompt = len(request.prompt_ids)
-        self.tokens: list[int] = [*request.prompt_ids, *request.delivered_ids]
-        max_tokens = request.params.max_tokens
-        self.limit = max_model_len if max_tokens is None else min(max_model_len, self.num_prompt + max_tokens)
-        assert 0 < self.num_prompt < max_model_len, "admitted a prompt that leaves no room"
-        assert len(self.tokens) < self.limit, "admitted a request that is already complete"
+        prompt = request.prompt_ids[:1] if request.pooling == "cls" else request.prompt_ids  # the first sees none behind it
+        self.num_prompt = len(prompt)
+        self.tokens: list[int] = [*prompt, *request.delivered_ids]
+        self.limit = self._limit(max_model_len)
+        assert 0 < self.num_prompt <= max_model_len, "admitted a prompt that leaves no room"
+        assert len(self.tokens) < self.limit or self.pools, "admitted a request that is already complete"
         self.num_computed = 0
         self.num_cached = 0
         self.draft: list[int] = []
@@ -98,6 +108,7 @@ class RequestState:
         self.blocks: list[int] = []
         self.block_hashes: list[bytes] = []
         self.grammar = grammar
+        self.lanes: Tensor | None = None
         eos = () if request.params.ignore_eos and grammar is None else request.eos_token_ids
         self._stop_ids = frozenset((*eos, *request.params.stop_token_ids))
         self.output_counts: Counter[int] = Counter(request.delivered_ids)
@@ -112,6 +123,16 @@ class RequestState:
     @property
     def params(self) -> SamplingParams:
         return self.request.params
+
+    @property
+    def pools(self) -> bool:
+        """The prompt becomes a vector."""
+        return self.request.pooling is not None
+
+    @property
+    def decodes(self) -> bool:
+        """Its next row samples a token: only its last token is to be computed."""
+        return self.num_missing == 1 and not self.pools
 
     @property
     def num_output(self) -> int:
@@ -142,6 +163,12 @@ class RequestState:
             if token_id in self._stop_ids:
                 return index + 1, "stop", token_id
         return (room, "length", None) if len(run) >= room else (len(run), None, None)
+
+    def _limit(self, max_model_len: int) -> int:
+        if self.pools:
+            return self.num_prompt
+        max_tokens = self.request.params.max_tokens
+        return max_model_len if max_tokens is None else min(max_model_len, self.num_prompt + max_tokens)
 
     def append(self, token_ids: Sequence[int]) -> None:
         """Commit sampled tokens."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from foreword.core.batch import Batch, Chunk, build_batch
 from foreword.core.rows import SampleRow
+from foreword.engine.pooling import num_pooled
 from foreword.engine.scheduler import Plan, Work
 
 __all__ = ["Assembler", "PromptRow", "StepBatch"]
@@ -61,6 +62,11 @@ class Assembler:
         forward = build_batch(chunks, self.block_size, self.row_tile, self.device)
         return StepBatch(plan, forward, tuple(rows), tuple(lines), tuple(prompt_rows))
 
+    def pooled(self, plan: Plan) -> Batch:
+        """The pass over the prompts that become vectors."""
+        chunks = [_pooled_chunk(work) for work in plan.pooled]
+        return build_batch(chunks, self.block_size, self.row_tile, self.device)
+
     def _chunk(self, work: Work) -> Chunk:
         state = work.state
         token_ids = state.tokens[work.start : work.start + work.num_tokens] + state.draft[: work.num_draft]
@@ -68,6 +74,10 @@ class Assembler:
         if _scores_prompt(work):
             num_sampled = len(token_ids)
         return Chunk(token_ids, work.start, state.blocks, num_sampled)
+
+
+def _pooled_chunk(work: Work) -> Chunk:
+    return Chunk(work.state.tokens[work.start : work.start + work.num_tokens], work.start, work.state.blocks, num_pooled(work))
 
 
 def _scores_prompt(work: Work) -> bool:

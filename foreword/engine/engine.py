@@ -11,7 +11,7 @@ from foreword.config import EngineInfo
 from foreword.core.draft import Draft, Outcome
 from foreword.core.events import Event, Failed, StepReport, StepStats
 from foreword.core.grammar import RequestGrammar
-from foreword.core.request import Request, RequestState
+from foreword.core.request import POOLINGS, Request, RequestState
 from foreword.core.vocabulary import Vocabulary
 from foreword.drafting.drafting import Drafting
 from foreword.drafting.policy import Load, Served, StepFacts
@@ -90,7 +90,8 @@ class Engine:
 
     def _start(self, request: Request, arrival: int, grammar: RequestGrammar | None = None) -> None:
         state = RequestState(request, arrival, self.info.resolved.max_model_len, grammar)
-        self.drafting.start(state)
+        if not state.pools:
+            self.drafting.start(state)
         self.scheduler.add(state)
 
     def remove(self, request_id: str, num_tokens: int | None = None) -> None:
@@ -132,7 +133,12 @@ class Engine:
                 self.scheduler.draft(self._drafts())
         with self.stages("schedule"):
             plan = self.scheduler.plan()
-        assert plan.work, "live requests, but none of them can run"
+        assert plan.work or plan.pooled, "live requests, but none of them can run"
+        events = self._generate(plan) if plan.work else []
+        return events + self._pool(plan) if plan.pooled else events
+
+    def _generate(self, plan: Plan) -> list[Event]:
+        """The pass over the rows of those that want tokens."""
         with self.stages("assemble"):
             batch = self.assembler.build(plan)
         outcomes = self.runner.run(batch)
@@ -143,9 +149,15 @@ class Engine:
                 self._tell_drafting(plan, outcomes)
         return events
 
+    def _pool(self, plan: Plan) -> list[Event]:
+        """The pass over the prompts that become vectors; it is no business of the drafters, who measure the other one."""
+        with self.stages("embed"):
+            vectors = self.runner.pooler(plan.pooled, self.assembler.pooled(plan))
+            return self.scheduler.commit_pooled(plan, vectors)
+
     def _drafts(self) -> dict[str, Draft]:
         """Drafts for those that decode. They are made as late as can be: what a step yields is not kept waiting for them."""
-        decoding = [state for state in self.scheduler.running if state.num_missing == 1]
+        decoding = [state for state in self.scheduler.running if state.decodes]
         drafts = self.drafting.propose(decoding, _load(self.scheduler))
         return {state.id: draft for state, draft in zip(decoding, drafts, strict=True) if draft is not None}
 
@@ -169,8 +181,10 @@ class Engine:
             raise InvalidRequest(f"a request with the id {request.id!r} is running", "id")
         if not request.prompt_ids:
             raise InvalidRequest("the prompt has no tokens", "prompt")
+        if request.pooling not in (None, *POOLINGS):
+            raise InvalidRequest(f"pooling must be one of {', '.join(POOLINGS)}, got {request.pooling!r:.80}", "pooling")
         length = len(request.prompt_ids) + len(request.delivered_ids)
-        if length >= limit:
+        if length - (request.pooling is not None) >= limit:
             raise ContextLengthExceeded(
                 f"prompt and output have {length} tokens; the context of {limit} leaves no room", "prompt"
             )
@@ -206,7 +220,7 @@ def _load(scheduler: Scheduler) -> Load:
     """The prompts that the next step goes on with, as far as it has rows for them."""
     rows = reads = 0
     for state in scheduler.running:
-        if state.num_missing > 1:
+        if state.num_missing > 1 and not state.pools:
             size = min(state.num_missing, scheduler.max_num_batched_tokens - rows)
             rows += size
             reads += size * state.num_computed

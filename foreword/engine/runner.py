@@ -13,6 +13,7 @@ from foreword.core.draft import Outcome
 from foreword.core.events import TokenLogprob
 from foreword.core.request import RequestState
 from foreword.engine.assemble import PromptRow, StepBatch
+from foreword.engine.pooling import Pooler
 from foreword.engine.scheduler import Work
 from foreword.engine.stages import Stages
 from foreword.errors import ForewordError, RequestFailed, Unsatisfiable
@@ -28,12 +29,16 @@ NOT_FINITE = "no token can be sampled: the logits are not finite"
 
 
 class Runner:
-    """The model with its KV and its sampler. Masks of grammars are computed while the model is."""
+    """The model with its KV and its sampler. Masks of grammars are computed while the model is.
+
+    pooler  the pass over prompts that become vectors
+    """
 
     def __init__(self, model: Model, kv: KVStorage, sampler: Sampler, grammars: Grammars, stages: Stages) -> None:
         self.sampler = sampler
         self.grammars = grammars
         self.stages = stages
+        self.pooler = Pooler(model, kv)
         self._logits = model.compiled(kv)
 
     def warm_up(self, batch: Batch) -> None:

@@ -16,8 +16,9 @@ from dataclasses import dataclass, replace
 from foreword.cache.blocks import BlockPool
 from foreword.cache.prefix import extend_hashes
 from foreword.core.draft import Draft, Outcome
-from foreword.core.events import DraftUse, Event, Failed, Tokens
+from foreword.core.events import DraftUse, Embedded, Event, Failed, Tokens
 from foreword.core.request import RequestState
+from foreword.errors import ForewordError
 
 __all__ = ["Plan", "Scheduler", "Work"]
 
@@ -119,13 +120,15 @@ class Scheduler:
             if state.id in preempted:  # it gave way to one before it
                 continue
             younger = len(self.running) - len(work) - 1
-            num_tokens = min(state.num_missing, -(-(budget - younger) // parts))
+            num_tokens = min(state.num_missing, -(-self._room(state, budget - younger) // parts))
             if self._reserve(state, state.num_computed + num_tokens, preempted):
                 work.append(_work(state, num_tokens))
                 budget -= num_tokens
         drafting = sum(len(w.state.draft) for w in work)
         work += self._admit(budget - min(drafting, budget // 2))
-        return Plan(tuple(self._with_drafts(work)), tuple(preempted))
+        drafted = tuple(self._with_drafts(work))
+        pooled = tuple(item for item in drafted if item.state.pools)
+        return Plan(tuple(item for item in drafted if not item.state.pools) if pooled else drafted, tuple(preempted), pooled)
 
     def commit(self, plan: Plan, outcomes: Sequence[Outcome]) -> list[Event]:
         """Take the step's outcome: append, publish, release. Rejection is arithmetic on num_computed."""
@@ -137,6 +140,20 @@ class Scheduler:
                 self._forget(work.state.id)
         return events
 
+    def commit_pooled(self, plan: Plan, vectors: Sequence[bytes | ForewordError | None]) -> list[Event]:
+        """Take what became of the prompts that are pooled: vectors, why there is none, or None where tokens are missing."""
+        events: list[Event] = []
+        for work, vector in zip(plan.pooled, vectors, strict=True):
+            state = work.state
+            self._compute(state, work.start + work.num_tokens)
+            if isinstance(vector, bytes):
+                events.append(Embedded(state.id, vector, state.num_cached, state.scheduled_s or 0.0))
+            elif vector is not None:
+                events.append(Failed(state.id, vector))
+            if vector is not None:
+                self._forget(state.id)
+        return events
+
     def check(self) -> None:
         """Assert the invariants between steps."""
         self.pool.check(state.blocks for state in self.states.values())
@@ -145,9 +162,10 @@ class Scheduler:
         assert len(self.running) <= self.max_num_seqs
         assert all(not s.blocks and not s.num_computed and not s.draft for s in self.waiting)
         for state in self.running:
-            assert 0 <= state.num_computed < len(state.tokens) < state.limit
+            assert 0 <= state.num_computed < len(state.tokens)
+            assert len(state.tokens) < state.limit or state.pools
             assert len(state.blocks) <= self._blocks(len(state.tokens))
-            assert not state.draft or state.num_missing == 1
+            assert not state.draft or state.decodes
         if self.idle:
             assert self.pool.num_used == 0 and not self._computing
 
@@ -189,6 +207,12 @@ class Scheduler:
                 return False
         state.blocks += [self.pool.allocate() for _ in range(missing)]
         return True
+
+    def _room(self, state: RequestState, rows: int) -> int:
+        """Of so many rows that are left those that a request may use: a prompt that becomes a vector, one of many perhaps,
+        leaves room for the drafts of others."""
+        drafted = sum(len(other.draft) for other in self.running) if state.pools else 0
+        return rows - min(drafted, rows // 2)
 
     def _preempt(self, state: RequestState, preempted: list[str]) -> None:
         """Free its blocks and let it wait; its tokens stay, and are computed again, exactly."""
@@ -267,7 +291,8 @@ class Scheduler:
     # The prefix cache
 
     def _reads_cache(self, state: RequestState) -> bool:
-        return self.prefix_caching and state.params.prompt_logprobs is None
+        """Logprobs of a prompt, and their mean, want every row of it."""
+        return self.prefix_caching and state.params.prompt_logprobs is None and state.request.pooling != "mean"
 
     def _name_blocks(self, state: RequestState) -> None:
         if self.prefix_caching:
@@ -312,12 +337,9 @@ class Scheduler:
     # Committing
 
     def _advance(self, work: Work, outcome: Outcome) -> list[Event]:
-        state, before, output = work.state, work.state.num_computed, work.state.num_output
-        computed = work.start + work.num_tokens + min(outcome.accepted, len(outcome.token_ids))
+        state, output = work.state, work.state.num_output
         state.append(outcome.token_ids)
-        state.num_computed = computed
-        if self.prefix_caching:
-            self._publish(state, before)
+        self._compute(state, work.start + work.num_tokens + min(outcome.accepted, len(outcome.token_ids)))
         keep = self._blocks(max(len(state.tokens), state.num_computed))
         self.pool.release(state.blocks[keep:])
         del state.blocks[keep:]
@@ -328,6 +350,12 @@ class Scheduler:
         if outcome.error is not None:
             events.append(Failed(state.id, outcome.error))
         return events
+
+    def _compute(self, state: RequestState, num_computed: int) -> None:
+        """The KV of so many tokens is there."""
+        before, state.num_computed = state.num_computed, num_computed
+        if self.prefix_caching:
+            self._publish(state, before)
 
     def _tokens_event(self, work: Work, outcome: Outcome, index: int) -> Tokens:
         state = work.state
@@ -365,4 +393,4 @@ class Scheduler:
 
 def _work(state: RequestState, num_tokens: int) -> Work:
     """The next known tokens of a request."""
-    return Work(state, state.num_computed, num_tokens, samples=num_tokens == state.num_missing)
+    return Work(state, state.num_computed, num_tokens, samples=num_tokens == state.num_missing and not state.pools)

@@ -18,6 +18,7 @@ from foreword.core.events import Event
 from foreword.core.params import SamplingParams, Speculation
 from foreword.core.request import Request, RequestState
 from foreword.engine.scheduler import Plan, Scheduler
+from foreword.errors import ForewordError
 
 __all__ = ["TracedScheduler", "replay"]
 
@@ -64,6 +65,10 @@ class TracedScheduler(Scheduler):
         self._write("commit", outcomes=shown)
         return super().commit(plan, outcomes)
 
+    def commit_pooled(self, plan: Plan, vectors: Sequence[bytes | ForewordError | None]) -> list[Event]:
+        self._write("commit_pooled", ended=[vector is not None for vector in vectors])
+        return super().commit_pooled(plan, vectors)
+
     def _write(self, what: str, **fields: Any) -> None:
         with self._path.open("a") as file:
             file.write(json.dumps({"what": what, **fields}) + "\n")
@@ -88,12 +93,14 @@ def replay(lines: Iterable[str]) -> Iterator[Plan]:
             plan = scheduler.plan()
             assert _plan_record(plan) == record, f"planned {_plan_record(plan)}, recorded {record}"
             yield plan
+        elif what == "commit_pooled":
+            scheduler.commit_pooled(plan, [b"" if ended else None for ended in record["ended"]])
         else:
             scheduler.commit(plan, [Outcome(**{**o, "token_ids": tuple(o["token_ids"])}) for o in record["outcomes"]])
 
 
 def _plan_record(plan: Plan) -> dict[str, Any]:
-    work = [[w.state.id, w.start, w.num_tokens, w.num_draft] for w in plan.work]
+    work = [[w.state.id, w.start, w.num_tokens, w.num_draft] for w in (*plan.work, *plan.pooled)]
     return {"work": work, "preempted": list(plan.preempted)}
 
 

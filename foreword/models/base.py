@@ -66,3 +66,6 @@ class Model(Protocol):
     def compiled(self, kv: KV) -> Callable[[Batch], Tensor]:
         """forward() and the logits of the sampled rows, float32 [R, V], as one function that is made once and kept.
         A result is valid until the next call."""
+
+    def compiled_hidden(self, kv: KV) -> Callable[[Batch], Tensor]:
+        """forward() and the hidden states of the sampled rows [R, H] instead of their logits; else like compiled()."""

@@ -192,6 +192,14 @@ class Decoder(ABC):
 
         return self.ops.compile(sampled_logits)
 
+    def compiled_hidden(self, kv: KV) -> Callable[[Batch], Tensor]:
+        """Of a batch, the hidden states of its sampled rows behind the final norm [R, H], valid until the next call."""
+
+        def sampled_hidden(batch: Batch) -> Tensor:
+            return self.ops.take_rows(self.forward(batch, kv), batch.sample_rows)
+
+        return self.ops.compile(sampled_hidden)
+
     def _shared(self, batch: Batch, kind: Kind) -> Pass:
         return Pass(batch, self._ropes[kind.rope].table, self.ops.plan_attention(batch, kind.window))
 

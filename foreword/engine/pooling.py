@@ -1,0 +1,99 @@
+"""Prompts that become vectors: a pass of its own in a step, which yields hidden states instead of logits.
+
+The rows that are sampled keep the program they have without it. Hidden states do not depend on the other rows of a
+pass, and the sums of a mean have one order however the prompt was cut, so that neither does the vector.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from foreword.cache.storage import KVStorage
+from foreword.core.batch import Batch
+from foreword.engine.scheduler import Work
+from foreword.errors import RequestFailed
+from foreword.models.base import Model
+
+__all__ = ["LANES", "Pooler", "add_rows", "mean", "num_pooled"]
+
+LANES = 32
+NOT_FINITE = "the hidden states of the prompt are not finite"
+
+
+class Pooler:
+    """The model without its head."""
+
+    def __init__(self, model: Model, kv: KVStorage) -> None:
+        self._model = model
+        self._kv = kv
+
+    @cached_property
+    def _hidden(self) -> Callable[[Batch], Tensor]:
+        """Made when it is first wanted: most engines never embed."""
+        return self._model.compiled_hidden(self._kv)
+
+    @torch.inference_mode()
+    def __call__(self, works: Sequence[Work], batch: Batch) -> list[bytes | RequestFailed | None]:
+        """For each piece of work the vector float32 [H], or why there is none; None while tokens of the prompt are missing.
+
+        batch  its chunks in this order, each with num_pooled() sampled rows
+        """
+        pieces = torch.split(self._hidden(batch), [num_pooled(work) for work in works])
+        return [_pool(work, rows) for work, rows in zip(works, pieces, strict=True)]
+
+
+def num_pooled(work: Work) -> int:
+    """How many of its last rows become part of the vector."""
+    if work.state.request.pooling == "mean":
+        return work.num_tokens
+    return 1 if _ends(work) else 0
+
+
+def _ends(work: Work) -> bool:
+    return work.start + work.num_tokens == len(work.state.tokens)
+
+
+def _pool(work: Work, rows: Tensor) -> bytes | RequestFailed | None:
+    """rows [num_pooled(work), H]"""
+    state = work.state
+    if state.request.pooling == "mean":
+        if work.start == 0:  # also after a preemption
+            state.lanes = torch.zeros(LANES, rows.shape[1], device=rows.device)
+        assert state.lanes is not None
+        add_rows(state.lanes, work.start, rows)
+    if not _ends(work):
+        return None
+    return _vector(rows[0] if state.lanes is None else mean(state.lanes, len(state.tokens)))
+
+
+def add_rows(lanes: Tensor, start: int, rows: Tensor) -> None:
+    """Add rows [N, H] of the tokens from position `start` on, in place.
+
+    lanes  float32 [LANES, H]: lane i sums the positions p = i mod LANES, in their order
+    """
+    end = start + rows.shape[0]
+    cuts = [start, *range(start - start % LANES + LANES, end, LANES), end]
+    for first, last in pairwise(cuts):
+        lane = first % LANES
+        lanes[lane : lane + last - first] += rows[first - start : last - start]
+
+
+def mean(lanes: Tensor, count: int) -> Tensor:
+    """lanes float32 [LANES, H] -> [H]"""
+    while lanes.shape[0] > 1:
+        half = lanes.shape[0] // 2
+        lanes = lanes[:half] + lanes[half:]
+    return lanes[0] / count
+
+
+def _vector(values: Tensor) -> bytes | RequestFailed:
+    """float32 [H] in native byte order."""
+    values = values.float().cpu()
+    if not bool(torch.isfinite(values).all()):
+        return RequestFailed(NOT_FINITE)
+    return values.numpy().tobytes()
