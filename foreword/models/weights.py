@@ -70,6 +70,11 @@ class FileWeights:
         self._taken: set[str] = set()
         self.parameters = 0
 
+    @property
+    def names(self) -> frozenset[str]:
+        """Of all tensors in the files."""
+        return frozenset(self._file_of)
+
     def take(self, name: str, *shape: int) -> Tensor:
         """The tensor of this name, which must have this shape, as float32."""
         tensor = self._checked(name, shape).to(self._device, torch.float32, copy=True)

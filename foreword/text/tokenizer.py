@@ -12,7 +12,7 @@ from tokenizers import AddedToken
 from foreword.core.vocabulary import Vocabulary
 from foreword.errors import CheckpointError, InvalidRequest
 from foreword.text.checkpoint import TokenizerFiles, read_files
-from foreword.text.decoding import parse_decoder
+from foreword.text.decoding import Decoding, parse_decoder
 
 __all__ = ["Tokenizer"]
 
@@ -39,14 +39,16 @@ class Tokenizer:
         "vocab_size",
     )
 
-    def __init__(self, backend: tokenizers.Tokenizer, files: TokenizerFiles | None = None) -> None:
+    def __init__(self, backend: tokenizers.Tokenizer, files: TokenizerFiles | None = None, decodes: bool = True) -> None:
+        """decodes  False: only to encode; then the way back need not be known"""
         files = files or TokenizerFiles()
         backend.no_truncation()
         backend.no_padding()
         _add_tokens(backend, files)
         self._backend = backend
         # Only the decoder is wanted: without its vocabulary the description is short.
-        self._decoding = parse_decoder(json.loads(backend.decoder.__getstate__()) if backend.decoder else None)
+        decoder = json.loads(backend.decoder.__getstate__()) if backend.decoder else None
+        self._decoding = parse_decoder(decoder) if decodes else Decoding()
         added = backend.get_added_tokens_decoder()
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._bytes: dict[int, bytes] = {}
@@ -56,7 +58,7 @@ class Tokenizer:
         self.eos_token_ids = self._eos_ids(files)
 
     @classmethod
-    def from_directory(cls, path: str | Path) -> Tokenizer:
+    def from_directory(cls, path: str | Path, decodes: bool = True) -> Tokenizer:
         """Load from a checkpoint directory. Raises CheckpointError where it has no usable tokenizer.json."""
         file = Path(path) / "tokenizer.json"
         if not file.is_file():
@@ -69,7 +71,7 @@ class Tokenizer:
             backend = tokenizers.Tokenizer.from_file(str(file))
         except Exception as error:  # the library raises bare Exception
             raise CheckpointError(f"{file} cannot be read: {error}", "model") from None
-        return cls(backend, read_files(Path(path)))
+        return cls(backend, read_files(Path(path)), decodes)
 
     @property
     def strips_start(self) -> bool:
@@ -84,13 +86,32 @@ class Tokenizer:
 
         Safe in a thread, and lets others run meanwhile.
         """
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise InvalidRequest(f"prompt is not valid Unicode: a lone surrogate at character {error.start}", "prompt") from None
+        _check_unicode(text)
         # Of the two, encode_batch is the one that releases the interpreter's lock.
         ids: list[int] = self._backend.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
         return ids
+
+    def encode_cut(
+        self, text: str, pair: str | None, max_tokens: int | None, add_special_tokens: bool = True
+    ) -> tuple[list[int], list[int]]:
+        """Ids and type ids of a text, or of a pair of texts, as encoders want them.
+
+        max_tokens  cut at the end to so many, special tokens not among what is cut; of a pair the longer text first
+
+        Safe in a thread, as `encode`.
+        """
+        for part in (text, pair or ""):
+            _check_unicode(part)
+        whole = self._backend.encode_batch([text if pair is None else (text, pair)], add_special_tokens=add_special_tokens)[0]
+        if max_tokens is None or len(whole.ids) <= max_tokens:
+            return whole.ids, whole.type_ids
+        encodings = self._backend.encode_batch([text] if pair is None else [text, pair], add_special_tokens=False)
+        special = self._backend.num_special_tokens_to_add(pair is not None) if add_special_tokens else 0
+        lengths = _shares([len(encoding.ids) for encoding in encodings], max(max_tokens - special, 0))
+        for encoding, length in zip(encodings, lengths, strict=True):
+            encoding.truncate(length)
+        cut = self._backend.post_process(encodings[0], encodings[1] if pair is not None else None, add_special_tokens)
+        return cut.ids, cut.type_ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of `ids`. Bytes that are no UTF-8 become U+FFFD; ids that no token has are skipped."""
@@ -151,6 +172,25 @@ class Tokenizer:
         if named is not None and named not in ids:
             ids.append(named)
         return tuple(ids)
+
+
+def _check_unicode(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(f"prompt is not valid Unicode: a lone surrogate at character {error.start}", "prompt") from None
+
+
+def _shares(lengths: Sequence[int], room: int) -> list[int]:
+    """What is left of one or two texts that do not fit into `room` tokens: the shorter one stays whole if half is enough."""
+    if len(lengths) == 1:
+        return [room]
+    short = min(lengths)
+    if short > room // 2:
+        short, long = room // 2, room - room // 2
+    else:
+        long = room - short
+    return [short, long] if lengths[0] <= lengths[1] else [long, short]
 
 
 def _named(token: str | None) -> str:

@@ -1,0 +1,138 @@
+"""What all encoders have in common: their shape, the flat batch, and how vectors and scores come out of it.
+
+T  rows (one token each, of all texts one behind the other, without padding)
+H  hidden size
+N  texts
+
+The bits of a text's vector depend on nothing but the text: linear layers are row-invariant (kernels/ops.py); everything
+else that torch may compute differently for another shape runs on the rows of one text alone (`Rows.each`).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from foreword.encoders.messages import Input
+from foreword.kernels.ops import Ops
+from foreword.layers.weights import Weights
+from foreword.models.config import ConfigReader
+
+__all__ = ["Encoder", "EncoderConfig", "Rows"]
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderConfig:
+    """Shape and options of a checkpoint.
+
+    max_tokens      longest text
+    positions       rows of the position table
+    first_position  of a text's first token in that table
+    pad_id          a token that keeps `first_position - 1`, wherever it stands; None: none does
+    types           rows of the type table; 0: there is none
+    score           what becomes of a ranker's logit: "sigmoid" or "identity"; None: the checkpoint has no such head
+    head_pooling    "cls" or "mean": what a ranker's head reads
+    """
+
+    architecture: str
+    vocab_size: int
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    eps: float
+    activation: str
+    max_tokens: int
+    positions: int
+    score: str | None
+    first_position: int = 0
+    pad_id: int | None = None
+    types: int = 0
+    head_pooling: str = "cls"
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """A flat batch.
+
+    token_ids, type_ids, positions  int64 [T]
+    starts                          N+1 ints: rows of text n are starts[n] to starts[n + 1]
+    """
+
+    token_ids: Tensor
+    type_ids: Tensor
+    positions: Tensor
+    starts: tuple[int, ...]
+
+    @property
+    def sizes(self) -> list[int]:
+        """Rows of each text."""
+        return [end - begin for begin, end in zip(self.starts, self.starts[1:], strict=False)]
+
+    def each(self, operation: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """`operation` on the rows [t, ...] of each text alone -> [T, ...]"""
+        pieces = [operation(piece) for piece in torch.split(x, self.sizes)]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+
+class Encoder(ABC):
+    """A loaded encoder. A subclass, one to an architecture, reads the config and builds the layers."""
+
+    prefix: ClassVar[str]  # of the body's tensors where the checkpoint has a head
+    unused: ClassVar[Mapping[str, str]]  # beginnings of names of tensors that are of no use here: why
+
+    def __init__(self, config: EncoderConfig, ops: Ops, body: Weights, head: Weights) -> None:
+        """body: tensors of the model; head: those of the whole checkpoint."""
+        self.config = config
+        self.ops = ops
+
+    @classmethod
+    @abstractmethod
+    def read(cls, config: ConfigReader) -> EncoderConfig:
+        """What config.json says. Raises CheckpointError for what this architecture does not honour."""
+
+    @abstractmethod
+    def forward(self, rows: Rows) -> Tensor:
+        """Hidden states behind the last layer, float32 [T, H]."""
+
+    @abstractmethod
+    def logit(self, vectors: Tensor) -> Tensor:
+        """What the head says of pooled rows, float32 [N, H] -> [N]. Only with `config.score`."""
+
+    def rows(self, inputs: Sequence[Input]) -> Rows:
+        """Lay texts out as one batch."""
+        starts = [0]
+        for item in inputs:
+            starts.append(starts[-1] + len(item.token_ids))
+        return Rows(
+            token_ids=torch.tensor([i for item in inputs for i in item.token_ids], dtype=torch.int64),
+            type_ids=torch.tensor([i for item in inputs for i in _type_ids(self.config, item)], dtype=torch.int64),
+            positions=torch.tensor([i for item in inputs for i in _positions(self.config, item)], dtype=torch.int64),
+            starts=tuple(starts),
+        )
+
+
+def _type_ids(config: EncoderConfig, item: Input) -> Sequence[int]:
+    """Where there is one type (or none), tokenizers may number texts all the same."""
+    return item.type_ids if item.type_ids and config.types > 1 else [0] * len(item.token_ids)
+
+
+def _positions(config: EncoderConfig, item: Input) -> Sequence[int]:
+    count = len(item.token_ids)
+    if config.pad_id is None or config.pad_id not in item.token_ids:
+        return range(config.first_position, config.first_position + count)
+    return _skipping(item.token_ids, config.pad_id, config.first_position)
+
+
+def _skipping(token_ids: Sequence[int], pad_id: int, first: int) -> list[int]:
+    """Positions as RoBERTa counts them: a token of padding has the one before the first, and is not counted."""
+    positions, next_position = [], first
+    for token_id in token_ids:
+        positions.append(first - 1 if token_id == pad_id else next_position)
+        next_position += token_id != pad_id
+    return positions

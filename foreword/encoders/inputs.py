@@ -1,0 +1,63 @@
+"""From what a caller brings to inputs that an encoder can compute: everything wrong is named here. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from foreword.encoders.messages import EncoderInfo, Input
+from foreword.encoders.recipe import POOLINGS
+from foreword.errors import ContextLengthExceeded, InvalidRequest, Unsupported
+
+__all__ = ["Pair", "batches", "pairs_of", "texts_of"]
+
+BATCH_TOKENS = 512  # computed at once: longer batches are hardly faster, and whoever comes next waits for them
+
+Pair = tuple[Sequence[int], Sequence[int]]  # token ids of both texts together, and their type ids (or none)
+
+
+def texts_of(info: EncoderInfo, token_ids: Sequence[Sequence[int]], pooling: str | None) -> list[Input]:
+    """Texts to embed; `pooling` None is the checkpoint's own. Raises InvalidRequest."""
+    if info.kind != "embed":
+        raise Unsupported(f"{info.name} ranks pairs of texts; it has no embeddings", "model")
+    if pooling is not None and pooling not in POOLINGS:
+        raise InvalidRequest(f"pooling must be one of {', '.join(POOLINGS)}, got {pooling!r:.80}", "pooling")
+    return _checked(info, (Input(tuple(ids), (), pooling or info.pooling) for ids in token_ids))
+
+
+def pairs_of(info: EncoderInfo, pairs: Sequence[Pair]) -> list[Input]:
+    """Pairs to score. Raises InvalidRequest."""
+    if info.kind != "rank":
+        raise Unsupported(f"{info.name} embeds texts; it does not score pairs of them", "model")
+    return _checked(info, (Input(tuple(ids), tuple(types)) for ids, types in pairs))
+
+
+def batches(inputs: Sequence[Input]) -> Iterable[Sequence[Input]]:
+    """Consecutive inputs that are computed together."""
+    first, tokens = 0, 0
+    for index, item in enumerate(inputs):
+        if first < index and tokens + len(item.token_ids) > BATCH_TOKENS:
+            yield inputs[first:index]
+            first, tokens = index, 0
+        tokens += len(item.token_ids)
+    if first < len(inputs):
+        yield inputs[first:]
+
+
+def _checked(info: EncoderInfo, inputs: Iterable[Input]) -> list[Input]:
+    inputs = list(inputs)
+    for index, item in enumerate(inputs):
+        count = len(item.token_ids)
+        if count == 0:
+            raise InvalidRequest(f"input[{index}] has no tokens", "input")
+        if count > info.max_tokens:
+            raise ContextLengthExceeded(
+                f"input[{index}] has {count} tokens; {info.name} takes at most {info.max_tokens} "
+                "(truncate_prompt_tokens cuts longer ones)",
+                "input",
+            )
+        if item.type_ids and len(item.type_ids) != count:
+            raise InvalidRequest(f"input[{index}] has {count} token ids and {len(item.type_ids)} type ids", "input")
+        for token_id in item.token_ids:
+            if not 0 <= token_id < info.vocab_size:
+                raise InvalidRequest(f"input[{index}] holds token id {token_id}; ids are 0 to {info.vocab_size - 1}", "input")
+    return inputs

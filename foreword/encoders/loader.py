@@ -1,0 +1,65 @@
+"""From a checkpoint's directory to an encoder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+
+from foreword.encoders.base import Encoder, EncoderConfig
+from foreword.encoders.bert import Bert
+from foreword.errors import CheckpointError
+from foreword.kernels.ops import Ops
+from foreword.models.config import ConfigReader, read_json
+from foreword.models.weights import FileWeights
+
+__all__ = ["ARCHITECTURES", "load_encoder"]
+
+ARCHITECTURES: Mapping[str, type[Encoder]] = MappingProxyType(
+    {
+        "bert": Bert,
+    }
+)
+
+
+def load_encoder(path: Path, ops: Ops) -> tuple[Encoder, int]:
+    """The encoder in `path`, and its number of parameters.
+
+    Raises CheckpointError, which names the option, the tensor or the file.
+    """
+    architecture, config = _read_config(path)
+    files = FileWeights(path, "cpu", None)
+    headed = any(name.startswith(architecture.prefix) for name in files.names)
+    body = files.within(architecture.prefix) if headed else files
+    encoder = architecture(config, ops, body, files)
+    files.finish(ignore=_unused(architecture, files.names))
+    return encoder, files.parameters
+
+
+def _read_config(path: Path) -> tuple[type[Encoder], EncoderConfig]:
+    file = path / "config.json"
+    if not file.is_file():
+        raise CheckpointError(f"{path} is not a checkpoint: it has no config.json", "embedding_model")
+    reader = ConfigReader(read_json(file), str(file))
+    model_type = reader.raw("model_type")
+    if model_type not in ARCHITECTURES:
+        known = ", ".join(sorted(ARCHITECTURES))
+        raise CheckpointError(
+            f"{file}: model_type {model_type!r} is no encoder that is supported; known: {known}. Decoders embed as the served "
+            "model",
+            "embedding_model",
+        )
+    architecture = ARCHITECTURES[model_type]
+    config = architecture.read(reader)
+    reader.finish()
+    return architecture, config
+
+
+def _unused(architecture: type[Encoder], names: frozenset[str]) -> dict[str, str]:
+    """Tensors of the file that are of no use, and why."""
+    found = {}
+    for name in names:
+        for beginning, why in architecture.unused.items():
+            if name.removeprefix(architecture.prefix).startswith(beginning):
+                found[name] = why
+    return found

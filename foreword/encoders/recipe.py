@@ -1,0 +1,104 @@
+"""How a checkpoint makes a vector of a text: the files that sentence-transformers writes beside a model. No torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from foreword.errors import CheckpointError
+from foreword.models.config import ConfigReader, read_json
+
+__all__ = ["POOLINGS", "Recipe", "read_recipe"]
+
+POOLINGS = ("cls", "mean", "last", "max")
+DEFAULT_POOLING = "mean"  # of a checkpoint that says nothing: so sentence-transformers has it
+MODES = {
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_lasttoken": "last",
+    "pooling_mode_max_tokens": "max",
+}
+UNKNOWN_MODES = ("pooling_mode_mean_sqrt_len_tokens", "pooling_mode_weightedmean_tokens")
+MODULES = "modules.json"
+TRANSFORMER_FILES = ("sentence_bert_config.json", "sentence_roberta_config.json", "sentence_distilbert_config.json")
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """As in messages.EncoderInfo; max_tokens is None where only the table of positions sets a limit."""
+
+    pooling: str = DEFAULT_POOLING
+    normalize: bool = False
+    max_tokens: int | None = None
+    prompts: Mapping[str, str] = field(default_factory=dict)
+    default_prompt: str | None = None
+
+
+def read_recipe(path: Path) -> Recipe:
+    """Read what is there; every file may be missing. Raises CheckpointError for a step that is not honoured."""
+    pooling, normalize = _read_modules(path)
+    prompts, default_prompt = _read_prompts(path / "config_sentence_transformers.json")
+    return Recipe(pooling, normalize, _read_max_tokens(path), prompts, default_prompt)
+
+
+def _read_modules(path: Path) -> tuple[str, bool]:
+    """The pooling, and whether vectors are normalized."""
+    if not (path / MODULES).is_file():
+        return DEFAULT_POOLING, False
+    kinds = {str(module.get("type", "")).rpartition(".")[2]: str(module.get("path", "")) for module in _list(path / MODULES)}
+    for kind in kinds:
+        if kind not in ("Transformer", "Pooling", "Normalize"):
+            raise CheckpointError(f"{path / MODULES}: the module {kind!r} is not supported", "embedding_model")
+    pooling = _read_pooling(path / kinds["Pooling"] / "config.json") if "Pooling" in kinds else DEFAULT_POOLING
+    return pooling, "Normalize" in kinds
+
+
+def _read_pooling(file: Path) -> str:
+    config = ConfigReader(read_json(file), str(file))
+    for key in ("word_embedding_dimension", "embedding_dimension"):
+        config.raw(key, None)
+    config.expect("include_prompt", True)
+    for key in UNKNOWN_MODES:
+        config.expect(key, False)
+    chosen = [mode for key, mode in MODES.items() if config.flag(key, False)]
+    named = config.raw("pooling_mode", None)
+    if named is not None:
+        chosen += [MODES.get(f"pooling_mode_{named}", named)] if isinstance(named, str) else named
+    config.finish()
+    if len(chosen) != 1 or chosen[0] not in POOLINGS:
+        raise CheckpointError(f"{file}: exactly one of {', '.join(POOLINGS)} is supported, got {chosen}", "embedding_model")
+    return str(chosen[0])
+
+
+def _read_max_tokens(path: Path) -> int | None:
+    for name in TRANSFORMER_FILES:
+        if (path / name).is_file():
+            config = ConfigReader(read_json(path / name), str(path / name))
+            config.expect("do_lower_case", False)
+            return config.optional_whole("max_seq_length")
+    return None
+
+
+def _read_prompts(file: Path) -> tuple[Mapping[str, str], str | None]:
+    """Prompts by purpose, and the purpose that counts if none is named."""
+    if not file.is_file():
+        return {}, None
+    values = read_json(file)
+    prompts = {str(name): str(text) for name, text in (values.get("prompts") or {}).items()}
+    default = values.get("default_prompt_name")
+    if default is not None and default not in prompts:
+        raise CheckpointError(f"{file}: default_prompt_name {default!r} is none of its prompts", "embedding_model")
+    return prompts, default
+
+
+def _list(file: Path) -> list[dict[str, Any]]:
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file} cannot be read: {error}", "embedding_model") from None
+    if not isinstance(values, list) or not all(isinstance(value, dict) for value in values):
+        raise CheckpointError(f"{file} does not hold a list of modules", "embedding_model")
+    return values
