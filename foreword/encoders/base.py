@@ -13,7 +13,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from foreword.kernels.ops import Ops
 from foreword.layers.weights import Weights
 from foreword.models.config import ConfigReader
 
-__all__ = ["Encoder", "EncoderConfig", "Rows"]
+__all__ = ["Encoder", "EncoderConfig", "Head", "Rows"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,16 +80,25 @@ class Rows:
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
+class Head(Protocol):
+    """Layers that make a score."""
+
+    def __call__(self, vector: Tensor) -> Tensor:
+        """The pooled vector of one pair, [1, H] -> its logit [1, 1]"""
+
+
 class Encoder(ABC):
     """A loaded encoder. A subclass, one to an architecture, reads the config and builds the layers."""
 
     prefix: ClassVar[str]  # of the body's tensors where the checkpoint has a head
     unused: ClassVar[Mapping[str, str]]  # beginnings of names of tensors that are of no use here: why
 
-    def __init__(self, config: EncoderConfig, ops: Ops, body: Weights, head: Weights) -> None:
-        """body: tensors of the model; head: those of the whole checkpoint."""
+    def __init__(self, config: EncoderConfig, ops: Ops, body: Weights, whole: Weights) -> None:
+        """body: tensors of the model; whole: those of the checkpoint, with the names they have there."""
         self.config = config
         self.ops = ops
+        self.load(body)
+        self.head = self.load_head(body, whole) if config.score is not None else None
 
     @classmethod
     @abstractmethod
@@ -97,12 +106,16 @@ class Encoder(ABC):
         """What config.json says. Raises CheckpointError for what this architecture does not honour."""
 
     @abstractmethod
-    def forward(self, rows: Rows) -> Tensor:
-        """Hidden states behind the last layer, float32 [T, H]."""
+    def load(self, body: Weights) -> None:
+        """Build the model."""
 
     @abstractmethod
-    def logit(self, vectors: Tensor) -> Tensor:
-        """What the head says of pooled rows, float32 [N, H] -> [N]. Only with `config.score`."""
+    def load_head(self, body: Weights, whole: Weights) -> Head:
+        """Build what makes a score of a pair's vector."""
+
+    @abstractmethod
+    def forward(self, rows: Rows) -> Tensor:
+        """Hidden states behind the last layer, float32 [T, H]."""
 
     def rows(self, inputs: Sequence[Input]) -> Rows:
         """Lay texts out as one batch."""

@@ -7,9 +7,9 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from foreword.encoders.base import Encoder, EncoderConfig, Rows
+from foreword.encoders.base import Encoder, EncoderConfig, Head, Rows
 from foreword.encoders.options import read_shape
-from foreword.encoders.parts import Attention, Dense, FeedForward, LayerNorm, PostNormLayer, Table, words
+from foreword.encoders.parts import Attention, Dense, FeedForward, LayerNorm, PostNormLayer, ScoreHead, Table, words
 from foreword.kernels.ops import Ops
 from foreword.layers.weights import Weights
 from foreword.models.config import ConfigReader
@@ -29,27 +29,25 @@ class Bert(Encoder):
         }
     )
 
-    def __init__(self, config: EncoderConfig, ops: Ops, body: Weights, head: Weights) -> None:
-        super().__init__(config, ops, body, head)
-        inner = body.within("embeddings.")
-        self._words = words(ops, inner, "word_embeddings", config)
-        self._positions = Table(inner, "position_embeddings", config.positions, config.hidden)
-        self._types = Table(inner, "token_type_embeddings", config.types, config.hidden)
-        self._norm = LayerNorm(inner, "LayerNorm", config)
-        self._layers = [bert_layer(ops, config, body.within(f"encoder.layer.{index}.")) for index in range(config.layers)]
-        if config.score is not None:
-            self.load_head(body, head)
-
     @classmethod
     def read(cls, config: ConfigReader) -> EncoderConfig:
         """config.json of model_type `bert`"""
         return read_shape(config, "bert")
 
-    def load_head(self, body: Weights, head: Weights) -> None:
-        """The layers that make a score of a pair."""
+    def load(self, body: Weights) -> None:
+        """Build the model."""
+        config, inner = self.config, body.within("embeddings.")
+        self._words = words(self.ops, inner, "word_embeddings", config)
+        self._positions = Table(inner, "position_embeddings", config.positions, config.hidden)
+        self._types = Table(inner, "token_type_embeddings", config.types, config.hidden)
+        self._norm = LayerNorm(inner, "LayerNorm", config)
+        self._layers = [bert_layer(self.ops, config, body.within(f"encoder.layer.{index}.")) for index in range(config.layers)]
+
+    def load_head(self, body: Weights, whole: Weights) -> Head:
+        """The pooler, and a classifier of one class."""
         hidden = self.config.hidden
-        self._dense = Dense(self.ops, body, hidden, {"pooler.dense": hidden})
-        self._out = Dense(self.ops, head, hidden, {"classifier": 1})
+        pooler = Dense(self.ops, body, hidden, {"pooler.dense": hidden})
+        return ScoreHead(pooler, torch.tanh, Dense(self.ops, whole, hidden, {"classifier": 1}))
 
     def forward(self, rows: Rows) -> Tensor:
         """-> [T, H]"""
@@ -57,10 +55,6 @@ class Bert(Encoder):
         for layer in self._layers:
             x = layer(x, rows)
         return x
-
-    def logit(self, vectors: Tensor) -> Tensor:
-        """[N, H] -> [N]"""
-        return torch.cat([self._out(torch.tanh(self._dense(row)))[:, 0] for row in torch.split(vectors, 1)])
 
 
 def bert_layer(ops: Ops, config: EncoderConfig, weights: Weights) -> PostNormLayer:

@@ -2,24 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import MappingProxyType
 
+from torch import Tensor
+
 from foreword.encoders.base import Encoder, EncoderConfig
 from foreword.encoders.bert import Bert
+from foreword.encoders.distilbert import DistilBert
+from foreword.encoders.modernbert import ModernBert
+from foreword.encoders.mpnet import MPNet
+from foreword.encoders.roberta import Roberta
 from foreword.errors import CheckpointError
-from foreword.kernels.ops import Ops
+from foreword.kernels.ops import Matrix, Ops
+from foreword.layers.weights import Weights
 from foreword.models.config import ConfigReader, read_json
-from foreword.models.weights import FileWeights
+from foreword.models.weights import FileWeights, ScopedWeights
 
 __all__ = ["ARCHITECTURES", "load_encoder"]
 
 ARCHITECTURES: Mapping[str, type[Encoder]] = MappingProxyType(
     {
         "bert": Bert,
+        "camembert": Roberta,
+        "distilbert": DistilBert,
+        "modernbert": ModernBert,
+        "mpnet": MPNet,
+        "roberta": Roberta,
+        "xlm-roberta": Roberta,
     }
 )
+OLD_NAMES = MappingProxyType({"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"})
 
 
 def load_encoder(path: Path, ops: Ops) -> tuple[Encoder, int]:
@@ -30,10 +45,33 @@ def load_encoder(path: Path, ops: Ops) -> tuple[Encoder, int]:
     architecture, config = _read_config(path)
     files = FileWeights(path, "cpu", None)
     headed = any(name.startswith(architecture.prefix) for name in files.names)
-    body = files.within(architecture.prefix) if headed else files
-    encoder = architecture(config, ops, body, files)
+    whole = OldNames(files) if any(name.endswith(tuple(OLD_NAMES.values())) for name in files.names) else files
+    encoder = architecture(config, ops, whole.within(architecture.prefix if headed else ""), whole)
     files.finish(ignore=_unused(architecture, files.names))
     return encoder, files.parameters
+
+
+class OldNames:
+    """Tensors of a checkpoint from the days when norms had a gamma and a beta."""
+
+    def __init__(self, weights: Weights) -> None:
+        self._weights = weights
+
+    @property
+    def parameters(self) -> int:
+        return self._weights.parameters
+
+    def take(self, name: str, *shape: int) -> Tensor:
+        for new, old in OLD_NAMES.items():
+            if name.endswith(new):
+                name = name.removesuffix(new) + old
+        return self._weights.take(name, *shape)
+
+    def matrices(self, rows: Mapping[str, int], columns: int) -> AbstractContextManager[Sequence[Matrix]]:
+        return self._weights.matrices(rows, columns)
+
+    def within(self, prefix: str) -> Weights:
+        return ScopedWeights(self, prefix)
 
 
 def _read_config(path: Path) -> tuple[type[Encoder], EncoderConfig]:

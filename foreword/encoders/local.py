@@ -55,8 +55,9 @@ class LocalEncoder:
         return [vector for batch in batches(inputs) for vector in self.compute(batch)]
 
     def _score(self, states: Tensor) -> Tensor:
-        config = self._encoder.config
-        logit = self._encoder.logit(_pooled(states, config.head_pooling)[None])
+        config, head = self._encoder.config, self._encoder.head
+        assert head is not None
+        logit = head(_pooled(states, config.head_pooling)[None])
         return torch.sigmoid(logit) if config.score == "sigmoid" else logit
 
 

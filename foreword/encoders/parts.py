@@ -15,7 +15,7 @@ from foreword.layers.embedding import Embedding
 from foreword.layers.linear import Linear, load_linear
 from foreword.layers.weights import Weights
 
-__all__ = ["ACTIVATIONS", "Attention", "Dense", "FeedForward", "LayerNorm", "PostNormLayer", "Table", "words"]
+__all__ = ["ACTIVATIONS", "Attention", "Dense", "FeedForward", "LayerNorm", "PostNormLayer", "ScoreHead", "Table", "words"]
 
 KIND = "float32"  # of weights: vectors are compared, and errors of rounding would be what differs
 
@@ -80,24 +80,25 @@ class LayerNorm:
 class Attention:
     """Every token of a text sees every other one.
 
-    names    of the projections to q, k and v, in this order, or of one that holds all three
+    names    of the projections to q, k and v, in this order
     """
 
     def __init__(self, ops: Ops, config: EncoderConfig, weights: Weights, names: Sequence[str], out: str) -> None:
-        hidden = config.hidden
         self._heads = config.heads
-        self._qkv = Dense(ops, weights, hidden, dict.fromkeys(names, 3 * hidden // len(names)))
-        self._out = Dense(ops, weights, hidden, {out: hidden})
+        self._qkv = Dense(ops, weights, config.hidden, dict.fromkeys(names, config.hidden))
+        self._out = Dense(ops, weights, config.hidden, {out: config.hidden})
 
-    def __call__(self, x: Tensor, rows: Rows) -> Tensor:
-        """[T, H] -> [T, H]"""
-        return self._out(rows.each(self._attend, self._qkv(x)))
+    def __call__(self, x: Tensor, rows: Rows, biases: Sequence[Tensor] | None = None) -> Tensor:
+        """[T, H] -> [T, H]; biases [heads, t, t] of each text are added to its scores"""
+        texts = torch.split(self._qkv(x), rows.sizes)
+        each_bias = biases if biases is not None else (None,) * len(texts)
+        return self._out(torch.cat([self._attend(qkv, bias) for qkv, bias in zip(texts, each_bias, strict=True)]))
 
-    def _attend(self, qkv: Tensor) -> Tensor:
+    def _attend(self, qkv: Tensor, bias: Tensor | None) -> Tensor:
         """[t, 3H] of one text -> [t, H]"""
         # A copy begins where memory is aligned, wherever in the batch the text stands: products may round by that.
         q, k, v = qkv.view(len(qkv), 3, self._heads, -1).permute(1, 2, 0, 3).contiguous().unsqueeze(1)
-        return F.scaled_dot_product_attention(q, k, v)[0].transpose(0, 1).flatten(1)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=bias)[0].transpose(0, 1).flatten(1)
 
 
 class FeedForward:
@@ -122,7 +123,20 @@ class PostNormLayer:
         self._mlp = mlp
         self._mlp_norm = mlp_norm
 
-    def __call__(self, x: Tensor, rows: Rows) -> Tensor:
-        """[T, H] -> [T, H]"""
-        x = self._attention_norm(self._attention(x, rows) + x)
+    def __call__(self, x: Tensor, rows: Rows, biases: Sequence[Tensor] | None = None) -> Tensor:
+        """[T, H] -> [T, H]; biases as in Attention"""
+        x = self._attention_norm(self._attention(x, rows, biases) + x)
         return self._mlp_norm(self._mlp(x, rows) + x)
+
+
+class ScoreHead:
+    """out(activation(dense(x)))"""
+
+    def __init__(self, dense: Dense, activation: Callable[[Tensor], Tensor], out: Dense) -> None:
+        self._dense = dense
+        self._activation = activation
+        self._out = out
+
+    def __call__(self, vector: Tensor) -> Tensor:
+        """[1, H] -> [1, 1]"""
+        return self._out(self._activation(self._dense(vector)))
