@@ -1,0 +1,87 @@
+"""What a caller asks of an answer, as a grammar that llguidance compiles."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Final
+
+from llguidance import LLMatcher
+
+from foreword.core.structured import StructuredOutput
+from foreword.errors import InvalidRequest
+from foreword.grammar import limits
+from foreword.grammar.gbnf import gbnf_to_lark
+from foreword.grammar.json_schema import ANY_OBJECT, schema_text
+from foreword.grammar.json_text import GrammarError, read_json
+from foreword.grammar.lark import check_brackets, literal, pattern
+from foreword.grammar.structural_tag import structural_tag_to_lark
+from foreword.grammar.tokens import Tokens
+
+__all__ = ["compiled", "grammar_text", "reason"]
+
+# llguidance would force its own cut of the text into tokens; here the model chooses, as without a grammar.
+OPTIONS: Final = '%llguidance {"no_forcing": true}\n'
+# Rule attributes that llguidance cannot roll back, or that belong to the sampler.
+ATTRIBUTE: Final = re.compile(r"^[ \t]*[!?]?[A-Za-z_][\w-]*[ \t]*\[[^\]\n]*\b(max_tokens|stop|temperature)\b", re.MULTILINE)
+
+
+def grammar_text(structured: StructuredOutput) -> str:
+    """The grammar of a constraint, in llguidance's own format.
+
+    Raises InvalidRequest for what is malformed, not supported, or larger than `limits` allow. A text that passes may
+    still be refused by llguidance.
+    """
+    try:
+        return json.dumps({"grammars": [{"lark_grammar": _lark(structured)}]})
+    except GrammarError as error:
+        raise InvalidRequest(f"{structured.field}: {error}", structured.field) from None
+
+
+def compiled(structured: StructuredOutput, tokens: Tokens) -> LLMatcher:
+    """A matcher at the beginning of a grammar. Raises InvalidRequest with llguidance's reason."""
+    llg = LLMatcher(tokens.llg, grammar_text(structured), log_level=0, limits=limits.parser_limits())
+    if llg.is_error():
+        raise InvalidRequest(f"{structured.field}: {reason(llg)}", structured.field)
+    return llg
+
+
+def reason(llg: LLMatcher) -> str:
+    """Why an automaton gave up, in one line."""
+    return " ".join(llg.get_error().replace("<non-verbose/>", "").split())[: limits.MAX_REASON]
+
+
+def _lark(structured: StructuredOutput) -> str:
+    text = structured.text
+    match structured.kind:
+        case "json_schema":
+            return f"{OPTIONS}start: %json {schema_text(text, structured.whitespace)}\n"
+        case "json_object":
+            return f"{OPTIONS}start: %json {schema_text(ANY_OBJECT, structured.whitespace)}\n"
+        case "regex":
+            return f"{OPTIONS}start: {pattern(text)}\n"
+        case "choice":
+            return f"{OPTIONS}start: CHOICE\nCHOICE: {_choice(text)}\n"
+        case "lark":
+            _check_lark(text)
+            return f"{text}\n{OPTIONS}"  # at the end: line numbers in errors stay true
+        case "gbnf":
+            return OPTIONS + gbnf_to_lark(text)
+        case _:
+            return OPTIONS + structural_tag_to_lark(text, structured.whitespace)
+
+
+def _choice(text: str) -> str:
+    choices = read_json(text, "the choice")
+    if not isinstance(choices, list) or not choices or not all(isinstance(choice, str) and choice for choice in choices):
+        raise GrammarError("a choice must be a list of texts that are not empty")
+    if len(choices) > limits.MAX_CHOICES:
+        raise GrammarError(f"a choice may hold {limits.MAX_CHOICES} texts, got {len(choices)}")
+    return " | ".join(literal(choice) for choice in dict.fromkeys(choices))
+
+
+def _check_lark(text: str) -> None:
+    attribute = ATTRIBUTE.search(text)
+    if attribute:
+        raise GrammarError(f"the attribute {attribute[1]!r} of a rule is not supported; `suffix` and `lazy` are")
+    check_brackets(text, "the grammar")

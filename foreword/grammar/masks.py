@@ -1,0 +1,125 @@
+"""Masks of one step, computed beside the forward pass."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from queue import SimpleQueue
+
+import torch
+from llguidance import LLExecutor, LLMatcher
+from torch import Tensor
+
+__all__ = ["MaskBuffer", "MaskJob", "MaskThread", "Wanted", "compute_masks"]
+
+WORD_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """The masks behind every prefix of `draft`, the empty one first.
+
+    deliver  is given them: int32 [len(draft) + 1, W]
+    """
+
+    matcher: LLMatcher
+    draft: tuple[int, ...]
+    deliver: Callable[[Tensor], None]
+
+
+class MaskBuffer:
+    """Memory for the masks of a step: grown, never given back, overwritten by the next step."""
+
+    __slots__ = ("_masks", "_num_words")
+
+    def __init__(self, num_words: int) -> None:
+        self._num_words = num_words
+        self._masks = torch.zeros(0, num_words, dtype=torch.int32)
+
+    def rows(self, count: int) -> Tensor:
+        """int32 [count, W], of any content."""
+        if count > self._masks.shape[0]:
+            self._masks = torch.zeros(max(count, 2 * self._masks.shape[0]), self._num_words, dtype=torch.int32)
+        return self._masks[:count]
+
+
+class MaskJob:
+    """Work that is done once, by whoever comes first: the background thread, or the one who waits for it."""
+
+    __slots__ = ("_buffer", "_done", "_executor", "_lock", "_wanted")
+
+    def __init__(self, wanted: Sequence[Wanted], executor: LLExecutor, buffer: MaskBuffer) -> None:
+        self._wanted = wanted
+        self._executor = executor
+        self._buffer = buffer
+        self._lock = threading.Lock()
+        self._done = False
+
+    def finish(self) -> None:
+        """Return when it is done."""
+        with self._lock:
+            if not self._done:
+                self._compute()
+                self._done = True
+
+    def drop(self) -> None:
+        """Nobody wants it any more. Its matchers are free when this returns."""
+        with self._lock:
+            self._done = True
+
+    def _compute(self) -> None:
+        masks = self._buffer.rows(sum(len(wanted.draft) + 1 for wanted in self._wanted))
+        compute_masks(self._executor, [(wanted.matcher, wanted.draft) for wanted in self._wanted], masks)
+        begin = 0
+        for wanted in self._wanted:
+            end = begin + len(wanted.draft) + 1
+            wanted.deliver(masks[begin:end])
+            begin = end
+
+
+def compute_masks(executor: LLExecutor, wanted: Sequence[tuple[LLMatcher, tuple[int, ...]]], masks: Tensor) -> None:
+    """Masks behind every prefix of each draft, one after the other. Matchers are left as they were.
+
+    masks  int32 [sum(len(draft) + 1), W], overwritten; all zero behind a token that is not legal
+    """
+    drafted: list[tuple[LLMatcher, int, list[int]]] = []
+    plain: list[tuple[LLMatcher, int]] = []
+    line = 0
+    for matcher, draft in wanted:
+        if draft:
+            drafted.append((matcher, line, list(draft)))
+            masks[line + 1 : line + 1 + len(draft)].zero_()
+        else:
+            plain.append((matcher, line))
+        line += len(draft) + 1
+    assert line == masks.shape[0]
+    place = masks.data_ptr(), masks.shape[1] * WORD_BYTES, line
+    if drafted:
+        executor.unsafe_compute_mask_ptr_with_draft_token(drafted, *place)
+    if plain:
+        executor.unsafe_compute_mask_ptr(plain, *place)
+
+
+class MaskThread:
+    """Does the newest job; daemonic, so that a process may end at any time."""
+
+    __slots__ = ("_jobs", "_thread")
+
+    def __init__(self) -> None:
+        self._jobs: SimpleQueue[MaskJob | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="grammar-masks", daemon=True)
+        self._thread.start()
+
+    def put(self, job: MaskJob) -> None:
+        self._jobs.put(job)
+
+    def close(self) -> None:
+        self._jobs.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            with contextlib.suppress(Exception):  # whoever asks for the masks computes them again, and meets it
+                job.finish()

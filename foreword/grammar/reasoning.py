@@ -1,0 +1,45 @@
+"""Where the reasoning of an answer ends, token by token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+__all__ = ["ReasoningWatch", "ends_in_prompt"]
+
+PROMPT_TAIL: Final = 64  # tokens; a template that closes the reasoning itself does so at the end of the prompt
+
+
+def ends_in_prompt(prompt_ids: Sequence[int], end_ids: Sequence[Sequence[int]]) -> bool:
+    """Whether the reasoning is over before the answer begins: an end sequence is among the last tokens of the prompt."""
+    tail = tuple(prompt_ids[-PROMPT_TAIL:])
+    return any(_index(tail, tuple(end)) is not None for end in end_ids)
+
+
+class ReasoningWatch:
+    """Finds the end of the first end sequence in an output that grows."""
+
+    __slots__ = ("_ends", "_tail")
+
+    def __init__(self, end_ids: Sequence[Sequence[int]]) -> None:
+        self._ends = tuple(tuple(end) for end in end_ids)
+        self._tail: tuple[int, ...] = ()
+
+    def find(self, token_ids: Sequence[int]) -> int | None:
+        """How many of these tokens, put behind the output, still belong to the reasoning; None: all, and it goes on."""
+        text = (*self._tail, *token_ids)
+        found = [index + len(end) for end in self._ends if (index := _index(text, end)) is not None]
+        return min(found) - len(self._tail) if found else None
+
+    def accept(self, token_ids: Sequence[int]) -> None:
+        """The output has grown by tokens in which the reasoning goes on."""
+        keep = max(map(len, self._ends)) - 1
+        text = (*self._tail, *token_ids)
+        self._tail = text[len(text) - keep :] if keep < len(text) else text
+
+
+def _index(text: tuple[int, ...], part: tuple[int, ...]) -> int | None:
+    for index in range(len(text) - len(part) + 1):
+        if text[index : index + len(part)] == part:
+            return index
+    return None
