@@ -18,12 +18,29 @@ ANY_OBJECT: Final = '{"type": "object"}'
 WHITESPACE: Final = r" |\n{1,2}( {0,64}|\t{0,16})"
 
 # Keywords that change what conforms and that llguidance does not implement; the value given changes nothing.
-UNSUPPORTED: Final = frozenset(
-    ("$anchor", "$defs", "$id", "$ref", "$schema", "allOf", "anyOf", "const", "definitions", "enum", "id", "oneOf", "type")
-    + ("additionalItems", "items", "maxItems", "minItems", "prefixItems")
-    + ("additionalProperties", "maxProperties", "minProperties", "patternProperties", "properties", "required")
-    + ("format", "maxLength", "minLength", "pattern")
-    + ("exclusiveMaximum", "exclusiveMinimum", "maximum", "minimum", "multipleOf")
+UNSUPPORTED: Final[Mapping[str, Any]] = {
+    "$dynamicRef": None,
+    "$recursiveRef": None,
+    "not": False,
+    "if": None,
+    "contains": None,
+    "uniqueItems": False,
+    "dependencies": {},
+    "dependentRequired": {},
+    "dependentSchemas": {},
+    "propertyNames": True,
+    "unevaluatedItems": True,
+    "unevaluatedProperties": True,
+    "disallow": None,
+    "extends": None,
+    "divisibleBy": None,
+}
+SUPPORTED: Final = (
+    *("$anchor", "$defs", "$id", "$ref", "$schema", "allOf", "anyOf", "const", "definitions", "enum", "id", "oneOf", "type"),
+    *("additionalItems", "items", "maxItems", "minItems", "prefixItems"),
+    *("additionalProperties", "maxProperties", "minProperties", "patternProperties", "properties", "required"),
+    *("format", "maxLength", "minLength", "pattern"),
+    *("exclusiveMaximum", "exclusiveMinimum", "maximum", "minimum", "multipleOf"),
 )
 FORMATS: Final = ("date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid")
 # Formats of the standard that would have to be enforced; other names are annotations.
