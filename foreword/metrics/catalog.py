@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["CATALOG", "PREFIX", "REASONS", "STAGES", "Metric"]
+__all__ = ["CATALOG", "EMBEDDING_KINDS", "EMBEDDING_REASONS", "PREFIX", "REASONS", "STAGES", "Metric"]
 
 PREFIX = "foreword_"
 REASONS = ("stop", "length", "abort", "error")
-STAGES = ("schedule", "assemble", "forward", "sample", "draft", "commit")
+STAGES = ("schedule", "assemble", "forward", "sample", "draft", "commit", "embed")
+EMBEDDING_KINDS = ("embed", "rank")
+EMBEDDING_REASONS = ("done", "abort", "error")
 
 LATENCY_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 TOKEN_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
@@ -75,6 +77,12 @@ CATALOG = (
     _histogram("inter_token_latency_seconds", "Time per token; a burst of m tokens after t counts m times t/m.", TOKEN_S),
     _histogram("e2e_request_latency_seconds", "From arrival to the end of the answer.", LATENCY_S),
     _histogram("request_queue_seconds", "From arrival to the first step.", LATENCY_S),
+    _counter(
+        "embedding_requests_total", "Requests for vectors or scores that ended, by what they wanted and how.", "kind", "reason"
+    ),
+    _counter("embedding_inputs_total", "Texts that became vectors, and pairs of texts that were scored.", "kind"),
+    _counter("embedding_tokens_total", "Tokens of these texts.", "kind"),
+    _histogram("embedding_seconds", "From arrival to all vectors or scores of a request.", LATENCY_S, "kind"),
     _histogram("step_seconds", "Time of one step, by stage.", STAGE_S, "stage"),
     _spec("counter", "spec_drafts_total", "Drafts that were verified.", "drafter"),
     _spec("counter", "spec_draft_tokens_total", "Tokens that were drafted and verified.", "drafter"),

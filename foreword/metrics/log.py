@@ -10,7 +10,7 @@ from foreword.core.events import StepStats
 from foreword.metrics.answer import Progress
 from foreword.metrics.tally import DraftTally
 
-__all__ = ["Choices", "Interval", "logger", "request_line", "speculation_line", "throughput_line"]
+__all__ = ["Choices", "Interval", "embedding_line", "logger", "request_line", "speculation_line", "throughput_line"]
 
 logger = logging.getLogger("foreword.metrics")
 
@@ -23,19 +23,20 @@ class Interval:
     busy_s  seconds in which at least one request was open: idle time does not dilute a rate
     """
 
-    __slots__ = ("busy_s", "generated", "prefix_hits", "prefix_queries", "prompt", "tally")
+    __slots__ = ("busy_s", "embedded", "generated", "prefix_hits", "prefix_queries", "prompt", "tally")
 
     def __init__(self) -> None:
         self.busy_s = 0.0
         self.prompt = 0
         self.generated = 0
+        self.embedded = 0
         self.prefix_queries = 0
         self.prefix_hits = 0
         self.tally = DraftTally()
 
     @property
     def traffic(self) -> bool:
-        return self.busy_s > 0 and bool(self.prompt or self.generated)
+        return self.busy_s > 0 and bool(self.prompt or self.generated or self.embedded)
 
 
 def throughput_line(interval: Interval, stats: StepStats) -> str:
@@ -48,6 +49,8 @@ def throughput_line(interval: Interval, stats: StepStats) -> str:
         f"waiting {stats.requests_waiting}",
         f"KV cache {stats.kv_cache_usage_ratio:.1%}",
     ]
+    if interval.embedded:
+        parts.append(f"embedding {interval.embedded / interval.busy_s:.1f} tokens/s")
     if interval.prefix_queries:
         parts.append(f"prefix cache hits {interval.prefix_hits / interval.prefix_queries:.1%}")
     return ", ".join(parts)
@@ -62,6 +65,11 @@ def speculation_line(tally: DraftTally) -> str:
         f"Accepted: {tally.accepted} tokens, Drafted: {tally.drafted} tokens, "
         f"Per-position acceptance rate: {rates}"
     )
+
+
+def embedding_line(kind: str, reason: str, num_inputs: int, num_tokens: int, seconds: float) -> str:
+    """How one request for vectors or scores went."""
+    return f"{kind}: {reason}; {num_inputs} inputs, {num_tokens} tokens; times total {seconds * 1000:.1f} ms"
 
 
 class Choices:

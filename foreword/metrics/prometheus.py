@@ -39,10 +39,10 @@ class Registry:
         for _ in range(times):
             instrument.observe(value)
 
-    def start(self, name: str, labels: Iterable[str]) -> None:
-        """Let the series of these labels exist from the start, at zero."""
+    def start(self, name: str, labels: Iterable[str], *before: str) -> None:
+        """Let the series of these labels exist from the start, at zero; `before` are the labels before the last."""
         for label in labels:
-            self._of(name, (label,))
+            self._of(name, (*before, label))
 
     def render(self) -> bytes:
         """The scrape, in Prometheus' text format."""

@@ -12,7 +12,7 @@ from foreword.core.request import Request
 from foreword.errors import ForewordError
 from foreword.metrics import log
 from foreword.metrics.answer import AnswerMetrics, Figures, Progress, metrics_of
-from foreword.metrics.catalog import REASONS, STAGES
+from foreword.metrics.catalog import EMBEDDING_KINDS, EMBEDDING_REASONS, REASONS, STAGES
 from foreword.metrics.prometheus import Registry
 from foreword.metrics.tally import DraftTally
 
@@ -37,6 +37,7 @@ SECONDS = {
     "spec_exploration_seconds_total": "exploring_seconds",
 }
 FORCED = "grammar"  # the drafter that does not guess
+EMBEDDING_TOTALS = ("embedding_inputs_total", "embedding_tokens_total", "embedding_seconds")
 BY_DRAFTER = (
     "spec_drafts_total",
     "spec_draft_tokens_total",
@@ -67,6 +68,7 @@ class Recorder:
         self._live: dict[str, Progress] = {}
         self._choices: dict[str, log.Choices] = {}
         self._ended: OrderedDict[str, Figures] = OrderedDict()
+        self._num_embedding = 0
         self._stats = StepStats()
         self._tallies = {name: DraftTally() for name in drafters}
         self._interval = log.Interval()
@@ -78,6 +80,10 @@ class Recorder:
     def _start_series(self) -> None:
         self._registry.start("requests_finished_total", REASONS)
         self._registry.start("step_seconds", STAGES)
+        for kind in EMBEDDING_KINDS:
+            self._registry.start("embedding_requests_total", EMBEDDING_REASONS, kind)
+        for name in EMBEDDING_TOTALS:
+            self._registry.start(name, EMBEDDING_KINDS)
         for name in BY_DRAFTER if self._drafters else ():
             self._registry.start(name, [drafter for drafter in self._drafters if drafter != FORCED])
 
@@ -120,6 +126,23 @@ class Recorder:
     def returned(self, num_choices: int) -> None:
         """An answer with that many choices was sent."""
         self._registry.add("choices_returned_total", num_choices)
+
+    def embedding_began(self) -> None:
+        """A request for vectors or scores was taken."""
+        self._count_busy(self._clock())
+        self._num_embedding += 1
+
+    def embedding_ended(self, kind: str, reason: str, num_inputs: int, num_tokens: int, seconds: float) -> None:
+        """kind and reason as in the catalog; texts and tokens count if all of them are done."""
+        self._count_busy(self._clock())
+        self._num_embedding -= 1
+        self._registry.add("embedding_requests_total", 1, kind, reason)
+        if reason == "done":
+            self._registry.add("embedding_inputs_total", num_inputs, kind)
+            self._registry.add("embedding_tokens_total", num_tokens, kind)
+            self._registry.observe("embedding_seconds", seconds, kind)
+            self._interval.embedded += num_tokens
+        log.logger.info("%s", log.embedding_line(kind, reason, num_inputs, num_tokens, seconds))
 
     def answer_metrics(self, *request_ids: str) -> AnswerMetrics | None:
         """Figures of a choice, or of several together, that are live or ended not long ago."""
@@ -249,7 +272,7 @@ class Recorder:
 
     def _count_busy(self, now: float) -> None:
         """Add the time since the last call if any request was open in it."""
-        if self._live:
+        if self._live or self._num_embedding:
             self._interval.busy_s += max(now - self._busy_since, 0.0)
         self._busy_since = now
 

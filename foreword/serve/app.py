@@ -11,25 +11,33 @@ from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
 from foreword.config import Config
+from foreword.encoders.client import EncoderClient
 from foreword.engine.client import EngineClient
 from foreword.metrics.recorder import Recorder
 from foreword.serve.auth import ApiKeys
 from foreword.serve.errors import add_error_handlers
 from foreword.serve.middleware import Authentication, BodyLimit, LastResort, RequestIds
-from foreword.serve.routes import chat, completions, docs, health, metrics, models, tokenize
+from foreword.serve.routes import chat, completions, docs, embeddings, health, metrics, models, rerank, score, tokenize
 from foreword.serve.state import Admission, Server
 from foreword.text.template import ChatTemplate
 from foreword.text.tokenizer import Tokenizer
 
 __all__ = ["create_app"]
 
-ROUTES = (chat, completions, models, tokenize, health, metrics, docs)
+ROUTES = (chat, completions, embeddings, rerank, score, models, tokenize, health, metrics, docs)
 TICK_S = 1.0
 MB = 1_000_000
 
 
-def create_app(config: Config, client: EngineClient, tokenizer: Tokenizer, recorder: Recorder, model_name: str) -> FastAPI:
-    """The application; starting and closing the client is the caller's. Raises CheckpointError for a broken chat template."""
+def create_app(
+    config: Config,
+    client: EngineClient,
+    tokenizer: Tokenizer,
+    recorder: Recorder,
+    model_name: str,
+    encoder: EncoderClient | None = None,
+) -> FastAPI:
+    """The application; starting and closing the clients is the caller's. Raises CheckpointError for a broken chat template."""
     server = Server(
         config=config,
         client=client,
@@ -39,6 +47,7 @@ def create_app(config: Config, client: EngineClient, tokenizer: Tokenizer, recor
         admission=Admission(config.max_waiting),
         model_name=model_name,
         created=int(time.time()),
+        encoder=encoder,
     )
     client.on_step = recorder.step
     app = FastAPI(title="Foreword", docs_url=None, redoc_url=None, lifespan=_lifespan)

@@ -12,8 +12,9 @@ from fastapi import Depends, Request
 from foreword.config import Config, EngineInfo
 from foreword.core.params import SamplingParams
 from foreword.core.request import Request as EngineRequest
+from foreword.encoders.client import EncoderClient
 from foreword.engine.client import EngineClient
-from foreword.errors import EngineDead, InvalidRequest, ModelNotFound, Overloaded
+from foreword.errors import EngineDead, InvalidRequest, ModelNotFound, Overloaded, Unsupported
 from foreword.metrics.recorder import Recorder
 from foreword.text.prepare import make_requests, resolve_seed
 from foreword.text.template import ChatTemplate
@@ -61,7 +62,7 @@ class Admission:
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """One served model.
+    """One served model, and perhaps an encoder beside it.
 
     created  Unix time at which it began
     """
@@ -74,6 +75,7 @@ class Server:
     admission: Admission
     model_name: str
     created: int
+    encoder: EncoderClient | None = None
 
     def info(self) -> EngineInfo:
         """Facts of the running engine. Raises EngineDead while there is none."""
@@ -83,8 +85,20 @@ class Server:
         return info
 
     def check_model(self, name: str | None) -> None:
-        if name is not None and name != self.model_name:
-            raise ModelNotFound(f"the model {name!r:.200} does not exist; this server serves {self.model_name!r}", "model")
+        """Raises unless it is the generating model; None is."""
+        if name in (None, self.model_name):
+            return
+        if name in self.model_names:
+            raise Unsupported(f"{name} is an encoder; what generates here is {self.model_name!r}", "model")
+        raise ModelNotFound(
+            f"the model {name!r:.200} does not exist; this server serves {' and '.join(map(repr, self.model_names))}", "model"
+        )
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """The generating model first."""
+        encoder = self.encoder.info if self.encoder is not None else None
+        return (self.model_name,) if encoder is None else (self.model_name, encoder.name)
 
     def settle(self, params: SamplingParams) -> SamplingParams:
         """The parameters with their seed. A drafter that is asked for must be one that runs."""

@@ -65,10 +65,14 @@ COMPLETION_FIELDS = frozenset(inspect.signature(openai.resources.Completions.cre
 
 @contextlib.contextmanager
 def running(
-    config: Config | None = None, client: EngineClient | None = None, key: str = "none", tokenizer: Tokenizer | None = None
+    config: Config | None = None,
+    client: EngineClient | None = None,
+    key: str = "none",
+    tokenizer: Tokenizer | None = None,
+    encoder: Any = None,
 ) -> Iterator[Running]:
     config, client = config or Config(), client or FakeClient()
-    app = create_app(config, client, tokenizer or byte_tokenizer(), Recorder(config.drafter_names()), MODEL)
+    app = create_app(config, client, tokenizer or byte_tokenizer(), Recorder(config.drafter_names()), MODEL, encoder)
     listener = socket.create_server(("127.0.0.1", 0))
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=1))

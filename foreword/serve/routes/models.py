@@ -16,25 +16,34 @@ router = APIRouter()
 
 @router.get("/v1/models")
 async def models(server: ServerDep) -> Response:
-    """The models that are served: one."""
-    return Json({"object": "list", "data": [_card(server)]})
+    """The models that are served: what generates, and perhaps an encoder."""
+    return Json({"object": "list", "data": [_card(server, name) for name in server.model_names]})
 
 
 @router.get("/v1/models/{name:path}")
 async def model(name: str, server: ServerDep) -> Response:
     """Facts of one model."""
-    server.check_model(name)
-    return Json(_card(server))
+    if name not in server.model_names:
+        server.check_model(name)
+    return Json(_card(server, name))
 
 
-def _card(server: Server) -> dict[str, Any]:
-    info = server.client.info
+def _card(server: Server, name: str) -> dict[str, Any]:
     return {
-        "id": server.model_name,
+        "id": name,
         "object": "model",
         "created": server.created,
         "owned_by": "foreword",
-        "root": server.model_name,
+        "root": name,
         "parent": None,
-        "max_model_len": info.resolved.max_model_len if info is not None else None,
+        "max_model_len": _max_tokens(server, name),
     }
+
+
+def _max_tokens(server: Server, name: str) -> int | None:
+    """Longest text; None while the engine is loading."""
+    if name != server.model_name:
+        assert server.encoder is not None and server.encoder.info is not None
+        return server.encoder.info.max_tokens
+    info = server.client.info
+    return info.resolved.max_model_len if info is not None else None

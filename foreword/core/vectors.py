@@ -1,0 +1,21 @@
+"""Vectors of texts as callers want them: cut, of length one, compared. Bytes are float32 in native order."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from operator import mul
+
+__all__ = ["cosine", "finished"]
+
+
+def finished(vector: bytes, dimensions: int | None = None, normalize: bool = True) -> array[float]:
+    """Its first `dimensions` values (None: all), scaled to length 1 unless they are all zero."""
+    values = array("f", vector)[:dimensions]
+    length = math.hypot(*values) if normalize else 0.0
+    return array("f", [value / length for value in values]) if length else values
+
+
+def cosine(first: array[float], second: array[float]) -> float:
+    """Of two vectors of length 1; between -1 and 1."""
+    return max(-1.0, min(1.0, math.fsum(map(mul, first, second))))

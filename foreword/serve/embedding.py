@@ -1,0 +1,238 @@
+"""Texts become vectors and scores: in the served decoder, or in the encoder beside it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from array import array
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+from fastapi import Request
+
+from foreword.core.vectors import cosine, finished
+from foreword.encoders.client import EncoderClient, EncoderInfo, EncoderTexts
+from foreword.errors import EngineDead, InvalidRequest, Unsupported
+from foreword.serve.engine_vectors import EngineVectors
+from foreword.serve.errors import naming
+from foreword.serve.schema.embeddings import Text
+from foreword.serve.sse import unless_disconnected
+from foreword.serve.state import Caller, Server
+from foreword.text.embedding import check_input, embedding_requests
+
+__all__ = ["Embedder", "Reading", "Scorer", "counted", "embedder_of", "ids_of", "scorer_of"]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """How texts become token ids.
+
+    max_tokens   longer ones are cut, -1: to what the model takes; None: they are refused
+    prompt_name  purpose whose text stands in front, where the checkpoint knows any
+    """
+
+    max_tokens: int | None = None
+    add_special_tokens: bool = True
+    prompt_name: str | None = None
+
+
+class Embedder(Protocol):
+    """A model that turns texts into vectors.
+
+    name        in the API
+    max_tokens  longest input
+    vocab_size  ids are below
+    """
+
+    name: str
+    max_tokens: int
+    vocab_size: int
+
+    def ids(self, text: str, reading: Reading) -> list[int]:
+        """Token ids. Raises InvalidRequest."""
+
+    async def vectors(self, inputs: Sequence[Sequence[int]], pooling: str | None, caller: Caller) -> list[bytes]:
+        """float32 [H] of each, not normalized; a caller that is cancelled leaves nothing behind."""
+
+
+def embedder_of(server: Server, name: str | None) -> Embedder:
+    """The model that `name` means: of None the encoder, if it embeds, or else the decoder.
+
+    Raises ModelNotFound, or Unsupported where it does not embed.
+    """
+    encoder = server.encoder
+    if encoder is None or name not in (None, _info(encoder).name) or (name is None and _info(encoder).kind == "rank"):
+        server.check_model(name)
+        return DecoderEmbedder(server)
+    if _info(encoder).kind == "rank":
+        raise Unsupported(f"{name} ranks pairs of texts; it has no embeddings", "model")
+    return EncoderEmbedder(encoder)
+
+
+class DecoderEmbedder:
+    """The generating model."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self._resolved = server.info().resolved
+        self.name = server.model_name
+        self.max_tokens = self._resolved.max_model_len
+        self.vocab_size = min(server.info().vocab_size, server.tokenizer.vocab_size)
+
+    def ids(self, text: str, reading: Reading) -> list[int]:
+        if reading.prompt_name is not None:
+            raise InvalidRequest(f"{self.name} names no prompts, got {reading.prompt_name!r:.80}", "prompt_name")
+        limit = self.max_tokens if reading.max_tokens == -1 else reading.max_tokens
+        return self._server.tokenizer.encode_cut(text, None, limit, reading.add_special_tokens)[0]
+
+    async def vectors(self, inputs: Sequence[Sequence[int]], pooling: str | None, caller: Caller) -> list[bytes]:
+        requests = embedding_requests(inputs, pooling, f"embd-{uuid.uuid4().hex}", caller.tenant, caller.priority)
+        return await EngineVectors(self._server.client, self._resolved).of(requests)
+
+
+class EncoderEmbedder:
+    """The encoder in its own process."""
+
+    def __init__(self, encoder: EncoderClient) -> None:
+        info = _info(encoder)
+        self._encoder = encoder
+        self._texts = _texts(encoder)
+        self.name, self.max_tokens, self.vocab_size = info.name, info.max_tokens, info.vocab_size
+
+    def ids(self, text: str, reading: Reading) -> list[int]:
+        return self._texts.encode(
+            text, prompt=reading.prompt_name, max_tokens=reading.max_tokens, add_special_tokens=reading.add_special_tokens
+        )
+
+    async def vectors(self, inputs: Sequence[Sequence[int]], pooling: str | None, caller: Caller) -> list[bytes]:
+        return await self._encoder.encode(inputs, pooling)
+
+
+def ids_of(embedder: Embedder, texts: Mapping[str, Text], reading: Reading) -> list[list[int]]:
+    """Token ids of each, by the name that errors call it. Raises InvalidRequest."""
+    found: list[list[int]] = []
+    for name, text in texts.items():
+        if isinstance(text, str):
+            with naming({"prompt": name}):
+                ids = embedder.ids(text, reading)
+        else:
+            ids = list(text[: embedder.max_tokens if reading.max_tokens == -1 else reading.max_tokens])
+        check_input(name, ids, embedder.max_tokens, embedder.vocab_size)
+        found.append(ids)
+    return found
+
+
+# Scores
+
+
+class Scorer(Protocol):
+    """Scores pairs of texts by one model: read() them first, which takes time, and then score().
+
+    num_tokens  that were read
+    """
+
+    name: str
+    num_tokens: int
+
+    def read(self, pairs: Sequence[tuple[str, str]], names: Sequence[tuple[str, str]], max_tokens: int | None) -> None:
+        """Raises InvalidRequest, which calls a text by its name."""
+
+    async def score(self, caller: Caller) -> list[float]:
+        """Of each pair."""
+
+
+def scorer_of(server: Server, name: str | None) -> Scorer:
+    """The ranker, or an embedder, whose vectors are compared: of None the encoder, if there is one, or else the decoder.
+
+    Raises ModelNotFound.
+    """
+    encoder = server.encoder
+    if encoder is not None and _info(encoder).kind == "rank" and name in (None, _info(encoder).name):
+        return CrossScorer(encoder)
+    return CosineScorer(embedder_of(server, name))
+
+
+class CrossScorer:
+    """A ranker reads both texts of a pair at once."""
+
+    def __init__(self, encoder: EncoderClient) -> None:
+        self._encoder = encoder
+        self._info = _info(encoder)
+        self._pairs: list[tuple[list[int], list[int]]] = []
+        self.name = self._info.name
+        self.num_tokens = 0
+
+    def read(self, pairs: Sequence[tuple[str, str]], names: Sequence[tuple[str, str]], max_tokens: int | None) -> None:
+        texts = _texts(self._encoder)
+        for (first, second), (_, name) in zip(pairs, names, strict=True):
+            with naming({"prompt": name}):
+                ids, types = texts.encode_pair(first, second, max_tokens=max_tokens)
+            check_input(name, ids, self._info.max_tokens, self._info.vocab_size)
+            self._pairs.append((ids, types))
+        self.num_tokens = sum(len(ids) for ids, _ in self._pairs)
+
+    async def score(self, caller: Caller) -> list[float]:
+        return await self._encoder.rank(self._pairs)
+
+
+class CosineScorer:
+    """An embedder reads each text once."""
+
+    def __init__(self, embedder: Embedder) -> None:
+        self._embedder = embedder
+        self._places: list[tuple[int, int]] = []
+        self._inputs: list[list[int]] = []
+        self.name = embedder.name
+        self.num_tokens = 0
+
+    def read(self, pairs: Sequence[tuple[str, str]], names: Sequence[tuple[str, str]], max_tokens: int | None) -> None:
+        named = {text: name for pair, both in zip(pairs, names, strict=True) for text, name in zip(pair, both, strict=True)}
+        place = {text: index for index, text in enumerate(named)}
+        self._inputs = ids_of(self._embedder, {name: text for text, name in named.items()}, Reading(max_tokens))
+        self._places = [(place[first], place[second]) for first, second in pairs]
+        self.num_tokens = sum(map(len, self._inputs))
+
+    async def score(self, caller: Caller) -> list[float]:
+        vectors = await self._embedder.vectors(self._inputs, None, caller)
+        return await asyncio.to_thread(self._compare, vectors)
+
+    def _compare(self, vectors: Sequence[bytes]) -> list[float]:
+        units: list[array[float]] = [finished(vector) for vector in vectors]
+        return [cosine(units[first], units[second]) for first, second in self._places]
+
+
+# What surrounds all of it
+
+
+async def counted(
+    server: Server, request: Request, kind: str, num_inputs: int, num_tokens: int, work: Callable[[], Coroutine[Any, Any, T]]
+) -> T | None:
+    """What `work` yields; None, and everything freed, if the client went away. Raises Overloaded."""
+    server.admission.take(num_inputs)
+    server.recorder.embedding_began()
+    reason, started = "error", time.monotonic()
+    try:
+        result = await unless_disconnected(request.receive, work())
+        reason = "abort" if result is None else "done"
+        return result
+    except asyncio.CancelledError:
+        reason = "abort"
+        raise
+    finally:
+        server.admission.release(num_inputs)
+        server.recorder.embedding_ended(kind, reason, num_inputs, num_tokens, time.monotonic() - started)
+
+
+def _info(encoder: EncoderClient) -> EncoderInfo:
+    if encoder.info is None:
+        raise EngineDead("the encoder is still loading")
+    return encoder.info
+
+
+def _texts(encoder: EncoderClient) -> EncoderTexts:
+    assert encoder.texts is not None, "an encoder that has facts and no tokenizer"
+    return encoder.texts

@@ -1,0 +1,74 @@
+"""POST /v1/embeddings"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from array import array
+from base64 import b64encode
+from collections.abc import Sequence
+
+from fastapi import APIRouter, Request, Response
+
+from foreword.core.vectors import finished
+from foreword.errors import InvalidRequest
+from foreword.serve.embedding import Reading, counted, embedder_of, ids_of
+from foreword.serve.respond import CLIENT_CLOSED
+from foreword.serve.schema.embeddings import EmbeddingBody
+from foreword.serve.state import Caller, ServerDep, away_from_loop
+from foreword.serve.wire import Json
+
+__all__ = ["router"]
+
+router = APIRouter()
+MANY_VALUES = 1 << 15  # that are written out in a thread: others would wait
+
+
+@router.post("/v1/embeddings")
+async def embeddings(body: EmbeddingBody, request: Request, server: ServerDep) -> Response:
+    """Vectors of texts."""
+    embedder = embedder_of(server, body.model)
+    inputs, normalize = body.inputs(), body.normalizes
+    server.admission.check(len(inputs))
+    reading = Reading(body.truncate_prompt_tokens, body.add_special_tokens is not False, body.prompt_name)
+    named = {f"input[{index}]": text for index, text in enumerate(inputs)}
+    ids = await away_from_loop(request, lambda: ids_of(embedder, named, reading))
+    num_tokens, caller = sum(map(len, ids)), Caller(request.state.tenant, body.priority or 0)
+
+    vectors = await counted(server, request, "embed", len(ids), num_tokens, lambda: embedder.vectors(ids, body.pooling, caller))
+    if vectors is None:
+        return Response(status_code=CLIENT_CLOSED)
+    _check_dimensions(body.dimensions, vectors)
+
+    def answer() -> Response:
+        values = [finished(vector, body.dimensions, normalize) for vector in vectors]
+        return Json(
+            {
+                "object": "list",
+                "id": f"embd-{uuid.uuid4().hex}",
+                "created": int(time.time()),
+                "model": embedder.name,
+                "data": _data(values, body.encoding_format == "base64"),
+                "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
+            }
+        )
+
+    return await asyncio.to_thread(answer) if sum(map(len, vectors)) > 4 * MANY_VALUES else answer()
+
+
+def _check_dimensions(dimensions: int | None, vectors: Sequence[bytes]) -> None:
+    size = len(vectors[0]) // 4
+    if dimensions is not None and dimensions > size:
+        raise InvalidRequest(f"dimensions must be at most {size}, got {dimensions}", "dimensions")
+
+
+def _data(vectors: Sequence[array[float]], base64: bool) -> list[dict[str, object]]:
+    return [
+        {
+            "object": "embedding",
+            "index": index,
+            "embedding": b64encode(vector).decode() if base64 else vector.tolist(),
+        }
+        for index, vector in enumerate(vectors)
+    ]

@@ -1,0 +1,53 @@
+"""POST /v1/rerank, also under the paths that clients of Jina, Cohere and vLLM know"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+
+from foreword.serve.embedding import counted, scorer_of
+from foreword.serve.respond import CLIENT_CLOSED
+from foreword.serve.schema.ranking import RerankBody
+from foreword.serve.state import Caller, ServerDep, away_from_loop
+from foreword.serve.wire import Json
+
+__all__ = ["router"]
+
+router = APIRouter()
+
+
+@router.post("/v1/rerank")
+@router.post("/v2/rerank")
+@router.post("/rerank")
+async def rerank(body: RerankBody, request: Request, server: ServerDep) -> Response:
+    """Documents by how well they answer a query, best first."""
+    scorer, documents = scorer_of(server, body.model), body.texts()
+    server.admission.check(len(documents))
+    pairs = [(body.query, text) for text in documents]
+    names = [("query", f"documents[{index}]") for index in range(len(documents))]
+    await away_from_loop(request, lambda: scorer.read(pairs, names, body.truncate_prompt_tokens))
+    caller = Caller(request.state.tenant, body.priority or 0)
+    scores = await counted(server, request, "rank", len(pairs), scorer.num_tokens, lambda: scorer.score(caller))
+    if scores is None:
+        return Response(status_code=CLIENT_CLOSED)
+    return Json(
+        {
+            "id": f"rerank-{uuid.uuid4().hex}",
+            "model": scorer.name,
+            "usage": {"prompt_tokens": scorer.num_tokens, "total_tokens": scorer.num_tokens},
+            "results": _results(documents, scores, body),
+        }
+    )
+
+
+def _results(documents: Sequence[str], scores: Sequence[float], body: RerankBody) -> list[dict[str, Any]]:
+    """Best first; those that score the same in the order they came."""
+    order = sorted(range(len(scores)), key=lambda index: -scores[index])[: body.top_n or None]
+    shown = body.return_documents is not False
+    return [
+        {"index": index, "relevance_score": scores[index], **({"document": {"text": documents[index]}} if shown else {})}
+        for index in order
+    ]

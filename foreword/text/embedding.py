@@ -1,0 +1,53 @@
+"""Texts become the engine's requests for vectors."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from foreword.core.params import SamplingParams
+from foreword.core.request import POOLINGS, Request
+from foreword.errors import ContextLengthExceeded, InvalidRequest
+
+__all__ = ["DEFAULT_POOLING", "check_input", "embedding_requests"]
+
+DEFAULT_POOLING = "last"  # of a decoder: the one row that has seen the whole text
+NOTHING_SAMPLED = SamplingParams()
+
+
+def embedding_requests(
+    inputs: Sequence[Sequence[int]], pooling: str | None, request_id: str, tenant: str = "", priority: int = 0
+) -> list[Request]:
+    """One for each input, which check_input() has seen: ids "X-0", "X-1", ...
+
+    pooling  one of POOLINGS, None for DEFAULT_POOLING. Raises InvalidRequest.
+    """
+    if pooling not in (None, *POOLINGS):
+        raise InvalidRequest(f"pooling must be one of {', '.join(POOLINGS)}, got {pooling!r:.80}", "pooling")
+    now = time.monotonic()
+    return [
+        Request(
+            id=f"{request_id}-{index}",
+            prompt_ids=tuple(ids),
+            params=NOTHING_SAMPLED,
+            seed=0,
+            priority=priority,
+            tenant=tenant,
+            pooling=pooling or DEFAULT_POOLING,
+            arrival_s=now,
+        )
+        for index, ids in enumerate(inputs)
+    ]
+
+
+def check_input(name: str, ids: Sequence[int], max_tokens: int, vocab_size: int) -> None:
+    """Raises ContextLengthExceeded, or InvalidRequest, which call the input by its name."""
+    if not ids:
+        raise InvalidRequest(f"{name} has no tokens", name)
+    if len(ids) > max_tokens:
+        raise ContextLengthExceeded(
+            f"{name} has {len(ids)} tokens; the model takes at most {max_tokens} (truncate_prompt_tokens cuts longer ones)", name
+        )
+    for token_id in ids:
+        if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < vocab_size:
+            raise InvalidRequest(f"{name} holds {token_id!r:.40}; token ids are 0 to {vocab_size - 1}", name)
