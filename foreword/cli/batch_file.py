@@ -1,0 +1,186 @@
+"""Batch files in OpenAI's format: lines of requests, and lines of what became of them.
+
+in   {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {...}}
+out  {"id": "...", "custom_id": "a", "response": {"status_code": 200, "request_id": "...", "body": {...}}, "error": null}
+
+What is no request becomes a line with an `error` and no response; its `line` is the place in the file of requests.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import tempfile
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+from foreword.errors import ConfigError
+
+__all__ = ["URLS", "Bad", "Job", "Output", "answered", "read_lines", "refused"]
+
+URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/rerank", "/v1/score")
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A request, and its line in the file, from 1."""
+
+    line: int
+    custom_id: str
+    url: str
+    body: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Bad:
+    """A line that is no request."""
+
+    line: int
+    custom_id: str | None
+    reason: str
+
+
+def read_lines(path: Path) -> Iterator[Job | Bad]:
+    """The lines of a batch file, in order; empty ones are passed over. Raises ConfigError if it cannot be read."""
+    seen: set[str] = set()
+    try:
+        with path.open("rb") as file:
+            for number, raw in enumerate(file, 1):
+                if raw.strip():
+                    yield _parse(number, raw, seen)
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror or error}", "input") from None
+
+
+def _parse(number: int, raw: bytes, seen: set[str]) -> Job | Bad:
+    try:
+        line = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        return Bad(number, None, f"not JSON: {error}")
+    custom_id = line.get("custom_id") if isinstance(line, dict) else None
+    if not isinstance(custom_id, str) or not custom_id:
+        return Bad(number, None, "a line must be an object with a custom_id, which is a text")
+    if custom_id in seen:
+        return Bad(number, custom_id, f"custom_id {custom_id!r:.80} stands in an earlier line already")
+    seen.add(custom_id)
+    reason = _wrong(line)
+    return Job(number, custom_id, line["url"], line["body"]) if reason is None else Bad(number, custom_id, reason)
+
+
+def _wrong(line: Mapping[str, Any]) -> str | None:
+    """Why a line cannot be asked, or None."""
+    method, url, body = line.get("method"), line.get("url"), line.get("body")
+    if method != "POST":
+        return f"method must be 'POST', got {method!r:.80}"
+    if url not in URLS:
+        return f"url must be one of {', '.join(URLS)}, got {url!r:.80}"
+    if not isinstance(body, dict):
+        return f"body must be an object, got {body!r:.80}"
+    if body.get("stream"):
+        return "body.stream must be false or left out: a line of a file is a whole answer"
+    return None
+
+
+def answered(job: Job, status: int, request_id: str | None, body: Any) -> dict[str, Any]:
+    """The line of a request that the server has answered, with an error too."""
+    response = {"status_code": status, "request_id": request_id, "body": body}
+    return {"id": f"batch_req_{uuid.uuid4().hex}", "custom_id": job.custom_id, "response": response, "error": None}
+
+
+def refused(bad: Bad) -> dict[str, Any]:
+    """The line of what is no request."""
+    error = {"code": "invalid_line", "message": f"line {bad.line}: {bad.reason}", "line": bad.line}
+    return {"id": f"batch_req_{uuid.uuid4().hex}", "custom_id": bad.custom_id, "response": None, "error": error}
+
+
+class Output:
+    """The file of answers, open for more; one process at a time. `errors` counts those of an earlier run that are none.
+
+    What is there already is kept, except for a torn last line and for answers that were an error of the server's
+    (status 429, 500 and above): those will be asked again.
+
+    Raises ConfigError for a file that cannot be had, or that holds something else.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.errors = 0
+        self._answered: set[str] = set()
+        self._refused: set[int] = set()
+        try:
+            self._file = _swept(path, _locked(path), self._keep)
+        except BlockingIOError:
+            raise ConfigError(f"{path} is being written by another run", "output") from None
+        except OSError as error:
+            raise ConfigError(f"{path}: {error.strerror or error}", "output") from None
+
+    def __enter__(self) -> Output:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._file.close()
+
+    def has(self, item: Job | Bad) -> bool:
+        """Whether this line has its answer already."""
+        return item.custom_id in self._answered if isinstance(item, Job) else item.line in self._refused
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Append a line, at once."""
+        self._file.write(json.dumps(record, separators=(",", ":")).encode() + b"\n")
+        self._file.flush()
+
+    def _keep(self, raw: bytes) -> bool:
+        try:
+            record = json.loads(raw)
+            response, error = record["response"], record["error"]
+            if response is None:
+                self._refused.add(error["line"])
+            elif response["status_code"] != 429 and response["status_code"] < 500:
+                self._answered.add(record["custom_id"])
+            else:
+                return False
+            self.errors += response is None or response["status_code"] != 200
+            return True
+        except (ValueError, KeyError, TypeError, RecursionError):
+            raise ConfigError(f"the output holds a line that is no answer of a batch: {raw[:80]!r}", "output") from None
+
+
+def _locked(path: Path) -> IO[bytes]:
+    """The file, open to read and append. Raises BlockingIOError while another process has it."""
+    with ExitStack() as closing:
+        file = closing.enter_context(path.open("a+b"))
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not os.path.samestat(os.fstat(file.fileno()), path.stat()):  # replaced since it was opened
+            raise BlockingIOError
+        closing.pop_all()
+    file.seek(0)
+    return file
+
+
+def _swept(path: Path, old: IO[bytes], keep: Callable[[bytes], bool]) -> IO[bytes]:
+    """The file without torn and unwanted lines; it is replaced in one go, and only if there are any."""
+    with ExitStack() as closing:
+        closing.enter_context(old)
+        wanted = [raw.endswith(b"\n") and keep(raw) for raw in old]
+        if all(wanted):
+            closing.pop_all()
+            return old
+        old.seek(0)
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        new = os.fdopen(handle, "a+b")
+        try:
+            new.writelines(raw for raw, kept in zip(old, wanted, strict=True) if kept)
+            new.flush()
+            fcntl.flock(new, fcntl.LOCK_EX)
+            os.chmod(name, path.stat().st_mode & 0o777)
+            os.replace(name, path)
+        except BaseException:
+            new.close()
+            os.unlink(name)
+            raise
+    return new

@@ -1,0 +1,227 @@
+"""A file of requests becomes a file of answers, whatever is in it and however often it is interrupted."""
+
+import asyncio
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from foreword.cli import run_batch
+from foreword.cli.batch_file import URLS, Bad, Job, Output, read_lines
+from foreword.cli.main import main
+from foreword.cli.run_batch import Caller, Tally, answer_all
+from foreword.errors import ConfigError, EngineDead
+from tests.fakes import FakeClient, Script
+from tests.serve.conftest import running
+
+CHAT = "/v1/chat/completions"
+
+
+def line(custom_id: str, url: str = CHAT, **body: Any) -> dict[str, Any]:
+    return {"custom_id": custom_id, "method": "POST", "url": url, "body": body}
+
+
+def chat(custom_id: str, **body: Any) -> dict[str, Any]:
+    return line(custom_id, messages=[{"role": "user", "content": "Hi"}], **body)
+
+
+def write(path: Path, *lines: Any) -> Path:
+    path.write_text("".join((one if isinstance(one, str) else json.dumps(one)) + "\n" for one in lines))
+    return path
+
+
+def records(path: Path) -> dict[str, dict[str, Any]]:
+    """By custom_id; each stands there once."""
+    parsed = [json.loads(text) for text in path.read_text().splitlines()]
+    assert len({record["custom_id"] for record in parsed}) == len(parsed)
+    return {record["custom_id"]: record for record in parsed}
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("{", "not JSON"),
+        ("[" * 100_000, "not JSON"),
+        ("[]", "custom_id"),
+        ("{}", "custom_id"),
+        ('{"custom_id": 5}', "custom_id"),
+        (line("a") | {"method": "GET"}, "method must be 'POST'"),
+        (line("a", "/v1/models"), "url must be one of"),
+        (line("a") | {"url": ["/v1/score"]}, "url must be one of"),
+        (line("a") | {"body": "x"}, "body must be an object"),
+        (chat("a", stream=True), "stream"),
+    ],
+)
+def test_lines_that_are_no_requests(tmp_path: Path, text: Any, reason: str) -> None:
+    (bad,) = read_lines(write(tmp_path / "in", text))
+    assert isinstance(bad, Bad) and reason in bad.reason and bad.line == 1
+
+
+def test_lines_are_counted_and_ids_stand_once(tmp_path: Path) -> None:
+    items = list(read_lines(write(tmp_path / "in", chat("a"), "", chat("b"), chat("a"), *(line(url, url) for url in URLS))))
+    assert items[0] == Job(1, "a", CHAT, chat("a")["body"])
+    assert [item.line for item in items] == [1, 3, 4, 5, 6, 7, 8, 9]
+    assert isinstance(items[2], Bad) and "earlier line" in items[2].reason
+    assert [item.custom_id for item in items[3:]] == list(URLS)
+
+
+def test_bytes_that_are_no_text(tmp_path: Path) -> None:
+    (tmp_path / "in").write_bytes(b'\xff\xfe\n{"custom_id": "a\xff"}\n')
+    assert all(isinstance(item, Bad) for item in read_lines(tmp_path / "in"))
+    with pytest.raises(ConfigError, match="nowhere"):
+        list(read_lines(tmp_path / "nowhere"))
+
+
+def replies(status: int) -> Callable[[httpx.Request], httpx.Response]:
+    return lambda request: httpx.Response(status, json={"usage": {"prompt_tokens": 2, "completion_tokens": 3}})
+
+
+def answer(path: Path, output: Path, handler: Any, patience_s: float = 0.0) -> Tally:
+    tally = Tally()
+
+    async def ask() -> None:
+        async with httpx.AsyncClient(transport=httpx.MockTransport(handler), base_url="http://box") as http:
+            await answer_all(Caller(http, patience_s), items, opened, tally, 4)
+
+    with Output(output) as opened:
+        items = (item for item in read_lines(path) if not opened.has(item))
+        asyncio.run(ask())
+    return tally
+
+
+def test_what_is_answered_is_not_asked_again(tmp_path: Path) -> None:
+    source, output = write(tmp_path / "in", *(chat(f"r{i}") for i in range(20)), "{", chat("r1")), tmp_path / "out"
+    tally = answer(source, output, replies(200))
+    assert (tally.ok, tally.failed, tally.prompt_tokens, tally.generated_tokens) == (20, 2, 40, 60)
+    before = output.read_bytes()
+    assert answer(source, output, replies(500)) == Tally(started_s=pytest.approx(0, abs=1e9))
+    assert output.read_bytes() == before
+    with Output(output) as opened:
+        assert opened.errors == 2
+
+
+def test_torn_lines_and_errors_of_the_server_are_asked_again(tmp_path: Path) -> None:
+    source, output = write(tmp_path / "in", chat("a"), chat("b"), chat("c")), tmp_path / "out"
+    answer(source, output, lambda request: httpx.Response(400 if b'"n": 2' in request.content else 500))
+    assert records(output)["a"]["response"]["status_code"] == 500
+    output.write_bytes(output.read_bytes()[:-30])
+    answer(source, output, replies(200))
+    assert {record["response"]["status_code"] for record in records(output).values()} == {200}
+    output.write_bytes(output.read_bytes()[:-1])  # a whole record without its end of line may be torn as well
+    answer(source, output, replies(200))
+    assert set(records(output)) == {"a", "b", "c"}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out"]
+
+
+def test_an_answer_of_400_is_an_answer(tmp_path: Path) -> None:
+    source, output = write(tmp_path / "in", chat("a")), tmp_path / "out"
+    assert answer(source, output, replies(400)).failed == 1
+    assert answer(source, output, replies(200)).ok == 0
+    assert records(output)["a"]["response"]["status_code"] == 400
+
+
+def test_a_busy_server_is_waited_for(tmp_path: Path) -> None:
+    source, output, asked = write(tmp_path / "in", chat("a")), tmp_path / "out", []
+
+    def busy(request: httpx.Request) -> httpx.Response:
+        asked.append(request)
+        return httpx.Response(429 if len(asked) < 3 else 200, json={}, headers={"X-Request-Id": "q"})
+
+    assert answer(source, output, busy).ok == 1
+    assert len(asked) == 3
+    assert records(output)["a"]["response"] == {"status_code": 200, "request_id": "q", "body": {}}
+
+
+def test_a_server_that_is_gone_ends_the_run_and_not_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, output, asked = write(tmp_path / "in", *(chat(f"r{i}") for i in range(9))), tmp_path / "out", []
+
+    def dying(request: httpx.Request) -> httpx.Response:
+        asked.append(request)
+        if len(asked) > 5:
+            raise httpx.ConnectError("refused")
+        return httpx.Response(200, json={})
+
+    with pytest.raises(EngineDead, match=r"refused.*goes on from here"):
+        answer(source, output, dying, patience_s=0.1)
+    assert len(records(output)) == 5
+    assert answer(source, output, replies(200)).ok == 4
+
+
+def test_a_file_of_something_else_is_left_alone(tmp_path: Path) -> None:
+    write(tmp_path / "notes", "not an answer")
+    with pytest.raises(ConfigError, match="no answer of a batch"):
+        Output(tmp_path / "notes")
+    assert (tmp_path / "notes").read_text() == "not an answer\n"
+    with Output(tmp_path / "out"), pytest.raises(ConfigError, match="another run"):
+        Output(tmp_path / "out")
+    with pytest.raises(ConfigError, match="directory"):
+        Output(tmp_path)
+
+
+def test_wrong_use(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = str(write(tmp_path / "in", chat("a")))
+    assert main(["run-batch", "-i", source, "-o", source]) == 2
+    assert main(["run-batch", "-i", str(tmp_path / "no"), "-o", str(tmp_path / "out")]) == 2
+    assert main(["run-batch", "-i", source, "-o", str(tmp_path / "out"), "--concurrency", "0"]) == 2
+    assert "another file" in (said := capsys.readouterr().err) and "--concurrency" in said
+    assert main(["run-batch", "-i", source, "-o", str(tmp_path / "out"), "--url", "http://127.0.0.1:9"]) == 1
+    assert "does not answer" in capsys.readouterr().err
+
+
+def test_the_application_in_this_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The bundled model answers; bad lines are lines of their own; the second run loads nothing."""
+    completion = line("c", "/v1/completions", prompt="Once upon a time", max_tokens=4, n=2)
+    source = write(tmp_path / "in", chat("a", max_tokens=4), completion, chat("b", temperature=-1), "{")
+    arguments = ["run-batch", "demo", "-i", str(source), "-o", str(tmp_path / "out"), "--kv-cache-memory", "4000tokens"]
+    assert main(arguments) == 1
+    found = records(tmp_path / "out")
+    assert found["a"]["response"]["body"]["object"] == "chat.completion" and found["a"]["error"] is None
+    assert len(found["a"]["response"]["request_id"]) == 32
+    assert len(found["c"]["response"]["body"]["choices"]) == 2
+    assert found["b"]["response"]["status_code"] == 400 and "temperature" in found["b"]["response"]["body"]["error"]["message"]
+    assert found[None]["response"] is None and found[None]["error"]["line"] == 4
+    assert "2 answered, 2 failed" in capsys.readouterr().err
+    before = time.monotonic()
+    assert main(arguments) == 1
+    assert time.monotonic() - before < 1.0
+    assert "0 answered, 0 failed, 4 were before" in capsys.readouterr().err
+
+
+def test_an_engine_that_dies_leaves_a_file_to_go_on_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    client = FakeClient()
+
+    class Fake(FakeClient):
+        def __new__(cls, *arguments: Any) -> Any:
+            return client
+
+    client.script = lambda request: Script() if len(client.submitted) < 5 else client.kill() or Script()
+    monkeypatch.setattr(run_batch, "ProcessClient", Fake)
+    source = write(tmp_path / "in", *(chat(f"r{i}", max_tokens=3) for i in range(9)))
+    assert main(["run-batch", "-i", str(source), "-o", str(tmp_path / "out"), "--concurrency", "1"]) == 1
+    assert len(records(tmp_path / "out")) == 4
+
+
+def test_ctrl_c_leaves_a_file_to_go_on_from(tmp_path: Path) -> None:
+    source = write(tmp_path / "in", *(chat(f"r{i}") for i in range(200)))
+    words = ["run-batch", "-i", str(source), "-o", str(tmp_path / "out"), "--concurrency", "8", "--url"]
+    with running(client=FakeClient(Script(delay_s=0.01))) as server:
+        process = subprocess.Popen([sys.executable, "-m", "foreword", *words, server.url], stderr=subprocess.PIPE, text=True)
+        deadline = time.monotonic() + 30
+        while not (tmp_path / "out").exists() or len((tmp_path / "out").read_bytes()) < 2000:
+            time.sleep(0.02)
+            assert time.monotonic() < deadline and process.poll() is None
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=20)
+        assert process.returncode == 130 and "Traceback" not in said, said
+        answered = records(tmp_path / "out")
+        assert 0 < len(answered) < 200 and f"{len(answered)} answered, 0 failed" in said
+        server.say(Script())
+        assert main([*words, server.url]) == 0
+    assert set(records(tmp_path / "out")) == {f"r{i}" for i in range(200)}
