@@ -10,8 +10,18 @@ from pathlib import Path
 from foreword.cli.terminal import bytes_text, count_text
 from foreword.config import Config, EngineInfo
 from foreword.demo import MODEL
+from foreword.encoders.client import EncoderInfo
 
-__all__ = ["address", "banner", "curl_line", "loading_line", "model_name", "parse_loading_line", "speculation_line"]
+__all__ = [
+    "address",
+    "banner",
+    "curl_line",
+    "encoder_line",
+    "loading_line",
+    "model_name",
+    "parse_loading_line",
+    "speculation_line",
+]
 
 ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}
 QUESTION = "What is speculative decoding?"
@@ -32,12 +42,15 @@ def address(host: str, port: int) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def banner(config: Config, info: EngineInfo, name: str, url: str, load_s: float) -> tuple[str, ...]:
+def banner(
+    config: Config, info: EngineInfo, name: str, url: str, load_s: float, encoder: EncoderInfo | None = None
+) -> tuple[str, ...]:
     """The lines, in order; warnings last, so that they are seen."""
     return (
         loading_line(name, info, load_s),
         memory_line(info),
         speculation_line(info),
+        *(() if encoder is None else (encoder_line(encoder),)),
         f"address: {url} (docs: {url}/docs, metrics: {url}/metrics)",
         f"try: {curl_line(url, name, bool(config.api_key))}",
         *(f"warning: {text}" for text in (*open_door(config), *info.warnings)),
@@ -85,6 +98,17 @@ def speculation_line(info: EngineInfo) -> str:
     length = "as much as pays, at most" if chosen.draft_length == "adaptive" else "whenever there is a guess, up to"
     bound = f"{length} {chosen.num_speculative_tokens} tokens a request and step"
     return f"speculation: {names}{model}; {bound}; turn off with --speculate off"
+
+
+def encoder_line(encoder: EncoderInfo) -> str:
+    """What the encoder beside the model is for."""
+    use = (
+        "ranks pairs of texts"
+        if encoder.kind == "rank"
+        else f"embeds texts as {encoder.hidden} values, pooling {encoder.pooling}"
+    )
+    size = count_text(encoder.parameters)
+    return f"encoder: {encoder.name} ({encoder.architecture}, {size} parameters) {use}, at most {encoder.max_tokens} tokens"
 
 
 def curl_line(url: str, name: str, needs_key: bool) -> str:

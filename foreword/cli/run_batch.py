@@ -25,16 +25,14 @@ from fastapi import FastAPI
 from httpx import ASGITransport
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from foreword.cli.banner import model_name
+from foreword.cli.backends import Backends
 from foreword.cli.batch_file import Bad, Job, Output, answered, read_lines, refused
 from foreword.cli.options import add_config_options, read_config
 from foreword.cli.terminal import errors, set_up_logging
 from foreword.config import Config
-from foreword.engine.client import ProcessClient
 from foreword.errors import ConfigError, EngineDead
 from foreword.metrics.recorder import Recorder
 from foreword.prepare import prepare
-from foreword.serve.app import create_app
 
 __all__ = ["Caller", "Tally", "add_arguments", "answer_all", "run"]
 
@@ -126,16 +124,11 @@ async def _run(config: Config, args: argparse.Namespace, items: Iterator[Job | B
 @asynccontextmanager
 async def _application(config: Config) -> AsyncIterator[FastAPI]:
     """The server's application with a running engine behind it."""
-    prepared = prepare(config)
-    client = ProcessClient(prepared.config, prepared.unused_ids, prepared.tokenizer.vocabulary)
-    try:
-        info = await client.start()
-        recorder = Recorder(info.resolved.drafters)
-        app = create_app(prepared.config, client, prepared.tokenizer, recorder, model_name(prepared.config, prepared.path))
+    async with Backends(prepare(config)) as backends:
+        info = await backends.start()
+        app = backends.application(Recorder(info.resolved.drafters))
         async with app.router.lifespan_context(app):
             yield app
-    finally:
-        await client.close()
 
 
 def _client(url: str, config: Config, transport: httpx.AsyncBaseTransport | None = None) -> httpx.AsyncClient:

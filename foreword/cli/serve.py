@@ -19,15 +19,15 @@ from dataclasses import dataclass
 import uvicorn
 from fastapi import FastAPI
 
-from foreword.cli.banner import address, banner, model_name
+from foreword.cli.backends import Backends
+from foreword.cli.banner import address, banner
 from foreword.cli.options import add_config_options, read_config
 from foreword.cli.terminal import errors, loading_bar, set_up_logging
-from foreword.config import EngineInfo
+from foreword.config import Config, EngineInfo
 from foreword.engine.client import ProcessClient
 from foreword.errors import ConfigError
 from foreword.metrics.recorder import Recorder
 from foreword.prepare import Prepared, prepare
-from foreword.serve.app import create_app
 
 __all__ = ["add_arguments", "run"]
 
@@ -109,22 +109,18 @@ async def _run(prepared: Prepared, listener: socket.socket) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     started = time.perf_counter()
-    with loading_bar(f"loading {prepared.path.name}") as progress:
-        client = ProcessClient(prepared.config, prepared.unused_ids, prepared.tokenizer.vocabulary, progress)
-        try:
-            info = await _unless(stop, client)
-        except BaseException:
-            await client.close()
-            raise
-    if info is None:
-        await client.close()
-        return 0
-    return await _serve(prepared, listener, client, info, stop, time.perf_counter() - started)
+    async with contextlib.AsyncExitStack() as stack:
+        with loading_bar(f"loading {prepared.path.name}") as progress:
+            backends = await stack.enter_async_context(Backends(prepared, progress))
+            info = await _unless(stop, backends)
+        if info is None:
+            return 0
+        return await _serve(prepared.config, listener, backends, info, stop, time.perf_counter() - started)
 
 
-async def _unless(stop: asyncio.Event, client: ProcessClient) -> EngineInfo | None:
+async def _unless(stop: asyncio.Event, backends: Backends) -> EngineInfo | None:
     """Start the engine; None if we were told to stop before it was ready."""
-    starting = asyncio.create_task(client.start())
+    starting = asyncio.create_task(backends.start())
     stopped = asyncio.create_task(stop.wait())
     await asyncio.wait((starting, stopped), return_when=asyncio.FIRST_COMPLETED)
     stopped.cancel()
@@ -135,24 +131,20 @@ async def _unless(stop: asyncio.Event, client: ProcessClient) -> EngineInfo | No
 
 
 async def _serve(
-    prepared: Prepared, listener: socket.socket, client: ProcessClient, info: EngineInfo, stop: asyncio.Event, load_s: float
+    config: Config, listener: socket.socket, backends: Backends, info: EngineInfo, stop: asyncio.Event, load_s: float
 ) -> int:
-    config = prepared.config
-    recorder = Recorder(info.resolved.drafters, config.log_interval)
-    name = model_name(config, prepared.path)
-    app = create_app(config, client, prepared.tokenizer, recorder, name)
+    app = backends.application(Recorder(info.resolved.drafters, config.log_interval))
     url = address(config.host, listener.getsockname()[1])
+    encoder = backends.encoder.info if backends.encoder is not None else None
 
     def ready() -> None:
-        for line in banner(config, info, name, url, load_s):
+        for line in banner(config, info, backends.name, url, load_s, encoder):
             errors().print(line, markup=False)
 
     try:
-        return await _Serving(_server(app), client, stop).until_end(listener, ready)
+        return await _Serving(_server(app), backends.engine, stop).until_end(listener, ready)
     except OSError as error:
         raise _unavailable(error, config.host, listener.getsockname()[1]) from None
-    finally:
-        await client.close()
 
 
 def _server(app: FastAPI) -> _Server:

@@ -1,0 +1,62 @@
+"""What computes for a server: the engine, and the encoder where one is asked for, each in a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from types import TracebackType
+
+from fastapi import FastAPI
+
+from foreword.cli.banner import model_name
+from foreword.config import EngineInfo
+from foreword.encoders.client import EncoderClient
+from foreword.engine.client import ProcessClient
+from foreword.errors import ConfigError
+from foreword.metrics.recorder import Recorder
+from foreword.prepare import Prepared
+from foreword.serve.app import create_app
+
+__all__ = ["Backends"]
+
+
+class Backends:
+    """Both clients; leaving the context ends their processes.
+
+    name  of the generating model in the API
+    """
+
+    def __init__(self, prepared: Prepared, on_progress: Callable[[int, int], None] | None = None) -> None:
+        self.name = model_name(prepared.config, prepared.path)
+        self.engine = ProcessClient(prepared.config, prepared.unused_ids, prepared.tokenizer.vocabulary, on_progress)
+        self.encoder = EncoderClient(prepared.config) if prepared.config.embedding_model else None
+        self._prepared = prepared
+
+    async def start(self) -> EngineInfo:
+        """Load both at once. Raises ConfigError or CheckpointError."""
+        if self.encoder is None:
+            return await self.engine.start()
+        loading = asyncio.create_task(self.encoder.start())
+        try:
+            info = await self.engine.start()
+            encoder = await loading
+        finally:
+            loading.cancel()
+        if encoder.name == self.name:
+            raise ConfigError(
+                f"two models are called {self.name!r}; --served-model-name gives one another name", "served_model_name"
+            )
+        return info
+
+    def application(self, recorder: Recorder) -> FastAPI:
+        """The server's application, with both behind it."""
+        prepared = self._prepared
+        return create_app(prepared.config, self.engine, prepared.tokenizer, recorder, self.name, self.encoder)
+
+    async def __aenter__(self) -> Backends:
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self.encoder is not None:
+            await self.encoder.close()
+        await self.engine.close()
