@@ -30,12 +30,14 @@ class TokenLogprob:
 
     logprob, rank   of the token that stands there (rank 1 is the likeliest)
     top             (token id, logprob), likeliest first, ties to the lower id; as many as asked for
+    asked           (token id, logprob) of `logprob_token_ids`, in their order
     """
 
     token_id: int
     logprob: float
     rank: int
     top: tuple[tuple[int, float], ...]
+    asked: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

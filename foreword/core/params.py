@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
+from types import MappingProxyType
 from typing import Any
 
 from foreword.core.structured import StructuredOutput
@@ -15,6 +16,10 @@ MAX_LOGPROBS = 20
 MAX_N = 128
 SEED_MASK = 2**64 - 1
 GREEDY_BELOW = 1e-5
+MAX_LOGPROB_IDS = 128
+MAX_REPEAT = 256  # tokens; DRY counts a longer repeat as this long
+MAX_BREAKERS, MAX_BREAKER_LENGTH = 64, 40
+BREAKERS = ("\n", ":", '"', "*")  # as llama.cpp's
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,13 +40,61 @@ class Speculation:
             _whole("speculation.max_tokens", self.max_tokens, 0)
 
 
+# Bounds of the fields that are numbers; EXCLUSIVE names those that must be above the lower one.
+NUMBERS: Mapping[str, tuple[float, float]] = MappingProxyType(
+    {
+        "temperature": (0.0, 100.0),
+        "top_p": (0.0, 1.0),
+        "min_p": (0.0, 1.0),
+        "typical_p": (0.0, 1.0),
+        "top_n_sigma": (-1.0, 100.0),
+        "xtc_probability": (0.0, 1.0),
+        "xtc_threshold": (0.0, 1.0),
+        "presence_penalty": (-2.0, 2.0),
+        "frequency_penalty": (-2.0, 2.0),
+        "repetition_penalty": (0.01, 100.0),
+        "dry_multiplier": (0.0, 100.0),
+        "dry_base": (1.0, 100.0),
+    }
+)
+EXCLUSIVE = frozenset({"top_p", "typical_p"})
+WHOLE: Mapping[str, tuple[int, int | None]] = MappingProxyType(
+    {
+        "n": (1, MAX_N),
+        "top_k": (-1, None),
+        "dry_allowed_length": (0, MAX_REPEAT - 1),
+        "dry_penalty_last_n": (-1, None),
+        "min_tokens": (0, None),
+    }
+)
+OPTIONAL: Mapping[str, tuple[int, int | None]] = MappingProxyType(
+    {
+        "max_tokens": (1, None),
+        "truncate_prompt_tokens": (-1, None),
+        "logprobs": (0, MAX_LOGPROBS),
+        "prompt_logprobs": (0, MAX_LOGPROBS),
+        "seed": (-(2**63), SEED_MASK),
+    }
+)
+FLAGS = ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens")
+KINDS: Mapping[str, tuple[type, str]] = MappingProxyType(
+    {
+        "speculation": (Speculation, "a Speculation"),
+        "prediction": (str, "a text"),
+        "structured": (StructuredOutput, "a StructuredOutput"),
+    }
+)
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """Parameters of one request; the names are those of OpenAI's API and of vLLM.
+    """Parameters of one request; the names are those of OpenAI's API, of vLLM, and of llama.cpp where neither has them.
 
-    temperature 0 (or below 1e-5) is greedy. top_k 0 or -1 keeps every token. max_tokens None
-    runs to the end of the context. prediction is the text that the answer is expected to be much
-    like; it changes no token. Raises InvalidRequest, which names the field and its limit.
+    temperature 0 (or below 1e-5) is greedy. top_k 0 or -1 keeps every token, as top_n_sigma 0 or -1 does. max_tokens None
+    runs to the end of the context. truncate_prompt_tokens keeps so many last tokens of the prompt; -1: what fits the
+    context beside max_tokens. logprob_token_ids asks for the log-probabilities of these ids at each position.
+    prediction is the text that the answer is expected to be much like; it changes no token. Raises InvalidRequest, which
+    names the field and its limit.
     """
 
     n: int = 1
@@ -49,9 +102,18 @@ class SamplingParams:
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
+    typical_p: float = 1.0
+    top_n_sigma: float = 0.0
+    xtc_probability: float = 0.0
+    xtc_threshold: float = 0.1
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
+    dry_multiplier: float = 0.0
+    dry_base: float = 1.75
+    dry_allowed_length: int = 2
+    dry_penalty_last_n: int = -1
+    dry_sequence_breakers: tuple[str, ...] = BREAKERS
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     bad_words: tuple[str, ...] = ()
     allowed_token_ids: tuple[int, ...] | None = None
@@ -62,7 +124,9 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     skip_special_tokens: bool = True
+    truncate_prompt_tokens: int | None = None
     logprobs: int | None = None
+    logprob_token_ids: tuple[int, ...] = ()
     prompt_logprobs: int | None = None
     seed: int | None = None
     speculation: Speculation = Speculation()
@@ -71,37 +135,33 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         self._coerce()
-        _whole("n", self.n, 1, MAX_N)
-        _number("temperature", self.temperature, 0.0, 100.0)
-        _number("top_p", self.top_p, 0.0, 1.0, open_low=True)
-        _whole("top_k", self.top_k, -1)
-        _number("min_p", self.min_p, 0.0, 1.0)
-        _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _number("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
-        _whole("min_tokens", self.min_tokens, 0)
-        _optional_whole("max_tokens", self.max_tokens, 1)
-        _optional_whole("logprobs", self.logprobs, 0, MAX_LOGPROBS)
-        _optional_whole("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
-        _optional_whole("seed", self.seed, -(2**63), SEED_MASK)
-        self._check_ids()
-        for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
+        for name, bounds in NUMBERS.items():
+            _number(name, getattr(self, name), *bounds, open_low=name in EXCLUSIVE)
+        for name, limits in WHOLE.items():
+            _whole(name, getattr(self, name), *limits)
+        for name, limits in OPTIONAL.items():
+            _optional_whole(name, getattr(self, name), *limits)
+        for name in FLAGS:
             if not isinstance(getattr(self, name), bool):
                 raise InvalidRequest(f"{name} must be true or false, got {getattr(self, name)!r:.80}", name)
-        if not isinstance(self.speculation, Speculation):
-            raise InvalidRequest(f"speculation must be a Speculation, got {self.speculation!r:.80}", "speculation")
-        if not isinstance(self.prediction, str | None):
-            raise InvalidRequest(f"prediction must be a text, got {self.prediction!r:.80}", "prediction")
-        if not isinstance(self.structured, StructuredOutput | None):
-            raise InvalidRequest(f"structured must be a StructuredOutput, got {self.structured!r:.80}", "structured")
+        for name, (kind, told) in KINDS.items():
+            if getattr(self, name) is not None and not isinstance(getattr(self, name), kind):
+                raise InvalidRequest(f"{name} must be {told}, got {getattr(self, name)!r:.80}", name)
+        self._check_ids()
+        self._check_breakers()
+        if self.truncate_prompt_tokens == 0:
+            raise InvalidRequest("truncate_prompt_tokens must be -1 or at least 1, got 0", "truncate_prompt_tokens")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequest(f"min_tokens {self.min_tokens} is above max_tokens {self.max_tokens}", "min_tokens")
 
     def _coerce(self) -> None:
         """Lists become tuples, a lone stop string a tuple of one."""
-        for name in ("stop", "bad_words"):
+        for name in ("stop", "bad_words", "dry_sequence_breakers"):
             set_(self, name, _texts(name, getattr(self, name)))
-        set_(self, "stop_token_ids", _listed("stop_token_ids", self.stop_token_ids or ()))
+        for name in ("stop_token_ids", "logprob_token_ids"):
+            set_(self, name, _listed(name, getattr(self, name) or ()))
+        if self.logprob_token_ids and self.logprobs is None:
+            set_(self, "logprobs", 0)
         if self.allowed_token_ids is not None:
             set_(self, "allowed_token_ids", _listed("allowed_token_ids", self.allowed_token_ids))
         if not isinstance(self.logit_bias or {}, Mapping):
@@ -109,14 +169,31 @@ class SamplingParams:
         set_(self, "logit_bias", dict(self.logit_bias or {}))
 
     def _check_ids(self) -> None:
-        for name in ("stop_token_ids", "allowed_token_ids"):
+        for name in ("stop_token_ids", "allowed_token_ids", "logprob_token_ids"):
             for token_id in getattr(self, name) or ():
                 _whole(name, token_id, 0)
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise InvalidRequest("allowed_token_ids must not be empty", "allowed_token_ids")
+        if len(self.logprob_token_ids) > MAX_LOGPROB_IDS:
+            raise InvalidRequest(
+                f"logprob_token_ids may hold at most {MAX_LOGPROB_IDS} ids, got {len(self.logprob_token_ids)}",
+                "logprob_token_ids",
+            )
         for token_id, bias in self.logit_bias.items():
             _whole("logit_bias", token_id, 0)
             _number("logit_bias", bias, -100.0, 100.0)
+
+    def _check_breakers(self) -> None:
+        name = "dry_sequence_breakers"
+        if len(self.dry_sequence_breakers) > MAX_BREAKERS:
+            raise InvalidRequest(f"{name} may hold at most {MAX_BREAKERS} texts, got {len(self.dry_sequence_breakers)}", name)
+        if max(map(len, self.dry_sequence_breakers), default=0) > MAX_BREAKER_LENGTH:
+            raise InvalidRequest(f"a text of {name} may have at most {MAX_BREAKER_LENGTH} characters", name)
+
+    @property
+    def dry(self) -> bool:
+        """Whether going on with a repeat costs something."""
+        return self.dry_multiplier > 0.0 and self.dry_penalty_last_n != 0
 
     @property
     def greedy(self) -> bool:

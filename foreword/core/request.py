@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -13,6 +12,8 @@ from foreword.core.params import SamplingParams
 
 if TYPE_CHECKING:  # whoever only submits requests needs no torch
     from torch import Tensor
+
+    from foreword.core.ledger import Ledger
 
 __all__ = ["POOLINGS", "Request", "RequestState"]
 
@@ -29,6 +30,7 @@ class Request:
     seed           0..2^64-1, resolved where the request entered
     eos_token_ids  ids that end the answer unless ignore_eos
     bad_words_ids  `params.bad_words` as token id sequences
+    dry_breakers   `params.dry_sequence_breakers` as token id sequences
     delivered_ids  output tokens already delivered (by an engine that died); they count as output
     priority       lower is served first
     tenant         namespace of the prefix cache and of what drafters learn
@@ -44,6 +46,7 @@ class Request:
     seed: int
     eos_token_ids: tuple[int, ...] = ()
     bad_words_ids: tuple[tuple[int, ...], ...] = ()
+    dry_breakers: tuple[tuple[int, ...], ...] = ()
     delivered_ids: tuple[int, ...] = ()
     priority: int = 0
     tenant: str = ""
@@ -64,7 +67,7 @@ class RequestState:
     arrival       order of arrival within the engine, breaks ties of priority
     draft         guessed continuation, not yet verified; `drafter` names who guessed it
     blocks        block ids that hold its KV, in order of position
-    output_counts how often each id stands in the output, integers
+    ledger        what sampling keeps between steps, once it needs to
     grammar       what the output must look like, or None
     lanes         sums of the rows of a prompt that becomes their mean, while it is computed (engine/pooling.py)
 
@@ -80,12 +83,11 @@ class RequestState:
         "drafter",
         "grammar",
         "lanes",
+        "ledger",
         "limit",
         "num_cached",
         "num_computed",
         "num_prompt",
-        "output_counts",
-        "prompt_counts",
         "prompt_logprobs",
         "request",
         "scheduled_s",
@@ -111,8 +113,7 @@ class RequestState:
         self.lanes: Tensor | None = None
         eos = () if request.params.ignore_eos and grammar is None else request.eos_token_ids
         self._stop_ids = frozenset((*eos, *request.params.stop_token_ids))
-        self.output_counts: Counter[int] = Counter(request.delivered_ids)
-        self.prompt_counts: Counter[int] | None = None
+        self.ledger: Ledger | None = None
         self.prompt_logprobs: list[TokenLogprob] = []
         self.scheduled_s: float | None = None
 
@@ -175,7 +176,6 @@ class RequestState:
         self.tokens.extend(token_ids)
         if self.grammar is not None:
             self.grammar.accept(token_ids)
-        self.output_counts.update(token_ids)
         assert len(self.tokens) <= self.limit
 
     def set_draft(self, token_ids: Sequence[int], drafter: str) -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 
 from foreword.core.grammar import RequestGrammar
+from foreword.core.ledger import Floats, Ids, Ledger
 from foreword.core.request import RequestState
 
 __all__ = ["SampleRow"]
@@ -41,8 +41,21 @@ class SampleRow:
         older = self.state.tokens[max(len(self.state.tokens) - kept, 0) :]
         return (*older, *self.draft[max(len(self.draft) - count, 0) :])
 
-    def seen(self) -> set[int]:
-        """Every id of the history."""
-        if self.state.prompt_counts is None:
-            self.state.prompt_counts = Counter(self.state.request.prompt_ids)
-        return {*self.state.prompt_counts, *self.state.output_counts, *self.draft}
+    @property
+    def ledger(self) -> Ledger:
+        """What is kept of the request between steps; one for all its rows."""
+        if self.state.ledger is None:
+            self.state.ledger = Ledger(self.state.request)
+        return self.state.ledger
+
+    def seen(self) -> Ids:
+        """Every id of the history, once."""
+        return self.ledger.seen(self.state.tokens, self.draft)
+
+    def counts(self) -> tuple[Ids, Ids]:
+        """Ids of the output and the drafted tokens, and how often each stands there."""
+        return self.ledger.counts(self.state.tokens, self.draft)
+
+    def dry(self) -> tuple[Ids, Floats]:
+        """Ids that would go on with a repeat in the history, and what that takes off their logits."""
+        return self.ledger.dry(self.state.tokens, self.draft)

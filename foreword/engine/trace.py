@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,9 @@ from foreword.core.draft import Draft, Outcome
 from foreword.core.events import Event
 from foreword.core.params import SamplingParams, Speculation
 from foreword.core.request import Request, RequestState
+from foreword.core.structured import StructuredOutput
 from foreword.engine.scheduler import Plan, Scheduler
-from foreword.errors import ForewordError
+from foreword.errors import ForewordError, RequestFailed
 
 __all__ = ["TracedScheduler", "replay"]
 
@@ -61,7 +62,9 @@ class TracedScheduler(Scheduler):
         return plan
 
     def commit(self, plan: Plan, outcomes: Sequence[Outcome]) -> list[Event]:
-        shown = [{**asdict(o), "logprobs": (), "prompt_logprobs": (), "hashes": ()} for o in outcomes]
+        shown = [asdict(replace(o, logprobs=(), prompt_logprobs=(), hashes=(), error=None)) for o in outcomes]
+        for record, outcome in zip(shown, outcomes, strict=True):
+            record["error"] = None if outcome.error is None else outcome.error.message
         self._write("commit", outcomes=shown)
         return super().commit(plan, outcomes)
 
@@ -96,7 +99,7 @@ def replay(lines: Iterable[str]) -> Iterator[Plan]:
         elif what == "commit_pooled":
             scheduler.commit_pooled(plan, [b"" if ended else None for ended in record["ended"]])
         else:
-            scheduler.commit(plan, [Outcome(**{**o, "token_ids": tuple(o["token_ids"])}) for o in record["outcomes"]])
+            scheduler.commit(plan, [_outcome(outcome) for outcome in record["outcomes"]])
 
 
 def _plan_record(plan: Plan) -> dict[str, Any]:
@@ -104,9 +107,15 @@ def _plan_record(plan: Plan) -> dict[str, Any]:
     return {"work": work, "preempted": list(plan.preempted)}
 
 
+def _outcome(record: dict[str, Any]) -> Outcome:
+    error = None if record["error"] is None else RequestFailed(record["error"])
+    return Outcome(**{**record, "token_ids": tuple(record["token_ids"]), "error": error})
+
+
 def _request(record: dict[str, Any]) -> Request:
     params = record.pop("params")
     params["speculation"] = Speculation(**params["speculation"])
+    params["structured"] = params["structured"] and StructuredOutput(**params["structured"])
     params["logit_bias"] = {int(token_id): bias for token_id, bias in params["logit_bias"].items()}
     fixed: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in record.items()}
     return Request(**fixed, params=SamplingParams(**params))

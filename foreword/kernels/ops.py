@@ -189,6 +189,20 @@ class Ops(Protocol):
         """Mask ids whose bit is clear; masks int32 [R, W], bit i % 32 of word i // 32 for id i. An id beyond
         them is not allowed. NaN and +inf stay: a mask must not hide that a row is broken."""
 
+    def add_at(self, logits: Tensor, starts: Tensor, ids: Tensor, amounts: Tensor) -> None:
+        """logits[r, ids[i]] += amounts[i] for starts[r] <= i < starts[r + 1].
+
+        starts int64 [R+1], ids int64 [N], none twice in a row, amounts float32 [N]. An id beyond V is nowhere.
+        """
+
+    def penalize(self, logits: Tensor, starts: Tensor, ids: Tensor, penalties: Tensor) -> None:
+        """Divide those of the ids that are positive by penalties[r], and multiply the others; ids as in add_at,
+        penalties float32 [R]."""
+
+    def keep_top_n_sigma(self, logits: Tensor, n: Tensor) -> None:
+        """Mask ids further than n[r] standard deviations (of all that are not masked) below the likeliest;
+        n float64 [R], > 0. A value counts as at most 1024 below the likeliest."""
+
     def keep_top_k(self, logits: Tensor, k: Tensor) -> None:
         """Mask all but the k[r] first ids by (value descending, id ascending); k int64 [R], >= 1."""
 
@@ -196,8 +210,17 @@ class Ops(Protocol):
         """Mask all but the shortest run of ids by (value descending, id ascending) whose probability
         reaches p[r]; the id that crosses the bound stays; p float64 [R] in (0, 1]."""
 
+    def keep_typical_p(self, logits: Tensor, p: Tensor) -> None:
+        """Mask all but the shortest run of ids whose probability reaches p[r], by (float32 distance of -log(probability)
+        from its mean, the entropy, ascending; id ascending); p float64 [R] in (0, 1]."""
+
     def keep_min_p(self, logits: Tensor, p: Tensor) -> None:
         """Mask ids less likely than p[r] times the likeliest; p float64 [R] in [0, 1]."""
+
+    def exclude_top(self, logits: Tensor, seeds: Tensor, positions: Tensor, chances: Tensor, thresholds: Tensor) -> None:
+        """XTC: with probability chances[r], mask the ids whose probability reaches thresholds[r], all but the last of
+        them by (value descending, id ascending). The coin is keyed as the noise of sample() is, for a purpose of its
+        own; chances and thresholds float64 [R] in [0, 1]."""
 
     def sample(self, logits: Tensor, seeds: Tensor, positions: Tensor, greedy: Tensor) -> Tensor:
         """argmax over ids of logits + gumbel(seed, position, id), ties to the lowest id -> int64 [R].

@@ -20,7 +20,9 @@ WEYL = (0x9E3779B9, 0xBB67AE85)
 ROUNDS = 10
 LANES = 4
 WORD_BITS = 32
-TOKEN_NOISE = 0  # third counter word: what the noise is for
+TOKEN_NOISE, XTC_COIN = 0, 1  # third counter word: what the noise is for
+SIGMA_UNITS = 1024.0  # to one: deviations are whole numbers of these, so that their sums are exact
+SIGMA_REACH = 1024.0
 
 Words = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -46,6 +48,28 @@ class ReferenceSampling:
         beyond = clear.new_ones(clear.shape[0], logits.shape[1] - clear.shape[1])
         logits.masked_fill_(torch.cat((clear, beyond), 1) & (logits < torch.inf), -torch.inf)
 
+    def add_at(self, logits: Tensor, starts: Tensor, ids: Tensor, amounts: Tensor) -> None:
+        lines, inside = _lines(logits, starts, ids)
+        logits[lines, ids[inside]] += amounts[inside]
+
+    def penalize(self, logits: Tensor, starts: Tensor, ids: Tensor, penalties: Tensor) -> None:
+        lines, inside = _lines(logits, starts, ids)
+        places = lines, ids[inside]
+        values, penalty = logits[places], penalties[lines]
+        logits[places] = torch.where(values < 0, values * penalty, values / penalty)
+
+    def keep_top_n_sigma(self, logits: Tensor, n: Tensor) -> None:
+        top = logits.amax(dim=1, keepdim=True).double()
+        below = logits.double() - top
+        finite = below > -torch.inf
+        steps = torch.where(finite, (below.clamp(min=-SIGMA_REACH) * SIGMA_UNITS).round(), 0.0)
+        steps = torch.where(_sound(logits)[:, None], steps, 0.0).long()
+        count = finite.sum(dim=1).clamp(min=1).double()
+        mean = steps.sum(dim=1).double() / count
+        variance = (steps * steps).sum(dim=1).double() / count - mean * mean
+        floor = -(n * (variance.clamp(min=0.0).sqrt() / SIGMA_UNITS))
+        logits.masked_fill_(~(below >= floor[:, None]) & _sound(logits)[:, None], -torch.inf)
+
     def keep_top_k(self, logits: Tensor, k: Tensor) -> None:
         place = torch.arange(logits.shape[1], device=logits.device)
         _keep(logits, place < k[:, None], _order(logits))
@@ -54,17 +78,34 @@ class ReferenceSampling:
         order = _order(logits)
         values = logits.gather(1, order).double()
         weights = mass(values - values[:, :1])
-        sums = weights.cumsum(dim=1)
-        total = sums[:, -1]
-        bound = (total.double() * p).ceil().long().clamp(max=total)
-        before = sums - weights
-        _keep(logits, (before < bound[:, None]) | (p >= 1)[:, None], order)
+        _keep(logits, _reaching(weights, p) | (p >= 1)[:, None], order)
+
+    def keep_typical_p(self, logits: Tensor, p: Tensor) -> None:
+        below = logits.double() - logits.amax(dim=1, keepdim=True).double()
+        weights = mass(below)
+        share = torch.where(weights > 0, (weights.double() * below).round(), 0.0)
+        share = torch.where(_sound(logits)[:, None], share, 0.0).long()
+        mean = share.sum(dim=1).double() / weights.sum(dim=1).double()
+        order = _order(-(below - mean[:, None]).abs().float())
+        _keep(logits, _reaching(weights.gather(1, order), p) | (p >= 1)[:, None], order)
 
     def keep_min_p(self, logits: Tensor, p: Tensor) -> None:
         floor = torch.where(p > 0, log(p.clamp(min=torch.finfo(p.dtype).tiny)), -torch.inf)
         top = logits.amax(dim=1, keepdim=True).double()
         likely = logits.double() - top >= floor[:, None]
         logits.masked_fill_(~likely & _sound(logits)[:, None], -torch.inf)
+
+    def exclude_top(self, logits: Tensor, seeds: Tensor, positions: Tensor, chances: Tensor, thresholds: Tensor) -> None:
+        zero = torch.zeros_like(seeds)
+        words = philox((zero, positions, zero + XTC_COIN, zero), (seeds & WORD, seeds >> 32 & WORD))
+        chosen = ((words[0].double() + 0.5) * 2.0**-32 < chances) & _sound(logits)
+        order = _order(logits)
+        values = logits.gather(1, order).double()
+        weights = mass(values - values[:, :1])
+        total = weights.sum(dim=1).double()
+        reaching = (weights.double() >= (thresholds * total)[:, None]) & (values > -torch.inf)
+        dropped = torch.arange(logits.shape[1], device=logits.device) < reaching.sum(dim=1, keepdim=True) - 1
+        _keep(logits, ~(dropped & chosen[:, None]), order)
 
     def sample(self, logits: Tensor, seeds: Tensor, positions: Tensor, greedy: Tensor) -> Tensor:
         scores = logits
@@ -111,6 +152,21 @@ def _multiply(word: Tensor, by: int) -> tuple[Tensor, Tensor]:
 def _order(logits: Tensor) -> Tensor:
     """Ids by (value descending, id ascending)."""
     return torch.sort(logits, dim=1, descending=True, stable=True).indices
+
+
+def _reaching(weights: Tensor, p: Tensor) -> Tensor:
+    """Of weights int64 [R, V] in order, the shortest run from the first on whose share of their sum reaches p."""
+    sums = weights.cumsum(dim=1)
+    total = sums[:, -1]
+    bound = (total.double() * p).ceil().long().clamp(max=total)
+    return sums - weights < bound[:, None]
+
+
+def _lines(logits: Tensor, starts: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Lines of those ids that are below V, and where they stand; starts[r] is where those of line r begin."""
+    lines = torch.repeat_interleave(torch.arange(len(starts) - 1, device=logits.device), starts.diff())
+    inside = ids < logits.shape[1]
+    return lines[inside], inside
 
 
 def _keep(logits: Tensor, kept: Tensor, order: Tensor) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch import Tensor
 from foreword.core.events import TokenLogprob
 from foreword.core.rows import SampleRow
 from foreword.kernels.ops import Ops
-from foreword.sampling.steps import PIPELINE, Step, may_mask_all, spans, steps_of
+from foreword.sampling.steps import PIPELINE, Step, keys_of, may_mask_all, spans, steps_of
 
 __all__ = ["BROKEN", "NOTHING_LEGAL", "Sampled", "Sampler"]
 
@@ -82,9 +82,12 @@ class Sampler:
                 token_ids[r] = NOTHING_LEGAL
         found: list[TokenLogprob | None] = [None] * len(rows)
         if raw is not None:
-            scored = self._score(raw, [token_ids[i] for i in asked], [rows[i].state.params.logprobs or 0 for i in asked])
-            for i, logprob in zip(asked, scored, strict=True):
-                found[i] = logprob if token_ids[i] >= 0 else None
+            params = [rows[i].state.params for i in asked]
+            scored = self._score(raw, [token_ids[i] for i in asked], [one.logprobs or 0 for one in params])
+            chosen = _scores_of(raw, [one.logprob_token_ids for one in params])
+            for i, logprob, scores in zip(asked, scored, chosen, strict=True):
+                if token_ids[i] >= 0:
+                    found[i] = replace(logprob, asked=scores) if scores else logprob
         return Sampled(token_ids, found, hashes)
 
     def prompt_logprobs(self, logits: Tensor, targets: Sequence[int], num: int) -> list[TokenLogprob]:
@@ -94,8 +97,7 @@ class Sampler:
 
     def _sample(self, logits: Tensor, rows: Sequence[SampleRow]) -> list[int]:
         device = logits.device
-        seeds = torch.tensor([_signed(row.state.request.seed) for row in rows], dtype=torch.int64, device=device)
-        positions = torch.tensor([row.position for row in rows], dtype=torch.int64, device=device)
+        seeds, positions = keys_of(rows, device)
         greedy = torch.tensor([row.state.params.greedy for row in rows], dtype=torch.bool, device=device)
         token_ids: list[int] = self._ops.sample(logits, seeds, positions, greedy).tolist()
         return token_ids
@@ -121,6 +123,18 @@ class Sampler:
             TokenLogprob(token_id, own[r], ranks[r], tuple(zip(top_ids[r][:num], top[r][:num], strict=True)))
             for r, (token_id, num) in enumerate(zip(token_ids, nums, strict=True))
         ]
+
+
+def _scores_of(raw: _Raw, ids: Sequence[Sequence[int]]) -> list[tuple[tuple[int, float], ...]]:
+    """(id, logprob) of ids[r] in row r. An id beyond the vocabulary is as unlikely as can be."""
+    if not any(ids):
+        return [()] * len(ids)
+    width = max(map(len, ids))
+    columns = torch.tensor([[*own, *[0] * (width - len(own))] for own in ids], dtype=torch.int64, device=raw.logits.device)
+    known = columns < raw.logits.shape[1]
+    values = raw.logits.gather(1, torch.where(known, columns, 0)) - raw.log_sum[:, None]
+    scores = torch.where(known, values, -torch.inf).tolist()
+    return [tuple(zip(own, line, strict=False)) for own, line in zip(ids, scores, strict=True)]
 
 
 def _wanted(rows: Sequence[SampleRow]) -> list[tuple[Step, ...]]:
@@ -153,11 +167,6 @@ def _ranks(logits: Tensor, value: Tensor, chosen: Tensor) -> list[int]:
     before = (logits > value) | ((logits == value) & (ids < chosen))
     ranks: list[int] = (1 + before.count_nonzero(dim=1)).tolist()
     return ranks
-
-
-def _signed(seed: int) -> int:
-    """The bits of a 64-bit seed as torch can hold them."""
-    return seed - (1 << 64) if seed >> 63 else seed
 
 
 def _hash(line: Tensor) -> int:

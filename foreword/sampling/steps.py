@@ -6,19 +6,21 @@ float32 values, so that a row comes out the same alone and among others.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from types import MappingProxyType
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from foreword.core.ledger import Floats, Ids
 from foreword.core.request import Request
 from foreword.core.rows import SampleRow
 from foreword.kernels.ops import Ops
 
-__all__ = ["PIPELINE", "Step", "masking_fields", "may_mask_all", "spans", "steps_of"]
+__all__ = ["PIPELINE", "Step", "keys_of", "masking_fields", "may_mask_all", "spans", "steps_of"]
 
 Rows = Sequence[SampleRow]
 
@@ -53,10 +55,8 @@ class AllowedIds:
         return request.params.allowed_token_ids is not None
 
     def apply(self, ops: Ops, logits: Tensor, rows: Rows) -> None:
-        places = _places(logits, [row.state.params.allowed_token_ids or () for row in rows])
-        kept = logits[places]
-        logits.copy_(_masked(logits))
-        logits[places] = kept
+        words = torch.stack([row.ledger.allowed(logits.shape[1]) for row in rows])
+        ops.keep_allowed(logits, words.to(logits.device))
 
 
 class LogitBias:
@@ -66,7 +66,7 @@ class LogitBias:
         return bool(request.params.logit_bias)
 
     def apply(self, ops: Ops, logits: Tensor, rows: Rows) -> None:
-        _change(logits, [row.state.params.logit_bias for row in rows], torch.add)
+        _add(ops, logits, [row.ledger.bias() for row in rows])
 
 
 class BadWords:
@@ -106,8 +106,9 @@ class RepetitionPenalty:
         return request.params.repetition_penalty != 1.0
 
     def apply(self, ops: Ops, logits: Tensor, rows: Rows) -> None:
-        penalties = [dict.fromkeys(row.seen(), row.state.params.repetition_penalty) for row in rows]
-        _change(logits, penalties, lambda value, penalty: torch.where(value < 0, value * penalty, value / penalty))
+        starts, ids = _flat(logits, [row.seen() for row in rows])
+        penalties = _column(logits, [row.state.params.repetition_penalty for row in rows], torch.float32)
+        ops.penalize(logits, starts, ids, penalties)
 
 
 class CountPenalties:
@@ -117,14 +118,34 @@ class CountPenalties:
         return request.params.presence_penalty != 0.0 or request.params.frequency_penalty != 0.0
 
     def apply(self, ops: Ops, logits: Tensor, rows: Rows) -> None:
-        _change(logits, [self._penalties(row) for row in rows], torch.sub)
+        _add(ops, logits, [self._amounts(row) for row in rows])
 
-    def _penalties(self, row: SampleRow) -> dict[int, float]:
-        presence, frequency = row.state.params.presence_penalty, row.state.params.frequency_penalty
-        counts = row.state.output_counts
-        if row.draft:
-            counts = counts + Counter(row.draft)
-        return {token_id: presence + frequency * count for token_id, count in counts.items()}
+    def _amounts(self, row: SampleRow) -> tuple[Ids, Floats]:
+        ids, counts = row.counts()
+        penalties = row.state.params.presence_penalty + row.state.params.frequency_penalty * counts
+        return ids, -penalties.astype(np.float32)
+
+
+class Dry:
+    """An id that would go on with a repeat of the last tokens costs `dry_multiplier * dry_base ** (length - allowed length)`."""
+
+    def active(self, request: Request) -> bool:
+        return request.params.dry
+
+    def apply(self, ops: Ops, logits: Tensor, rows: Rows) -> None:
+        found = [row.dry() for row in rows]
+        if any(len(ids) for ids, _ in found):
+            _add(ops, logits, [(ids, -penalties) for ids, penalties in found])
+
+
+class TopNSigma:
+    """Only what is at most `top_n_sigma` standard deviations below the likeliest. The temperature scales both."""
+
+    def active(self, request: Request) -> bool:
+        return not request.params.greedy and request.params.top_n_sigma > 0.0
+
+    def apply(self, ops: Ops, logits: Tensor, rows: Rows) -> None:
+        ops.keep_top_n_sigma(logits, _column(logits, [row.state.params.top_n_sigma for row in rows], torch.float64))
 
 
 class Temperature:
@@ -145,6 +166,16 @@ class TopK:
         ops.keep_top_k(logits, _column(logits, [min(row.state.params.top_k, logits.shape[1]) for row in rows], torch.int64))
 
 
+class TypicalP:
+    """The tokens whose surprise is nearest to the expected one, up to this probability."""
+
+    def active(self, request: Request) -> bool:
+        return not request.params.greedy and request.params.typical_p < 1.0
+
+    def apply(self, ops: Ops, logits: Tensor, rows: Rows) -> None:
+        ops.keep_typical_p(logits, _column(logits, [row.state.params.typical_p for row in rows], torch.float64))
+
+
 class TopP:
     def active(self, request: Request) -> bool:
         return not request.params.greedy and request.params.top_p < 1.0
@@ -161,6 +192,20 @@ class MinP:
         ops.keep_min_p(logits, _column(logits, [row.state.params.min_p for row in rows], torch.float64))
 
 
+class Xtc:
+    """With `xtc_probability`, all but the least likely of the tokens of at least `xtc_threshold` are excluded."""
+
+    def active(self, request: Request) -> bool:
+        return not request.params.greedy and request.params.xtc_probability > 0.0
+
+    def apply(self, ops: Ops, logits: Tensor, rows: Rows) -> None:
+        keys = keys_of(rows, logits.device)
+        chances = _column(logits, [row.state.params.xtc_probability for row in rows], torch.float64)
+        thresholds = _column(logits, [row.state.params.xtc_threshold for row in rows], torch.float64)
+        ops.exclude_top(logits, *keys, chances, thresholds)
+
+
+# As in llama.cpp, but that the temperature comes before the filters, as in vLLM.
 PIPELINE: tuple[Step, ...] = (
     Grammar(),
     AllowedIds(),
@@ -169,10 +214,14 @@ PIPELINE: tuple[Step, ...] = (
     MinTokens(),
     RepetitionPenalty(),
     CountPenalties(),
+    Dry(),
+    TopNSigma(),
     Temperature(),
     TopK(),
+    TypicalP(),
     TopP(),
     MinP(),
+    Xtc(),
 )
 
 
@@ -209,6 +258,17 @@ def steps_of(request: Request) -> tuple[Step, ...]:
     return tuple(step for step in PIPELINE if step.active(request))
 
 
+def keys_of(rows: Rows, device: torch.device) -> tuple[Tensor, Tensor]:
+    """What the noise of rows is keyed by: seeds int64 [R] (their bits), positions int64 [R]."""
+    seeds = torch.tensor([_signed(row.state.request.seed) for row in rows], dtype=torch.int64, device=device)
+    return seeds, torch.tensor([row.position for row in rows], dtype=torch.int64, device=device)
+
+
+def _signed(seed: int) -> int:
+    """The bits of a 64-bit seed as torch can hold them."""
+    return seed - (1 << 64) if seed >> 63 else seed
+
+
 def _column(logits: Tensor, values: Sequence[float], dtype: torch.dtype) -> Tensor:
     return torch.tensor(values, dtype=dtype, device=logits.device)
 
@@ -235,9 +295,14 @@ def _masked(values: Tensor) -> Tensor:
     return torch.where(values < torch.inf, -torch.inf, values)
 
 
-def _change(logits: Tensor, amounts: Sequence[Mapping[int, float]], change: Callable[[Tensor, Tensor], Tensor]) -> None:
-    """logits[r, id] = change(logits[r, id], amounts[r][id]), in float32."""
-    vocab_size = logits.shape[1]
-    places = _places(logits, amounts)
-    values = [amount for own in amounts for token_id, amount in own.items() if token_id < vocab_size]
-    logits[places] = change(logits[places], _column(logits, values, torch.float32))
+def _flat(logits: Tensor, ids: Sequence[Ids]) -> tuple[Tensor, Tensor]:
+    """Ids of all rows in one int64 [N], and where those of each row begin, int64 [R+1]."""
+    starts = torch.tensor(list(accumulate(map(len, ids), initial=0)), dtype=torch.int64, device=logits.device)
+    return starts, torch.from_numpy(ids[0] if len(ids) == 1 else np.concatenate(ids)).to(logits.device)
+
+
+def _add(ops: Ops, logits: Tensor, amounts: Sequence[tuple[Ids, Floats]]) -> None:
+    """Add amounts to the logits of ids, row by row."""
+    starts, ids = _flat(logits, [own for own, _ in amounts])
+    added = np.concatenate([own for _, own in amounts])
+    ops.add_at(logits, starts, ids, torch.from_numpy(added).to(logits.device))

@@ -12,7 +12,7 @@ from foreword.core.request import Request
 from foreword.errors import ContextLengthExceeded, InvalidRequest
 from foreword.text.tokenizer import Tokenizer
 
-__all__ = ["bad_words_ids", "make_requests", "prediction_ids", "reasoning_end_ids", "resolve_seed"]
+__all__ = ["bad_words_ids", "dry_breakers", "make_requests", "prediction_ids", "reasoning_end_ids", "resolve_seed"]
 
 
 def make_requests(
@@ -28,19 +28,23 @@ def make_requests(
 ) -> list[Request]:
     """The `params.n` requests of one prompt: ids "X-0", "X-1", ..., seeds s, s + 1, ... mod 2^64.
 
+    prompt_ids  cut to its end where `truncate_prompt_tokens` says so
     vocab_size  of the model, which may lie below or above the tokenizer's
 
     Raises ContextLengthExceeded for a prompt that leaves no room for an answer, InvalidRequest for
     an empty prompt, for ids outside the vocabulary, and for a prediction longer than the context.
     """
-    _check_length(len(prompt_ids), max_model_len)
+    prompt = _truncated(tuple(prompt_ids), params, max_model_len)
+    _check_length(len(prompt), max_model_len)
     limit = min(tokenizer.vocab_size, vocab_size or tokenizer.vocab_size)
-    _check_ids("prompt", prompt_ids, limit)
+    _check_ids("prompt", prompt, limit)
     _check_ids("logit_bias", params.logit_bias, limit)
     _check_ids("allowed_token_ids", params.allowed_token_ids or (), limit)
     _check_ids("stop_token_ids", params.stop_token_ids, limit)
+    _check_ids("logprob_token_ids", params.logprob_token_ids, limit)
     seed = resolve_seed(params.seed, default_seed)
-    prompt, banned, now = tuple(prompt_ids), bad_words_ids(params.bad_words, tokenizer), time.monotonic()
+    banned, now = bad_words_ids(params.bad_words, tokenizer), time.monotonic()
+    breakers = dry_breakers(params.dry_sequence_breakers, tokenizer) if params.dry else ()
     predicted = prediction_ids(params.prediction, tokenizer, max_model_len)
     reasoning_end = reasoning_end_ids(params.structured.after, tokenizer) if params.structured else ()
     return [
@@ -51,6 +55,7 @@ def make_requests(
             seed=(seed + index) & SEED_MASK,
             eos_token_ids=tokenizer.eos_token_ids,
             bad_words_ids=banned,
+            dry_breakers=breakers,
             priority=priority,
             tenant=tenant,
             prediction_ids=predicted,
@@ -102,6 +107,19 @@ def reasoning_end_ids(text: str | None, tokenizer: Tokenizer) -> tuple[tuple[int
     return tuple(found)
 
 
+def dry_breakers(texts: Iterable[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
+    """Token sequences with which a repeat ends: tokens that have one of the texts in them, and those that end with the
+    beginning of one, followed by the tokens of its rest."""
+    spelling = tokenizer.spelling()
+    found: list[tuple[int, ...]] = []
+    for text in texts:
+        found += [(token_id,) for token_id in spelling.holding(text.encode())]
+        for cut in range(1, len(text)):
+            rest = tokenizer.encode(text[cut:], add_special_tokens=False)
+            found += [(token_id, *rest) for token_id in spelling.ending(text[:cut].encode())]
+    return tuple(dict.fromkeys(found))
+
+
 def prediction_ids(text: str | None, tokenizer: Tokenizer, max_model_len: int) -> tuple[int, ...]:
     """The tokens of the answer that the caller expects; none without one."""
     if not text:
@@ -116,6 +134,14 @@ def prediction_ids(text: str | None, tokenizer: Tokenizer, max_model_len: int) -
             "prediction",
         )
     return tuple(ids)
+
+
+def _truncated(prompt: tuple[int, ...], params: SamplingParams, max_model_len: int) -> tuple[int, ...]:
+    """Its last `truncate_prompt_tokens`, or with -1 what leaves room for max_tokens in the context."""
+    wanted = params.truncate_prompt_tokens
+    if wanted is None:
+        return prompt
+    return prompt[-(max(max_model_len - (params.max_tokens or 1), 1) if wanted < 0 else wanted) :]
 
 
 def _check_length(length: int, max_model_len: int) -> None:

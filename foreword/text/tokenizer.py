@@ -13,6 +13,7 @@ from foreword.core.vocabulary import Vocabulary
 from foreword.errors import CheckpointError, InvalidRequest
 from foreword.text.checkpoint import TokenizerFiles, read_files
 from foreword.text.decoding import Decoding, parse_decoder
+from foreword.text.spelling import Spelling
 
 __all__ = ["Tokenizer"]
 
@@ -33,6 +34,7 @@ class Tokenizer:
         "_bytes",
         "_decoding",
         "_special_ids",
+        "_spelling",
         "chat_template",
         "eos_token_ids",
         "special_tokens",
@@ -52,6 +54,7 @@ class Tokenizer:
         added = backend.get_added_tokens_decoder()
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._bytes: dict[int, bytes] = {}
+        self._spelling: Spelling | None = None
         self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         self.special_tokens = dict(files.special_tokens)
         self.chat_template = files.chat_template
@@ -149,6 +152,12 @@ class Tokenizer:
         """What every token spells."""
         tokens = tuple(self.token_bytes(token_id) for token_id in range(self.vocab_size))
         return Vocabulary(tokens, tuple(sorted(self._special_ids)), self.eos_token_ids)
+
+    def spelling(self) -> Spelling:
+        """To find the tokens that have a text in them; made once."""
+        if self._spelling is None:
+            self._spelling = Spelling(self.vocabulary().tokens)
+        return self._spelling
 
     def unused_ids(self, model_vocab_size: int) -> tuple[int, ...]:
         """Ids below the model's vocabulary that no token has: rows of padding, never to be sampled."""

@@ -9,6 +9,7 @@ from foreword import LLM, SamplingParams
 from foreword.cache.blocks import BlockPool
 from foreword.drafting.control.decisions import replay as replay_decisions
 from foreword.engine.trace import TracedScheduler, replay
+from foreword.errors import Unsatisfiable
 from tests.checkpoints import write_checkpoint
 from tests.engine.simulation import Simulation, make_request
 from tests.engine.test_scheduler import noisy_guess
@@ -45,6 +46,9 @@ def test_an_engine_writes_a_trace(tmp_path: Path) -> None:
     """`--trace FILE`, from a real engine, replayed without its model."""
     llm = LLM(str(write_checkpoint(tmp_path / "model", seed=5)), trace=str(tmp_path / "trace"), threads=1, draft_length="fixed")
     llm.generate({"prompt_token_ids": [40, 41, 42, 40, 41]}, SamplingParams(max_tokens=20, n=3, seed=1, ignore_eos=True))
+    with pytest.raises(Unsatisfiable):
+        stuck = SamplingParams(allowed_token_ids=(40,), stop_token_ids=(40,), min_tokens=2)
+        llm.generate({"prompt_token_ids": [40, 41]}, stuck)
     plans = list(replay((tmp_path / "trace").read_text().splitlines()))
     assert len(plans) == llm.stats.step
     assert any(work.num_draft for plan in plans for work in plan.work)

@@ -41,6 +41,35 @@ def native(library: ctypes.CDLL, request: pytest.FixtureRequest) -> NativeSampli
     return NativeSampling(library, threads=request.param)
 
 
+Call = tuple[str, tuple[Tensor, ...]]
+
+
+def masks_of(logits: Tensor, seed: int) -> Iterator[Call]:
+    """Of fewer words than the ids need, of as many, and of more."""
+    for words in (1, -(-logits.shape[1] // 32), -(-logits.shape[1] // 32) + 1):
+        masks = torch.randint(-(2**31), 2**31, (len(logits), words), generator=torch.Generator().manual_seed(seed)).int()
+        masks[:, ::3] = seed % 2 - 1
+        yield "keep_allowed", (masks,)
+
+
+def changes_of(logits: Tensor, seed: int) -> Iterator[Call]:
+    """Of some ids of each row, one of them beyond the vocabulary."""
+    count, width = logits.shape
+    generator = torch.Generator().manual_seed(seed)
+    ids = [torch.randperm(width + 1, generator=generator)[: (r * seed) % (width + 1)] for r in range(count)]
+    starts = torch.tensor([0, *map(len, ids)]).cumsum(0)
+    amounts = torch.randn(int(starts[-1]), generator=generator)
+    yield "add_at", (starts, torch.cat(ids), amounts)
+    yield "penalize", (starts, torch.cat(ids), torch.rand(count, generator=generator) + 0.5)
+
+
+def coins_of(logits: Tensor, p: float, seed: int, position: int) -> Iterator[Call]:
+    count = len(logits)
+    keys = torch.arange(count) + seed, torch.full((count,), position)
+    for chance, threshold in ((1.0, p), (p, 0.1), (1.0, 0.0), (0.5, 1e-3)):
+        yield "exclude_top", (*keys, torch.full((count,), chance).double(), torch.full((count,), threshold).double())
+
+
 def assert_equal(native: NativeSampling, logits: Tensor, k: int, p: float, seed: int, position: int) -> None:
     """Every operation, on these rows."""
     count, width = logits.shape
@@ -48,18 +77,18 @@ def assert_equal(native: NativeSampling, logits: Tensor, k: int, p: float, seed:
         ("keep_top_k", torch.full((count,), k)),
         ("keep_top_p", torch.full((count,), p, dtype=torch.float64)),
         ("keep_min_p", torch.full((count,), 1 - p, dtype=torch.float64)),
+        ("keep_typical_p", torch.full((count,), p, dtype=torch.float64)),
+        ("keep_top_n_sigma", torch.full((count,), 3 * p, dtype=torch.float64)),
     ):
         ours, theirs = logits.clone(), logits.clone()
         getattr(native, operation)(ours, bound)
         getattr(REFERENCE, operation)(theirs, bound)
         assert same_bits(ours, theirs), operation
-    for words in (1, -(-width // 32), -(-width // 32) + 1):  # fewer words than ids, enough, more
-        masks = torch.randint(-(2**31), 2**31, (count, words), generator=torch.Generator().manual_seed(k)).int()
-        masks[:, ::3] = k % 2 - 1
+    for operation, arguments in (*masks_of(logits, k), *changes_of(logits, k), *coins_of(logits, p, seed, position)):
         ours, theirs = logits.clone(), logits.clone()
-        native.keep_allowed(ours, masks)
-        REFERENCE.keep_allowed(theirs, masks)
-        assert same_bits(ours, theirs), "keep_allowed"
+        getattr(native, operation)(ours, *arguments)
+        getattr(REFERENCE, operation)(theirs, *arguments)
+        assert same_bits(ours, theirs), operation
     assert same_bits(native.log_sum_exp(logits), REFERENCE.log_sum_exp(logits))
     assert torch.equal(native.top_ids(logits, min(k, width)), REFERENCE.top_ids(logits, min(k, width)))
     seeds, positions = torch.arange(count) + seed, torch.full((count,), position)

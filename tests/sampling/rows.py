@@ -59,6 +59,7 @@ def make_state(
     prompt: Sequence[int] = (5, 6, 7, 6),
     seed: int = 11,
     bad_words_ids: tuple[tuple[int, ...], ...] = (),
+    dry_breakers: tuple[tuple[int, ...], ...] = (),
     grammar: RequestGrammar | None = None,
     **params: object,
 ) -> RequestState:
@@ -70,6 +71,7 @@ def make_state(
         seed=seed,
         eos_token_ids=(EOS,),
         bad_words_ids=bad_words_ids,
+        dry_breakers=dry_breakers,
     )
     state = RequestState(request, arrival=0, max_model_len=1000, grammar=grammar)
     state.append(output)

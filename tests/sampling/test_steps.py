@@ -20,6 +20,8 @@ OUTPUT = (9, 6, 9, 120)
 DRAFT = (9, 40)
 HISTORY = torch.tensor([[*PROMPT, *OUTPUT, *DRAFT]])
 
+IDS = st.integers(9, 15) | st.integers(0, VOCAB_SIZE - 1)  # few, so that they repeat themselves
+
 Ours = dict[str, object]
 
 
@@ -42,6 +44,8 @@ def process(values: Tensor, *rows: SampleRow) -> Tensor:
         ({"top_k": 7}, transformers.TopKLogitsWarper(7)),
         ({"top_p": 0.8}, transformers.TopPLogitsWarper(0.8)),
         ({"min_p": 0.05}, transformers.MinPLogitsWarper(0.05)),
+        ({"typical_p": 0.7}, transformers.TypicalLogitsWarper(0.7)),
+        ({"typical_p": 0.2}, transformers.TypicalLogitsWarper(0.2)),
         ({"repetition_penalty": 1.4}, transformers.RepetitionPenaltyLogitsProcessor(1.4)),
         ({"repetition_penalty": 0.7}, transformers.RepetitionPenaltyLogitsProcessor(0.7)),
         ({"bad_words_ids": ((3,), (40, 8), (9, 40, 4), (6, 40, 1), (120, 7))},
@@ -97,7 +101,9 @@ def test_counts_are_of_the_output_and_the_draft() -> None:
 
 
 def test_greedy_rows_skip_temperature_and_filters() -> None:
-    row = make_row(temperature=9e-6, top_k=3, top_p=0.5, min_p=0.5)
+    row = make_row(
+        temperature=9e-6, top_k=3, top_p=0.5, min_p=0.5, typical_p=0.5, top_n_sigma=1.0, xtc_probability=1.0, xtc_threshold=0.0
+    )
     assert steps_of(row.state.request) == ()
 
 
@@ -113,10 +119,16 @@ def test_the_order_of_steps() -> None:
         min_tokens=50,
         repetition_penalty=1.3,
         frequency_penalty=0.5,
+        dry_multiplier=2.0,
+        dry_allowed_length=1,
+        top_n_sigma=99.0,
         temperature=0.5,
         top_k=5,
+        typical_p=0.999999,
         top_p=0.999999,
         min_p=1e-9,
+        xtc_probability=1.0,
+        xtc_threshold=0.6,
     )
     assert steps_of(row.state.request) == PIPELINE
     values = logits()
@@ -132,11 +144,13 @@ def test_the_order_of_steps() -> None:
         {"presence_penalty": 1.0, "frequency_penalty": 0.3},
         {"bad_words_ids": ((9, 40, 4), (3,))},
         {"min_tokens": 7},
+        {"dry_multiplier": 1.5, "dry_allowed_length": 1, "dry_breakers": ((11,), (12, 13))},
+        {"xtc_probability": 0.5, "xtc_threshold": 0.01},
     ],
     ids=lambda asked: next(iter(asked)),
 )
-@given(draft=st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=6), output=st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=6))
-@settings(max_examples=25, deadline=None)
+@given(draft=st.lists(IDS, max_size=6), output=st.lists(IDS, max_size=6))
+@settings(max_examples=40, deadline=None)
 def test_a_drafted_history_equals_a_committed_one(asked: Ours, draft: list[int], output: list[int]) -> None:
     values = logits()
     drafted = make_row(draft=draft, output=output, **asked)

@@ -30,7 +30,7 @@ __all__ = [
     "load_library",
 ]
 
-VERSION = 5  # of the signatures and structures below, as in api.cpp
+VERSION = 6  # of the signatures and structures below, as in api.cpp
 ISAS = ("portable", "avx2", "avx512", "amx")  # enum Isa
 KIND_NAMES = ("float32", "bfloat16", "float16", "int8", "int4", "q8_0", "q5_0", "q4_0", "q4_k", "q5_k", "q6_k")
 KINDS = MappingProxyType({name: number for number, name in enumerate(KIND_NAMES)})  # enum Kind
@@ -151,10 +151,15 @@ SIGNATURES = MappingProxyType(
     {
         "foreword_log_sum_exp": (None, *ROWS, c_void_p),
         "foreword_top_ids": (None, *ROWS, c_int64, c_void_p),
+        "foreword_add_at": (None, *ROWS, c_void_p, c_void_p, c_void_p),
+        "foreword_penalize": (None, *ROWS, c_void_p, c_void_p, c_void_p),
         "foreword_keep_allowed": (None, *ROWS, c_void_p, c_int64),
         "foreword_keep_top_k": (None, *ROWS, c_void_p),
         "foreword_keep_top_p": (None, *ROWS, c_void_p),
         "foreword_keep_min_p": (None, *ROWS, c_void_p),
+        "foreword_keep_typical_p": (None, *ROWS, c_void_p),
+        "foreword_keep_top_n_sigma": (None, *ROWS, c_void_p),
+        "foreword_exclude_top": (None, *ROWS, c_void_p, c_void_p, c_void_p, c_void_p),
         "foreword_sample": (None, *ROWS, c_void_p, c_void_p, c_void_p, c_void_p),
         "foreword_noise": (None, c_void_p, c_int64, c_void_p, c_void_p),
         "foreword_supported": (c_int32, c_int32),

@@ -52,6 +52,27 @@ class NativeSampling(ReferenceSampling):
         masks = masks.cpu().contiguous()
         self._library.foreword_keep_allowed(self._machine, *_rows(logits), masks.data_ptr(), masks.shape[1])
 
+    def add_at(self, logits: Tensor, starts: Tensor, ids: Tensor, amounts: Tensor) -> None:
+        if not _fits(logits):
+            return super().add_at(logits, starts, ids, amounts)
+        starts, ids = _ids_per_row(starts, ids, logits)
+        assert amounts.dtype == torch.float32 and amounts.shape == ids.shape
+        amounts = amounts.cpu().contiguous()
+        self._library.foreword_add_at(self._machine, *_rows(logits), starts.data_ptr(), ids.data_ptr(), amounts.data_ptr())
+
+    def penalize(self, logits: Tensor, starts: Tensor, ids: Tensor, penalties: Tensor) -> None:
+        if not _fits(logits):
+            return super().penalize(logits, starts, ids, penalties)
+        starts, ids = _ids_per_row(starts, ids, logits)
+        penalties = _per_row(penalties, logits, torch.float32)
+        self._library.foreword_penalize(self._machine, *_rows(logits), starts.data_ptr(), ids.data_ptr(), penalties.data_ptr())
+
+    def keep_top_n_sigma(self, logits: Tensor, n: Tensor) -> None:
+        if not _fits(logits):
+            return super().keep_top_n_sigma(logits, n)
+        n = _per_row(n, logits, torch.float64)
+        self._library.foreword_keep_top_n_sigma(self._machine, *_rows(logits), n.data_ptr())
+
     def keep_top_k(self, logits: Tensor, k: Tensor) -> None:
         if not _fits(logits):
             return super().keep_top_k(logits, k)
@@ -64,11 +85,24 @@ class NativeSampling(ReferenceSampling):
         p = _per_row(p, logits, torch.float64)
         self._library.foreword_keep_top_p(self._machine, *_rows(logits), p.data_ptr())
 
+    def keep_typical_p(self, logits: Tensor, p: Tensor) -> None:
+        if not _fits(logits):
+            return super().keep_typical_p(logits, p)
+        p = _per_row(p, logits, torch.float64)
+        self._library.foreword_keep_typical_p(self._machine, *_rows(logits), p.data_ptr())
+
     def keep_min_p(self, logits: Tensor, p: Tensor) -> None:
         if not _fits(logits):
             return super().keep_min_p(logits, p)
         p = _per_row(p, logits, torch.float64)
         self._library.foreword_keep_min_p(self._machine, *_rows(logits), p.data_ptr())
+
+    def exclude_top(self, logits: Tensor, seeds: Tensor, positions: Tensor, chances: Tensor, thresholds: Tensor) -> None:
+        if not _fits(logits):
+            return super().exclude_top(logits, seeds, positions, chances, thresholds)
+        keys = [_per_row(values, logits, torch.int64) for values in (seeds, positions)]
+        bounds = [_per_row(values, logits, torch.float64) for values in (chances, thresholds)]
+        self._library.foreword_exclude_top(self._machine, *_rows(logits), *(values.data_ptr() for values in (*keys, *bounds)))
 
     def sample(self, logits: Tensor, seeds: Tensor, positions: Tensor, greedy: Tensor) -> Tensor:
         """[R, V] -> int64 [R]"""
@@ -96,6 +130,12 @@ def _fits(logits: Tensor) -> bool:
 
 def _rows(logits: Tensor) -> tuple[int, int, int]:
     return logits.data_ptr(), logits.shape[0], logits.shape[1]
+
+
+def _ids_per_row(starts: Tensor, ids: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
+    """As _per_row: starts [R+1] of ids [N]."""
+    assert starts.dtype == ids.dtype == torch.int64 and starts.shape == (logits.shape[0] + 1,) and ids.dim() == 1
+    return starts.cpu().contiguous(), ids.cpu().contiguous()
 
 
 def _per_row(values: Tensor, logits: Tensor, dtype: torch.dtype) -> Tensor:

@@ -14,8 +14,8 @@ using foreword::TILE;
 
 extern "C" {
 
-// Of the functions here, in sampler.cpp and in suffix.cpp, and of the structures they take.
-int64_t foreword_native_version() { return 5; }
+// Of the functions here, in filters.cpp, sampler.cpp and suffix.cpp, and of the structures they take.
+int64_t foreword_native_version() { return 6; }
 
 int32_t foreword_supported(int32_t isa) { return foreword::supported(static_cast<Isa>(isa)); }
 

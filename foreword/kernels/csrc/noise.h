@@ -12,7 +12,7 @@ constexpr int LANES = 4;  // words of one Philox block
 constexpr int BLOCKS = 64;  // computed together; fewer are unrolled by the compiler before it thinks of vectors
 constexpr int CHUNK = LANES * BLOCKS;
 constexpr int ROUNDS = 10;
-constexpr uint32_t TOKEN_NOISE = 0;  // third counter word: what the noise is for
+constexpr uint32_t TOKEN_NOISE = 0, XTC_COIN = 1;  // third counter word: what the noise is for
 constexpr float NOISE_MAX = 22.88f;  // above 33 ln 2, the noise of the largest word
 
 struct Key {
@@ -20,18 +20,19 @@ struct Key {
     uint32_t position;
 };
 
-// Noise words of ids first .. first + CHUNK - 1; first is a multiple of LANES.
-inline void philox_chunk(Key key, int64_t first, uint32_t (&words)[CHUNK]) {
-    uint32_t c0[BLOCKS], c1[BLOCKS], c2[BLOCKS], c3[BLOCKS];
-    for (int i = 0; i < BLOCKS; i++) {
-        c0[i] = static_cast<uint32_t>(first / LANES) + i;
+// The words of COUNT blocks from `block` on.
+template <int COUNT>
+inline void philox(Key key, uint32_t purpose, uint32_t block, uint32_t (&words)[LANES * COUNT]) {
+    uint32_t c0[COUNT], c1[COUNT], c2[COUNT], c3[COUNT];
+    for (int i = 0; i < COUNT; i++) {
+        c0[i] = block + i;
         c1[i] = key.position;
-        c2[i] = TOKEN_NOISE;
+        c2[i] = purpose;
         c3[i] = 0;
     }
     uint32_t k0 = static_cast<uint32_t>(key.seed), k1 = static_cast<uint32_t>(key.seed >> 32);
     for (int round = 0; round < ROUNDS; round++) {
-        for (int i = 0; i < BLOCKS; i++) {
+        for (int i = 0; i < COUNT; i++) {
             const uint64_t product0 = uint64_t{0xD2511F53} * c0[i];
             const uint64_t product1 = uint64_t{0xCD9E8D57} * c2[i];
             c0[i] = static_cast<uint32_t>(product1 >> 32) ^ c1[i] ^ k0;
@@ -42,12 +43,24 @@ inline void philox_chunk(Key key, int64_t first, uint32_t (&words)[CHUNK]) {
         k0 += 0x9E3779B9;
         k1 += 0xBB67AE85;
     }
-    for (int i = 0; i < BLOCKS; i++) {
+    for (int i = 0; i < COUNT; i++) {
         words[LANES * i] = c0[i];
         words[LANES * i + 1] = c1[i];
         words[LANES * i + 2] = c2[i];
         words[LANES * i + 3] = c3[i];
     }
+}
+
+// Noise words of ids first .. first + CHUNK - 1; first is a multiple of LANES.
+inline void philox_chunk(Key key, int64_t first, uint32_t (&words)[CHUNK]) {
+    philox<BLOCKS>(key, TOKEN_NOISE, static_cast<uint32_t>(first / LANES), words);
+}
+
+// The first word of a purpose that needs no more.
+inline uint32_t philox_word(Key key, uint32_t purpose) {
+    uint32_t words[LANES];
+    philox<1>(key, purpose, 0, words);
+    return words[0];
 }
 
 // -log(-log u) of u = (x + 1/2) 2^-32. u and 1 - u are exact: they need 33 bits.

@@ -1,4 +1,4 @@
-// One row of logits: the operations of reference_sampling.py, to the same bits. A row that is not sound (see sampler.cpp)
+// One row of logits: the operations of reference_sampling.py, to the same bits. A row that is not sound (see scan.h)
 // is left as it is.
 #pragma once
 
@@ -20,6 +20,9 @@ void keep_allowed_row(Row row, const uint32_t* words, int64_t num_words);
 void divide_row(Row row, float by);
 void keep_top_k_row(Row row, int64_t k);
 void keep_top_p_row(Row row, double p, int64_t* weights);  // weights [width]: memory to work in
+void keep_typical_p_row(Row row, double p, int64_t* weights, float* keys);  // keys [width]: the same
+void keep_top_n_sigma_row(Row row, double n);
+void exclude_top_row(Row row, Key key, double chance, double threshold);
 void keep_min_p_row(Row row, double p);
 int64_t sample_row(Row row, Key key, bool greedy);  // -1 if the row is not sound
 float log_sum_exp_row(Row row);                     // NaN if the row is not sound
