@@ -1,0 +1,100 @@
+"""What a grammar costs a step: requests with and without one, in turn, on the same engine.
+
+    python -m benchmarks.constrained --model FOLDER [--concurrent 1,16] [--tokens 64] [--rounds 5] [--dtype bfloat16]
+
+Both kinds of request run to --tokens tokens without speculation (all are equally long, and no token is forced or guessed).
+Prompts are short. The schema is a list without end of objects with texts, numbers, an enumeration and a date; what a random
+model writes into it is mostly inside of texts, where most tokens are legal, and between them, where few are. Prints the
+median time per token of each kind and the median of their ratios, then one JSON line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+
+from foreword import LLM, SamplingParams, StructuredOutput
+from foreword.cli.bench_common import rotated, show, show_json
+
+SCHEMA = {
+    "type": "array",
+    "minItems": 500,
+    "items": {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string", "maxLength": 12},
+            "amount": {"type": "number", "minimum": 0, "maximum": 1000},
+            "state": {"enum": ["open", "closed", "cancelled"]},
+            "date": {"type": "string", "format": "date"},
+            "labels": {"type": "array", "items": {"type": "string", "maxLength": 6}, "maxItems": 4},
+        },
+        "required": ["name", "amount", "state", "date", "labels"],
+        "additionalProperties": False,
+    },
+}
+KINDS = {
+    "plain": None,
+    "JSON schema": StructuredOutput("json_schema", json.dumps(SCHEMA)),
+    "regex, all texts": StructuredOutput("regex", "[a-zA-Z ,.\n]{4000,}"),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    args = _arguments(arguments)
+    llm = LLM(
+        args.model, speculate="off", dtype=args.dtype, max_model_len=1024, kv_cache_memory="40000tokens", prefix_caching=False
+    )
+    rows: list[list[str]] = []
+    results = []
+    for concurrent in map(int, args.concurrent.split(",")):
+        times = _times(llm, concurrent, args.tokens, args.rounds)
+        for kind, seconds in times.items():
+            ratio = statistics.median(own / plain for own, plain in zip(seconds, times["plain"], strict=True))
+            each = statistics.median(seconds) * 1000
+            rows.append([str(concurrent), kind, f"{each:.3f}", f"{ratio:.3f}"])
+            results.append({"concurrent": concurrent, "kind": kind, "ms_per_token": each, "ratio": ratio})
+    show("What a grammar costs", ("requests", "kind", "ms a token", "to plain"), rows)
+    show_json({"bench": "constrained", "model": args.model, "tokens": args.tokens, "results": results})
+    return 0
+
+
+def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--model", default=None, help="checkpoint (default: the bundled demo)")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--concurrent", default="1,16", metavar="N,...")
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=5)
+    return parser.parse_args(arguments)
+
+
+def _times(llm: LLM, concurrent: int, tokens: int, rounds: int) -> dict[str, list[float]]:
+    """Seconds a token of one request, by kind and round; the first round, in which grammars are compiled, does not count."""
+    times: dict[str, list[float]] = {kind: [] for kind in KINDS}
+    for number in range(rounds + 1):
+        for kind in rotated(list(KINDS), number):
+            seconds = _seconds(llm, KINDS[kind], concurrent, tokens, number)
+            if number:
+                times[kind].append(seconds)
+    return times
+
+
+def _seconds(llm: LLM, structured: StructuredOutput | None, concurrent: int, tokens: int, seed: int) -> float:
+    params = [
+        SamplingParams(temperature=1.0, seed=100 * seed + i, max_tokens=tokens, ignore_eos=True, structured=structured)
+        for i in range(concurrent)
+    ]
+    prompts = [{"prompt_token_ids": [40 + i, 41, 42, 43]} for i in range(concurrent)]
+    started = time.perf_counter()
+    outputs = llm.generate(prompts, params)
+    seconds = time.perf_counter() - started
+    assert all(len(output.token_ids) == tokens for output in outputs), "an answer that ended early"
+    return seconds / tokens
+
+
+if __name__ == "__main__":
+    sys.exit(main())
