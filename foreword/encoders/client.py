@@ -5,30 +5,26 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
-import socket
-import subprocess
-import sys
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from foreword.config import Config
+from foreword.encoders.child import Child
 from foreword.encoders.inputs import BATCH_TOKENS, Pair, pairs_of, texts_of
-from foreword.encoders.messages import Done, EncoderInfo, Failure, Input, Ready, Refused, Work, framed, read_stream
+from foreword.encoders.messages import Done, EncoderInfo, Failure, Input, Work
 from foreword.encoders.texts import EncoderTexts
 from foreword.encoders.turns import Call, Turns
-from foreword.errors import ConfigError, EngineDead, InvalidRequest, Overloaded
+from foreword.errors import EngineDead, InvalidRequest, Overloaded
 from foreword.models.hub import resolve_path
 
 __all__ = ["EncoderClient", "EncoderInfo", "EncoderTexts"]
 
 LOG = logging.getLogger(__name__)
-CLOSE_TIMEOUT_S = 10.0
-ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE"}  # torch's threads that spin take the cores from those they wait for
 AHEAD = 2  # batches that are with the process: while one is computed, the next one waits there
+MANY = 64  # inputs whose check others would notice
 MAX_RESTARTS, RESTART_WINDOW_S = 3, 60.0
 
 
@@ -46,28 +42,27 @@ class EncoderClient:
         self.alive = False
         self._config = config
         self._turns = Turns()
-        self._at_work: dict[int, list[tuple[Call, int]]] = {}
         self._open: set[Call] = set()
+        self._at_work: dict[int, list[tuple[Call, int]]] = {}
         self._number = 0
-        self._process: subprocess.Popen[bytes] | None = None
-        self._writer: asyncio.StreamWriter | None = None
+        self._child: Child | None = None
         self._serving: asyncio.Task[None] | None = None
         self._deaths: deque[float] = deque(maxlen=MAX_RESTARTS)
 
     async def start(self) -> EncoderInfo:
         """Start the process; return once it can take work. Raises ConfigError or CheckpointError."""
-        assert self._config.embedding_model is not None
+        assert self._config.embedding_model is not None and self._child is None
         path = await asyncio.to_thread(resolve_path, self._config.embedding_model)
         self._config = replace(self._config, embedding_model=str(path))
-        reader = await self._launch()
+        self._child = await Child.launch(self._config)
         try:
-            self.info = await self._greeting(reader)
+            self.info = await self._child.ready()
             self.texts = await asyncio.to_thread(EncoderTexts.from_directory, Path(path), self.info)
         except BaseException:
             await self._end()
             raise
         self.alive = True
-        self._serving = asyncio.create_task(self._serve(reader), name="encoder")
+        self._serving = asyncio.create_task(self._serve(), name="encoder")
         return self.info
 
     async def encode(self, token_ids: Sequence[Sequence[int]], pooling: str | None = None) -> list[bytes]:
@@ -75,11 +70,13 @@ class EncoderClient:
 
         Raises InvalidRequest, Overloaded, EngineDead. A caller that is cancelled waits for nothing more.
         """
-        return await self._computed(texts_of(self._known(), token_ids, pooling))
+        info = self._known()
+        return await self._computed(await _away_from_loop(len(token_ids), lambda: texts_of(info, token_ids, pooling)))
 
     async def rank(self, pairs: Sequence[Pair]) -> list[float]:
         """The score of each pair: (token ids, type ids) as `texts.encode_pair` makes them. Raises as `encode`."""
-        vectors = await self._computed(pairs_of(self._known(), pairs))
+        info = self._known()
+        vectors = await self._computed(await _away_from_loop(len(pairs), lambda: pairs_of(info, pairs)))
         return [memoryview(vector).cast("f")[0] for vector in vectors]
 
     async def close(self) -> None:
@@ -89,7 +86,7 @@ class EncoderClient:
             self._serving.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._serving
-        self._fail_all(EngineDead("the encoder is shutting down"))
+        self._fail_all("the server shuts down")
         await self._end()
 
     def _known(self) -> EncoderInfo:
@@ -98,13 +95,9 @@ class EncoderClient:
         return self.info
 
     async def _computed(self, inputs: Sequence[Input]) -> list[bytes]:
+        self._admit(len(inputs))
         if not inputs:
             return []
-        limit = self._config.max_waiting
-        if len(inputs) > limit:
-            raise InvalidRequest(f"{len(inputs)} inputs; this server takes at most {limit} at once", "input")
-        if self._turns.waiting + len(inputs) > limit:
-            raise Overloaded(f"{self._turns.waiting} inputs wait for the encoder, of at most {limit}; try again later")
         call = self._turns.add(inputs, asyncio.get_running_loop().create_future())
         self._open.add(call)
         self._hand_over()
@@ -114,80 +107,27 @@ class EncoderClient:
             self._open.discard(call)
             self._turns.drop(call)
 
+    def _admit(self, count: int) -> None:
+        self._known()
+        limit, waiting = self._config.max_waiting, self._turns.waiting
+        if count > limit:
+            raise InvalidRequest(f"{count} inputs; this server takes at most {limit} at once", "input")
+        if waiting + count > limit:
+            raise Overloaded(f"{waiting} inputs wait for the encoder, of at most {limit}; try again later")
+
     def _hand_over(self) -> None:
         """Keep the process busy."""
-        while self._writer is not None and len(self._at_work) < AHEAD and (taken := self._turns.take(BATCH_TOKENS)):
+        assert self._child is not None
+        while len(self._at_work) < AHEAD and (taken := self._turns.take(BATCH_TOKENS)):
             self._number += 1
             self._at_work[self._number] = taken
-            work = Work(self._number, tuple(call.inputs[index] for call, index in taken))
-            self._writer.write(framed(work))
-
-    # The process
-
-    async def _launch(self) -> asyncio.StreamReader:
-        ours, theirs = socket.socketpair()
-        command = [sys.executable, "-m", "foreword.encoders.process", str(theirs.fileno())]
-        with theirs:
-            self._process = subprocess.Popen(
-                command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, process_group=0, env={**ENVIRONMENT, **os.environ}
-            )
-        reader, self._writer = await asyncio.open_connection(sock=ours)
-        self._writer.write(framed(self._config))
-        return reader
-
-    async def _greeting(self, reader: asyncio.StreamReader) -> EncoderInfo:
-        try:
-            message: Ready | Refused = await read_stream(reader)
-        except (EOFError, OSError):
-            raise ConfigError("the encoder's process ended while it was loading; its last words are above") from None
-        if isinstance(message, Refused):
-            raise message.error
-        return message.info
-
-    async def _serve(self, reader: asyncio.StreamReader) -> None:
-        """Listen to one process after the other, until they die too often."""
-        while True:
-            with contextlib.suppress(EOFError, OSError):
-                while True:
-                    self._received(await read_stream(reader))
-            self.alive = False
-            self._fail_all(EngineDead("the encoder died while it was working; it is started again"))
-            await self._end()
-            if not self._may_restart():
-                LOG.error("the encoder died %d times within %g s; it is not started again", MAX_RESTARTS + 1, RESTART_WINDOW_S)
-                return
-            LOG.error("the encoder died; it is started again")
-            reader = await self._launch()
-            try:
-                self.info = await self._greeting(reader)
-            except Exception:
-                LOG.exception("the encoder could not be started again")
-                return await self._end()
-            self.alive = True
-
-    def _may_restart(self) -> bool:
-        """Note a death; False once there were too many of late."""
-        now = time.monotonic()
-        full = len(self._deaths) == MAX_RESTARTS
-        often = full and now - self._deaths[0] < RESTART_WINDOW_S
-        self._deaths.append(now)
-        return not often
-
-    async def _end(self) -> None:
-        """Hang up, and wait until the process is gone."""
-        writer, self._writer = self._writer, None
-        if writer is not None:
-            writer.transport.abort()
-        process, self._process = self._process, None
-        if process is not None:
-            process.terminate()  # it has nothing to lose, and may be in the middle of a batch
-            await asyncio.to_thread(_wait, process)
+            self._child.send(Work(self._number, tuple(call.inputs[index] for call, index in taken)))
 
     def _received(self, message: Done | Failure) -> None:
         taken = self._at_work.pop(message.number)
         self._hand_over()
         if isinstance(message, Failure):
-            for call in {call for call, _ in taken}:
+            for call, _ in taken:
                 _fail(call, message.error)
             return
         for (call, index), vector in zip(taken, message.vectors, strict=True):
@@ -196,21 +136,56 @@ class EncoderClient:
             if call.missing == 0 and not call.result.done():
                 call.result.set_result(call.vectors)
 
-    def _fail_all(self, error: EngineDead) -> None:
+    # The process
+
+    async def _serve(self) -> None:
+        """Listen to one process after the other, until they die too often."""
+        while self._child is not None:
+            with contextlib.suppress(EOFError, OSError):
+                while True:
+                    self._received(await self._child.receive())
+            self.alive = False
+            self._fail_all("the encoder died while it was working on this request")
+            await self._end()
+            await self._restart()
+
+    async def _restart(self) -> None:
+        if not self._may_restart():
+            LOG.error("the encoder died more than %d times within %g s; it stays down", MAX_RESTARTS, RESTART_WINDOW_S)
+            return
+        LOG.error("the encoder died; it is started again")
+        self._child = await Child.launch(self._config)
+        try:
+            self.info = await self._child.ready()
+            self.alive = True
+        except Exception:
+            LOG.exception("the encoder cannot be started again")
+            await self._end()
+
+    def _may_restart(self) -> bool:
+        """Note a death; False once there were too many of late."""
+        now = time.monotonic()
+        often = len(self._deaths) == MAX_RESTARTS and now - self._deaths[0] < RESTART_WINDOW_S
+        self._deaths.append(now)
+        return not often
+
+    def _fail_all(self, why: str) -> None:
         self._at_work.clear()
-        self._turns = Turns()
         for call in self._open:
-            _fail(call, error)
+            self._turns.drop(call)
+            _fail(call, EngineDead(why))
+
+    async def _end(self) -> None:
+        child, self._child = self._child, None
+        if child is not None:
+            await child.end()
+
+
+async def _away_from_loop(count: int, check: Callable[[], list[Input]]) -> list[Input]:
+    """Check in a thread what takes long."""
+    return await asyncio.to_thread(check) if count > MANY else check()
 
 
 def _fail(call: Call, error: Exception) -> None:
     if not call.result.done():
         call.result.set_exception(error)
-
-
-def _wait(process: subprocess.Popen[bytes]) -> None:
-    try:
-        process.wait(CLOSE_TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()

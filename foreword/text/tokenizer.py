@@ -101,7 +101,7 @@ class Tokenizer:
 
         max_tokens  cut at the end to so many, special tokens not among what is cut; of a pair the longer text first
 
-        Safe in a thread, as `encode`.
+        Safe in a thread, as `encode`. Raises InvalidRequest, also where special tokens alone are too many.
         """
         for part in (text, pair or ""):
             _check_unicode(part)
@@ -110,7 +110,11 @@ class Tokenizer:
             return whole.ids, whole.type_ids
         encodings = self._backend.encode_batch([text] if pair is None else [text, pair], add_special_tokens=False)
         special = self._backend.num_special_tokens_to_add(pair is not None) if add_special_tokens else 0
-        lengths = _shares([len(encoding.ids) for encoding in encodings], max(max_tokens - special, 0))
+        if special > max_tokens:
+            raise InvalidRequest(
+                f"truncate_prompt_tokens {max_tokens} leaves no room for {special} special tokens", "truncate_prompt_tokens"
+            )
+        lengths = _shares([len(encoding.ids) for encoding in encodings], max_tokens - special)
         for encoding, length in zip(encodings, lengths, strict=True):
             encoding.truncate(length)
         cut = self._backend.post_process(encodings[0], encodings[1] if pair is not None else None, add_special_tokens)

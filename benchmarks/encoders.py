@@ -1,0 +1,120 @@
+"""Encoders beside transformers: texts and tokens a second, in one run, on the same cores.
+
+    python benchmarks/encoders.py [DIR] [--threads N] [--rounds N]
+
+Without a checkpoint, random weights in the shape of one are measured: MiniLM-L6 (22 million parameters) or, with
+--shape base, BERT-base (110 million). Texts have lengths as questions and paragraphs do (8 to 200 tokens), the same
+for both. Transformers gets them padded to the longest of a batch and with its attention mask, in float32, which is what
+sentence-transformers does. Regime: one process after the other, rounds interleaved, the best of each counts; both have
+`--threads` threads. Prints a table, then one JSON line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+import transformers
+from transformers.utils import logging as transformers_logging
+
+from foreword.config import Config
+from foreword.encoders.local import LocalEncoder, load_local
+from tests.encoders.checkpoints import wordpiece, write_tokenizer
+
+SHAPES = {
+    "mini": {"hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 12, "intermediate_size": 1536},
+    "base": {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 3072},
+}
+VOCABULARY = 30522
+BATCHES = {1: 16, 32: 64}  # texts at once: texts in all
+
+
+def main() -> None:
+    options = _options()
+    with tempfile.TemporaryDirectory() as made:
+        path = options.model or _random_checkpoint(Path(made), options.shape)
+        ours = load_local(Config(embedding_model=str(path), threads=options.threads))
+        theirs = transformers.AutoModel.from_pretrained(path, dtype=torch.float32).eval()
+        torch.set_num_threads(options.threads)
+        rows = [_measure(ours, theirs, batch, count, options.rounds) for batch, count in BATCHES.items()]
+    _print_table(rows)
+    print(json.dumps({"backend": ours.info.backend, "threads": options.threads, "shape": options.shape, "rows": rows}))
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", nargs="?", type=Path)
+    parser.add_argument("--shape", choices=SHAPES, default="mini")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=5)
+    return parser.parse_args()
+
+
+def _random_checkpoint(path: Path, shape: str) -> Path:
+    transformers_logging.disable_progress_bar()
+    torch.manual_seed(0)
+    transformers.BertModel(transformers.BertConfig(vocab_size=VOCABULARY, **SHAPES[shape])).save_pretrained(path)
+    write_tokenizer(path, "wordpiece", wordpiece())
+    return path
+
+
+def _measure(ours: LocalEncoder, theirs: torch.nn.Module, batch: int, count: int, rounds: int) -> dict[str, float]:
+    texts = _texts(count, ours.info.vocab_size)
+    tokens = sum(map(len, texts))
+    best = {"ours": float("inf"), "theirs": float("inf")}
+    for number in range(rounds):
+        print(f"\rbatch {batch}: round {number + 1} of {rounds}", end="", flush=True)
+        best["ours"] = min(best["ours"], _seconds(ours.encode, texts, batch))
+        best["theirs"] = min(best["theirs"], _seconds(lambda some: _mean(theirs, some), texts, batch))
+    print("\r" + " " * 40, end="\r")
+    return {
+        "batch": batch,
+        "tokens_per_text": tokens / count,
+        "texts_per_s": count / best["ours"],
+        "tokens_per_s": tokens / best["ours"],
+        "transformers_texts_per_s": count / best["theirs"],
+        "ratio": best["theirs"] / best["ours"],
+    }
+
+
+def _texts(count: int, vocab_size: int) -> list[list[int]]:
+    """Token ids; half of the texts are short."""
+    rng = random.Random(0)
+    lengths = [rng.randint(8, 40) if rng.random() < 0.5 else rng.randint(60, 200) for _ in range(count)]
+    return [[rng.randrange(5, vocab_size) for _ in range(length)] for length in lengths]
+
+
+def _seconds(encode: Callable[[Sequence[list[int]]], object], texts: Sequence[list[int]], batch: int) -> float:
+    started = time.perf_counter()
+    for first in range(0, len(texts), batch):
+        encode(texts[first : first + batch])
+    return time.perf_counter() - started
+
+
+@torch.inference_mode()
+def _mean(model: torch.nn.Module, texts: Sequence[list[int]]) -> torch.Tensor:
+    """As sentence-transformers: padded, masked, averaged."""
+    longest = max(map(len, texts))
+    ids = torch.tensor([[*text, *[0] * (longest - len(text))] for text in texts])
+    mask = torch.tensor([[1] * len(text) + [0] * (longest - len(text)) for text in texts])
+    states: torch.Tensor = model(input_ids=ids, attention_mask=mask).last_hidden_state
+    return (states * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
+
+
+def _print_table(rows: Sequence[dict[str, float]]) -> None:
+    print(f"{'batch':>6} {'texts/s':>9} {'tokens/s':>9} {'transformers texts/s':>21} {'ratio':>6}")
+    for row in rows:
+        print(
+            f"{row['batch']:>6} {row['texts_per_s']:>9.1f} {row['tokens_per_s']:>9.0f} "
+            f"{row['transformers_texts_per_s']:>21.1f} {row['ratio']:>6.2f}"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,162 @@
+"""The encoder's process: many callers, those who leave, and its death."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections import deque
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from foreword.config import Config
+from foreword.encoders import client as client_module
+from foreword.encoders.client import EncoderClient
+from foreword.encoders.local import LocalEncoder, load_local
+from foreword.errors import CheckpointError, ContextLengthExceeded, EngineDead, InvalidRequest, Overloaded, Unsupported
+from tests.encoders.checkpoints import write_encoder
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")  # one process for all of them
+TEXTS = ["hello", "The quick brown fox jumps over the lazy dog.", "", "tokens of speculation " * 8]
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
+    path = tmp_path_factory.mktemp("tiny-bert")
+    write_encoder(path)
+    return Config(embedding_model=str(path), threads=1, max_waiting=64)
+
+
+@pytest.fixture(scope="module")
+def local(config: Config) -> LocalEncoder:
+    return load_local(config)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def client(config: Config) -> AsyncIterator[EncoderClient]:
+    client = EncoderClient(config)
+    await client.start()
+    yield client
+    await client.close()
+
+
+def ids_of(client: EncoderClient, *texts: str) -> list[list[int]]:
+    assert client.texts is not None
+    return [client.texts.encode(text) for text in texts]
+
+
+def pid(client: EncoderClient) -> int:
+    assert client._child is not None
+    return client._child._process.pid
+
+
+async def test_many_callers_get_their_own_vectors(client: EncoderClient, local: LocalEncoder) -> None:
+    assert client.info == local.info
+    ids = ids_of(client, *TEXTS)
+    answers = await asyncio.gather(*(client.encode([text] * count) for count, text in enumerate(ids * 3)))
+    for count, (text, answer) in enumerate(zip(ids * 3, answers, strict=True)):
+        assert answer == local.encode([text]) * count
+    assert await client.encode(ids, "cls") == local.encode(ids, "cls") != local.encode(ids)
+
+
+async def test_what_is_wrong_is_named_before_it_is_sent(client: EncoderClient) -> None:
+    (ids,) = ids_of(client, "hello")
+    with pytest.raises(ContextLengthExceeded, match=r"input\[1\] has 131 tokens; .* at most 130"):
+        await client.encode([ids, [5] * 131])
+    with pytest.raises(InvalidRequest, match=r"input\[0\] holds token id 100000"):
+        await client.encode([[100000]])
+    with pytest.raises(InvalidRequest, match=r"input\[0\] has no tokens"):
+        await client.encode([[]])
+    with pytest.raises(InvalidRequest, match="pooling"):
+        await client.encode([ids], "median")
+    with pytest.raises(Unsupported, match="does not score"):
+        await client.rank([(ids, [])])
+    with pytest.raises(InvalidRequest, match="at most 64"):
+        await client.encode([ids] * 65)
+    assert await client.encode([]) == []
+
+
+async def test_a_short_call_overtakes_a_long_one(client: EncoderClient) -> None:
+    (short,) = ids_of(client, "hello")
+    long = asyncio.ensure_future(client.encode([[5] * 130] * 60))
+    await asyncio.sleep(0)
+    await client.encode([short])
+    assert not long.done()
+    assert len(await long) == 60
+
+
+async def test_a_full_queue_says_so_and_empties(client: EncoderClient) -> None:
+    calls = [asyncio.ensure_future(client.encode([[5] * 130] * 30)) for _ in range(2)]
+    await asyncio.sleep(0)
+    with pytest.raises(Overloaded, match="at most 64"):
+        await client.encode([[5]] * 30)
+    await asyncio.gather(*calls)
+    assert len(await client.encode([[5]] * 30)) == 30
+
+
+async def test_what_a_caller_left_behind_is_dropped(client: EncoderClient) -> None:
+    call = asyncio.ensure_future(client.encode([[5] * 130] * 60))
+    await asyncio.sleep(0)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    assert client._turns.waiting == 0 and not client._open
+    assert len(await client.encode([[5]])) == 1
+
+
+async def test_its_death_fails_open_calls_and_it_comes_back(client: EncoderClient, local: LocalEncoder) -> None:
+    ids = ids_of(client, *TEXTS)
+    call = asyncio.ensure_future(client.encode([[5] * 130] * 60))
+    await asyncio.sleep(0)
+    os.kill(pid(client), signal.SIGKILL)
+    with pytest.raises(EngineDead, match="died while"):
+        await call
+    assert not client.alive
+    with pytest.raises(EngineDead, match="not running"):
+        await client.encode(ids)
+    await until_alive(client)
+    assert client._turns.waiting == 0
+    assert await client.encode(ids) == local.encode(ids)
+
+
+async def test_a_ranker_scores_pairs(tmp_path: Path) -> None:
+    write_encoder(tmp_path, "roberta", ranks=True)
+    client = EncoderClient(Config(embedding_model=str(tmp_path), threads=1))
+    info = await client.start()
+    assert info.kind == "rank" and client.texts is not None
+    pairs = [client.texts.encode_pair("quick fox", text) for text in TEXTS]
+    scores = await client.rank(pairs)
+    assert scores == load_local(Config(embedding_model=str(tmp_path), threads=1)).rank(pairs)
+    assert all(0 < score < 1 for score in scores)
+    with pytest.raises(Unsupported, match="no embeddings"):
+        await client.encode([[5]])
+    await client.close()
+
+
+async def test_a_checkpoint_that_is_no_encoder_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    client = EncoderClient(Config(embedding_model=str(tmp_path)))
+    with pytest.raises(CheckpointError, match="'llama' is no encoder"):
+        await client.start()
+    assert not client.alive and client._child is None
+
+
+async def test_it_is_not_started_again_endlessly(client: EncoderClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last one here: it stays down."""
+    monkeypatch.setattr(client_module, "MAX_RESTARTS", 1)
+    monkeypatch.setattr(client, "_deaths", deque([time.monotonic()], maxlen=1))
+    os.kill(pid(client), signal.SIGKILL)
+    assert client._serving is not None
+    await client._serving
+    assert not client.alive and client._child is None
+    with pytest.raises(EngineDead):
+        await client.encode([[5]])
+
+
+async def until_alive(client: EncoderClient) -> None:
+    while not client.alive:
+        await asyncio.sleep(0.02)
