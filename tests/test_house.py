@@ -26,7 +26,7 @@ ALLOWED = {
     "engine": {"config", "hardware", "core", "cache", "grammar", "sampling", "drafting", "models", "kernels", "errors"},
     "prepare": {"text", "models.hub", "models.gguf.reader", "config", "errors", "demo"},
     "llm": {
-        "encoders.client",
+        "encoders.local",
         "grammar.check",
         "prepare",
         "engine.client",

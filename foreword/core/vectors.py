@@ -6,7 +6,9 @@ import math
 from array import array
 from operator import mul
 
-__all__ = ["cosine", "finished"]
+__all__ = ["FLOAT_BYTES", "cosine", "finished"]
+
+FLOAT_BYTES = 4
 
 
 def finished(vector: bytes, dimensions: int | None = None, normalize: bool = True) -> array[float]:

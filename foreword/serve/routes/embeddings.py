@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from fastapi import APIRouter, Request, Response
 
-from foreword.core.vectors import finished
+from foreword.core.vectors import FLOAT_BYTES, finished
 from foreword.errors import InvalidRequest
 from foreword.serve.embedding import Reading, counted, embedder_of, ids_of
 from foreword.serve.respond import CLIENT_CLOSED
@@ -54,11 +54,11 @@ async def embeddings(body: EmbeddingBody, request: Request, server: ServerDep) -
             }
         )
 
-    return await asyncio.to_thread(answer) if sum(map(len, vectors)) > 4 * MANY_VALUES else answer()
+    return await asyncio.to_thread(answer) if sum(map(len, vectors)) > MANY_VALUES * FLOAT_BYTES else answer()
 
 
 def _check_dimensions(dimensions: int | None, vectors: Sequence[bytes]) -> None:
-    size = len(vectors[0]) // 4
+    size = len(vectors[0]) // FLOAT_BYTES
     if dimensions is not None and dimensions > size:
         raise InvalidRequest(f"dimensions must be at most {size}, got {dimensions}", "dimensions")
 
