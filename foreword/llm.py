@@ -225,7 +225,7 @@ class LLM:
             default_seed=self.config.seed,
             vocab_size=self.info.vocab_size,
         )
-        return _Job(text, ids, requests)
+        return _Job(text, requests[0].prompt_ids, requests)
 
     def _complete(self, jobs: list[_Job], progress: bool) -> list[RequestOutput]:
         requests = [request for job in jobs for request in job.requests]

@@ -6,7 +6,7 @@ import asyncio
 import time
 from array import array
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import cycle
 
 import tokenizers
@@ -64,6 +64,7 @@ class Script:
     fail_after  tokens after which `error` comes instead of more
     hang_after  tokens after which nothing comes any more
     delay_s     before each event
+    logprob     of every token
     """
 
     text: str | bytes = "Hello world"
@@ -75,6 +76,7 @@ class Script:
     delay_s: float = 0.0
     num_cached: int = 0
     eos: int = EOS
+    logprob: float = -0.5
 
 
 class FakeClient:
@@ -183,7 +185,7 @@ def _burst(script: Script, request: Request, ids: list[int], index: int, size: i
         request_id=request.id,
         index=index,
         token_ids=tuple(chosen),
-        logprobs=tuple(logprob_of(i, request.params.logprobs) for i in chosen) if request.params.logprobs is not None else (),
+        logprobs=tuple(_logprob(i, request, script) for i in chosen) if request.params.logprobs is not None else (),
         prompt_logprobs=_prompt_logprobs(request) if index == 0 else (),
         draft=DraftUse(script.drafter, size, min(size - 1, len(chosen))) if size > 1 else None,
         finish_reason="stop" if stop_at is not None else "length" if ended else None,
@@ -203,6 +205,11 @@ def logprob_of(token_id: int, count: int | None) -> TokenLogprob:
     others = [(token_id + 1 + i) % 256 for i in range(max((count or 0) - 1, 0))]
     top = [(token_id, -0.5), *((other, -1.5 - i) for i, other in enumerate(others))]
     return TokenLogprob(token_id, -0.5, 1, tuple(top[: count or 0]))
+
+
+def _logprob(token_id: int, request: Request, script: Script) -> TokenLogprob:
+    asked = tuple((other, -float(other)) for other in request.params.logprob_token_ids)
+    return replace(logprob_of(token_id, request.params.logprobs), logprob=script.logprob, asked=asked)
 
 
 def _prompt_logprobs(request: Request) -> tuple[TokenLogprob | None, ...]:

@@ -10,7 +10,7 @@ from typing import Any
 from foreword.core.structured import StructuredOutput
 from foreword.errors import InvalidRequest
 
-__all__ = ["SamplingParams", "Speculation"]
+__all__ = ["MAX_N", "MAX_REPEAT", "SEED_MASK", "SamplingParams", "Speculation"]
 
 MAX_LOGPROBS = 20
 MAX_N = 128

@@ -15,16 +15,35 @@ __all__ = ["CompletionWriter"]
 
 
 class CompletionWriter(Writer):
-    """echo: the text of each prompt, to stand before its answers; None where it was not asked for."""
+    """Of `per_prompt` answers to a prompt the `returned` likeliest are returned.
+
+    echo  the text of each prompt, to stand before its answers; None where it was not asked for
+    """
 
     kind: ClassVar[str] = "text_completion"
     chunk_kind: ClassVar[str] = "text_completion"
 
     def __init__(
-        self, server: Server, generation: Generation, per_prompt: int, head: Head, wanted: Wanted, echo: Sequence[str] | None
+        self,
+        server: Server,
+        generation: Generation,
+        per_prompt: int,
+        head: Head,
+        wanted: Wanted,
+        echo: Sequence[str] | None,
+        returned: int,
     ) -> None:
         super().__init__(server, generation, per_prompt, head, wanted)
+        self._returned = returned
         self._echo = None if echo is None else [text for text in echo for _ in range(per_prompt)]
+
+    def chosen(self) -> Sequence[int]:
+        """For each prompt the best by mean log-probability, the best first where not all are returned."""
+        if self._returned == self.per_prompt:
+            return super().chosen()
+        groups = [range(first, first + self.per_prompt) for first in range(0, len(self.answers), self.per_prompt)]
+        ranked = [sorted(group, key=lambda i: -_mean_logprob(self.answers[i])) for group in groups]
+        return [i for group in ranked for i in group[: self._returned]]
 
     def whole_choice(self, index: int, answer: Answer) -> dict[str, Any]:
         return {"text": self._prefix(index) + answer.text, "logprobs": self._logprobs(index, answer.logprobs, prompt=True)}
@@ -47,3 +66,8 @@ class CompletionWriter(Writer):
         answer = self.answers[index]
         tokens = prompt_tokens(answer.request.prompt_ids, answer.prompt_logprobs, tokenizer)
         return {key: values + body[key] for key, values in completion_logprobs(tokens, tokenizer).items()}
+
+
+def _mean_logprob(answer: Answer) -> float:
+    """0 for an answer without a token."""
+    return sum(token.logprob.logprob for token in answer.logprobs) / max(len(answer.logprobs), 1)

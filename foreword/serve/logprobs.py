@@ -21,8 +21,13 @@ def chat_logprobs(tokens: Iterable[ShownToken], tokenizer: Tokenizer) -> dict[st
 
 
 def _chat_token(token: ShownToken, tokenizer: Tokenizer) -> dict[str, Any]:
-    top = [_chat_entry(tokenizer.token_bytes(token_id), logprob) for token_id, logprob in token.logprob.top]
+    top = [_chat_entry(tokenizer.token_bytes(token_id), logprob) for token_id, logprob in _listed(token.logprob)]
     return {**_chat_entry(token.raw, token.logprob.logprob), "top_logprobs": top}
+
+
+def _listed(found: TokenLogprob) -> Iterable[tuple[int, float]]:
+    """The likeliest, and those of the ids that were asked for by themselves."""
+    return (dict(found.top) | dict(found.asked)).items()
 
 
 def _chat_entry(raw: bytes, logprob: float) -> dict[str, Any]:
@@ -47,7 +52,7 @@ def completion_logprobs(
 def _top(text: str, found: TokenLogprob, tokenizer: Tokenizer) -> dict[str, float]:
     """Logprobs by text, the token itself among them; of tokens with the same text the likeliest counts."""
     top: dict[str, float] = {}
-    for token_id, logprob in found.top:
+    for token_id, logprob in _listed(found):
         top.setdefault(tokenizer.token_text(token_id), max(logprob, LOWEST))
     top.setdefault(text, max(found.logprob, LOWEST))
     return top

@@ -61,5 +61,5 @@ async def respond(request: Request, generation: Generation, writer: Writer, stre
 
 async def _whole(generation: Generation, writer: Writer) -> dict[str, Any]:
     await generation.collect()
-    writer.returned(len(generation.answers))
+    writer.returned(len(writer.chosen()))
     return writer.whole()

@@ -60,7 +60,7 @@ class Writer(ABC):
         self.answers: Sequence[Answer] = generation.answers
         self._predicted = generation.predicted
         self.wanted = wanted
-        self._per_prompt = per_prompt
+        self.per_prompt = per_prompt
         self._head = head
         self._running = len(self.answers)  # choices whose last chunk was not written yet
         self._begun: set[int] = set()
@@ -78,9 +78,13 @@ class Writer(ABC):
         """Chunks before anything was generated."""
         return ()
 
+    def chosen(self) -> Sequence[int]:
+        """The answers that are returned, in order."""
+        return range(len(self.answers))
+
     def whole(self) -> dict[str, Any]:
         """The body of an answer that is not streamed."""
-        choices = [self._whole_choice(index, answer) for index, answer in enumerate(self.answers)]
+        choices = [{**self._whole_choice(i, self.answers[i]), "index": index} for index, i in enumerate(self.chosen())]
         return {**self.head(self.kind), "choices": choices, "usage": self.usage(), **self._metrics(*self.answers)}
 
     def chunk(self, index: int, delta: Delta) -> dict[str, Any] | None:
@@ -106,7 +110,7 @@ class Writer(ABC):
 
     def usage(self) -> dict[str, Any]:
         """What was delivered. A prompt counts once, however many choices it has; drafted tokens count nowhere else."""
-        firsts = self.answers[:: self._per_prompt]
+        firsts = self.answers[:: self.per_prompt]
         prompt = sum(len(answer.request.prompt_ids) for answer in firsts)
         completion = sum(answer.num_tokens for answer in self.answers)
         return {

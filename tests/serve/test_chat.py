@@ -195,6 +195,8 @@ def test_logprobs(served: Running) -> None:
     assert [(top.token, top.logprob) for top in content[0].top_logprobs] == [("h", -0.5), ("i", -1.5)]
     assert served.chat(logprobs=True).choices[0].logprobs.content[0].top_logprobs == []
     assert served.chat().choices[0].logprobs is None
+    chosen = served.chat(logprob_token_ids=[97, 98]).choices[0].logprobs.content
+    assert [(top.token, top.logprob) for top in chosen[0].top_logprobs] == [("a", -97.0), ("b", -98.0)]
 
 
 def test_token_ids_and_prompt_logprobs(served: Running) -> None:

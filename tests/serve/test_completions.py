@@ -91,6 +91,43 @@ def test_scoring_a_prompt_without_an_answer(served: Running) -> None:
 
 def test_best_of_may_equal_n(served: Running) -> None:
     assert len(served.complete(n=2, best_of=2).choices) == 2
+    assert len(list(served.complete(n=1, best_of=1, stream=True))) > 1
+
+
+def rated(request: Any) -> Script:
+    """The third choice is the likeliest, then the second; the longer ones are the less likely."""
+    rank = (request.seed - 7) % 4
+    return Script(f"{chr(request.prompt_ids[0])}{rank}", logprob=(-3.0, -1.0, -0.5, -2.0)[rank])
+
+
+def test_best_of_returns_the_likeliest_and_counts_all(served: Running) -> None:
+    served.say(rated)
+    answer = served.complete(["a", "b"], n=2, best_of=4, seed=7)
+    assert [(choice.index, choice.text) for choice in answer.choices] == [(0, "a2"), (1, "a1"), (2, "b2"), (3, "b1")]
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (2, 2 * 4 * 3)
+    assert all(choice.logprobs is None for choice in answer.choices)
+    scored = served.complete("a", best_of=3, seed=7, echo=True, logprobs=1).choices
+    assert [(choice.text, choice.logprobs.token_logprobs[-1]) for choice in scored] == [("aa2", -0.5)]
+
+
+def test_log_probabilities_of_chosen_ids(served: Running) -> None:
+    served.say(Script("h"))
+    found = served.complete(logprob_token_ids=[97, 98]).choices[0].logprobs
+    assert found.top_logprobs[0] == {"a": -97.0, "b": -98.0, "h": -0.5}
+    chosen = served.complete(logprobs=1, logprob_token_ids=[97]).choices[0].logprobs
+    assert chosen.top_logprobs[0] == {"h": -0.5, "a": -97.0}
+
+
+def test_a_prompt_is_cut_to_its_end(served: Running) -> None:
+    answer = served.complete("Something", truncate_prompt_tokens=4, echo=True)
+    assert answer.choices[0].text == "hingHello world"
+    assert answer.usage.prompt_tokens == 4
+    assert served.complete("x" * 5000, truncate_prompt_tokens=-1, max_tokens=100).usage.prompt_tokens == 2048 - 100
+
+
+def test_other_spellings_are_taken(served: Running) -> None:
+    assert served.complete(n_predict=3, repeat_penalty=1.5).usage.completion_tokens == 3
+    assert served.client.submitted[-1].params.repetition_penalty == 1.5
 
 
 def test_token_ids(served: Running) -> None:
@@ -104,7 +141,15 @@ def test_token_ids(served: Running) -> None:
     ("fields", "param"),
     [
         ({"suffix": "x"}, "suffix"),
-        ({"best_of": 3}, "best_of"),
+        ({"best_of": 3, "n": 4}, "best_of"),
+        ({"best_of": 129}, "best_of"),
+        ({"best_of": 3, "stream": True}, "best_of"),
+        ({"best_of": 2, "n": 0}, "n"),
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+        ({"logprob_token_ids": [260]}, "logprob_token_ids"),
+        ({"logprob_token_ids": list(range(129))}, "logprob_token_ids"),
+        ({"dry_sequence_breakers": [""]}, "dry_sequence_breakers"),
+        ({"n_predict": 4, "max_tokens": 5}, "n_predict"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"logprobs": 21}, "logprobs"),
         ({"echo": True, "logprobs": -1}, "logprobs"),

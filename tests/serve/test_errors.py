@@ -36,6 +36,18 @@ def post(served: Running, fields: dict[str, Any], path: str = CHAT) -> tuple[int
         ({"top_p": 1.1}, "top_p", "at most 1"),
         ({"top_k": -2}, "top_k", "at least -1"),
         ({"min_p": 2}, "min_p", "between 0 and 1"),
+        ({"typical_p": 0}, "typical_p", "above 0 and at most 1"),
+        ({"top_n_sigma": -2}, "top_n_sigma", "between -1 and 100"),
+        ({"xtc_probability": 1.5}, "xtc_probability", "between 0 and 1"),
+        ({"xtc_threshold": "low"}, "xtc_threshold", "valid number"),
+        ({"dry_multiplier": -1}, "dry_multiplier", "between 0 and 100"),
+        ({"dry_base": 0.9}, "dry_base", "between 1 and 100"),
+        ({"dry_allowed_length": 256}, "dry_allowed_length", "between 0 and 255"),
+        ({"dry_penalty_last_n": -2}, "dry_penalty_last_n", "at least -1"),
+        ({"dry_sequence_breakers": ["x" * 41]}, "dry_sequence_breakers", "at most 40 characters"),
+        ({"dry_sequence_breakers": ["x"] * 65}, "dry_sequence_breakers", "at most 64 texts"),
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "-1 or at least 1"),
+        ({"best_of": 2}, "best_of", "may only be 1"),
         ({"presence_penalty": 3}, "presence_penalty", "between -2 and 2"),
         ({"frequency_penalty": -3}, "frequency_penalty", "between -2 and 2"),
         ({"repetition_penalty": 0}, "repetition_penalty", "between 0.01 and 100"),
@@ -59,7 +71,7 @@ def post(served: Running, fields: dict[str, Any], path: str = CHAT) -> tuple[int
         ({"stream": "yes"}, "stream", "valid boolean"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "stream: true"),
         ({"stream": True, "stream_options": {"nope": 1}}, "stream_options.nope", "unknown field"),
-        ({"speculation": {"method": "medusa"}}, "speculation.method", "auto, off, prediction, suffix"),
+        ({"speculation": {"method": "medusa"}}, "speculation.method", "auto, off, grammar, prediction, suffix"),
         ({"speculation": {"max_tokens": -1}}, "speculation.max_tokens", "at least 0"),
         ({"speculation": "off"}, "speculation", "must be"),
         ({"messages": []}, "messages", "at least one"),
@@ -103,6 +115,30 @@ def test_what_is_not_supported_yet_is_named(served: Running, field: str, value: 
     status, error = post(served, {field: value})
     assert (status, error["code"], error["param"]) == (400, "unsupported_parameter", field)
     assert field in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "reason"),
+    [
+        ("mirostat", 2, "state"),
+        ("mirostat_tau", 3.0, "typical_p"),
+        ("use_beam_search", True, "best_of"),
+        ("length_penalty", 1.2, "beam search"),
+        ("early_stopping", True, "beam search"),
+        ("logits_processors", ["x"], "logit_bias"),
+        ("samplers", ["top_k"], "order"),
+        ("repeat_last_n", 64, "dry_penalty_last_n"),
+    ],
+)
+def test_what_is_refused_for_good_has_a_reason(served: Running, field: str, value: Any, reason: str) -> None:
+    status, error = post(served, {field: value})
+    assert (status, error["code"], error["param"]) == (400, "unsupported_parameter", field)
+    assert error["message"].startswith(f"{field} is refused: ") and reason in error["message"]
+
+
+def test_values_that_ask_for_nothing_are_taken(served: Running) -> None:
+    neutral = {"mirostat": 0, "mirostat_tau": 5.0, "mirostat_eta": 0.1, "use_beam_search": False, "length_penalty": 1.0}
+    assert served.chat(**neutral, early_stopping=False, repeat_last_n=-1, logits_processors=[]).choices
 
 
 def test_tools_in_a_conversation_are_named(served: Running) -> None:

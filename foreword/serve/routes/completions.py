@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 from fastapi import APIRouter, Request, Response
 
 from foreword.core.request import Request as EngineRequest
@@ -21,7 +24,8 @@ async def completions(body: CompletionBody, request: Request, server: ServerDep)
     """Continue one or several prompts."""
     server.check_model(body.model)
     params, prompts = server.settle(body.params()), body.prompts()
-    wanted, head, caller = wanted_of(body, params), head_of(server, "cmpl", params), caller_of(request, body)
+    wanted = replace(wanted_of(body, params), logprobs=body.wants_logprobs)
+    head, caller = head_of(server, "cmpl", params), caller_of(request, body)
     server.admission.check(params.n * len(prompts))
     special = body.add_special_tokens is not False
 
@@ -31,8 +35,8 @@ async def completions(body: CompletionBody, request: Request, server: ServerDep)
 
     requests = await away_from_loop(request, prepare)
     generation = Generation(server, requests, body.prompt_only)
-    echo = [_text(server, prompt) for prompt in prompts] if body.echo else None
-    writer = CompletionWriter(server, generation, params.n, head, wanted, echo)
+    echo = _echo(server, prompts, requests[:: params.n]) if body.echo else None
+    writer = CompletionWriter(server, generation, params.n, head, wanted, echo, body.returned)
     return await respond(request, generation, writer, bool(body.stream))
 
 
@@ -40,5 +44,11 @@ def _ids(server: Server, prompt: Prompt, add_special_tokens: bool) -> list[int]:
     return server.tokenizer.encode(prompt, add_special_tokens) if isinstance(prompt, str) else list(prompt)
 
 
-def _text(server: Server, prompt: Prompt) -> str:
-    return prompt if isinstance(prompt, str) else server.tokenizer.decode(prompt)
+def _echo(server: Server, prompts: Sequence[Prompt], requests: Sequence[EngineRequest]) -> list[str]:
+    """The text of each prompt; of one that was cut, what is left of it."""
+    return [_text(server, prompt, request) for prompt, request in zip(prompts, requests, strict=True)]
+
+
+def _text(server: Server, prompt: Prompt, request: EngineRequest) -> str:
+    whole = isinstance(prompt, str) and request.params.truncate_prompt_tokens is None
+    return str(prompt) if whole else server.tokenizer.decode(request.prompt_ids)

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
-from foreword.errors import Unsupported
+from foreword.errors import InvalidRequest, Unsupported
 
 __all__ = ["Body"]
 
@@ -17,12 +17,16 @@ class Body(BaseModel):
 
     unsupported  fields that OpenAI or vLLM know and this server does not, with the values that ask for nothing;
                  any other value raises Unsupported
+    reasons      why such a field is refused for good
     accepted     fields that are taken and have no effect here, because they concern others
+    spellings    what others call fields of this body
     """
 
     model_config = ConfigDict(extra="forbid", strict=True)
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    reasons: ClassVar[Mapping[str, str]] = {}
     accepted: ClassVar[frozenset[str]] = frozenset()
+    spellings: ClassVar[Mapping[str, str]] = {}
 
     @model_validator(mode="before")
     @classmethod
@@ -31,8 +35,20 @@ class Body(BaseModel):
             return data
         for name, neutral in cls.unsupported.items():
             if data.get(name) is not None and data[name] not in neutral:
-                raise Unsupported(f"{name} is not supported yet{_allowed(neutral)}", name)
-        return {name: value for name, value in data.items() if name not in cls.unsupported and name not in cls.accepted}
+                reason = cls.reasons.get(name)
+                told = f"is refused: {reason}" if reason else f"is not supported yet{_allowed(neutral)}"
+                raise Unsupported(f"{name} {told}", name)
+        left = {name: value for name, value in data.items() if name not in cls.unsupported and name not in cls.accepted}
+        return _respelled(left, cls.spellings) if cls.spellings else left
+
+
+def _respelled(data: dict[str, Any], spellings: Mapping[str, str]) -> dict[str, Any]:
+    """The fields by their names here. Raises InvalidRequest where a field is given by both of its names."""
+    for other, name in spellings.items():
+        if data.get(other) is not None and data.get(name) is not None:
+            raise InvalidRequest(f"{other} is another name of {name}: only one of them may be given", other)
+    renamed = {name: value for name, value in data.items() if name not in spellings}
+    return renamed | {spellings[name]: value for name, value in data.items() if name in spellings and value is not None}
 
 
 def _allowed(neutral: tuple[Any, ...]) -> str:

@@ -14,12 +14,34 @@ from foreword.serve.schema.structured import StructuredBody
 __all__ = ["PredictionBody", "SamplingBody", "SpeculationBody", "StreamOptions"]
 
 MAX_STOPS, MAX_STOP_LENGTH = 64, 1024
+NO_MIROSTAT = (
+    "its state depends on every token sampled before, so that drafted tokens could not be checked by themselves; "
+    "typical_p and min_p bound surprise without state"
+)
+NO_BEAM_SEARCH = (
+    "beam search ranks unfinished answers against each other, and does not sample; "
+    "best_of of /v1/completions returns the likeliest of several answers"
+)
+NO_PROCESSORS = (
+    "a server runs no code of its callers; logit_bias, allowed_token_ids, bad_words and structured_outputs say what may come"
+)
 PASSED_ON = (
     "n",
     "temperature",
     "top_p",
     "top_k",
     "min_p",
+    "typical_p",
+    "top_n_sigma",
+    "xtc_probability",
+    "xtc_threshold",
+    "dry_multiplier",
+    "dry_base",
+    "dry_allowed_length",
+    "dry_penalty_last_n",
+    "dry_sequence_breakers",
+    "truncate_prompt_tokens",
+    "logprob_token_ids",
     "presence_penalty",
     "frequency_penalty",
     "repetition_penalty",
@@ -84,16 +106,29 @@ class SamplingBody(StructuredBody):
         "logit_processors": ([],),
         "use_beam_search": (False,),
         "length_penalty": (1, 1.0),
-        "truncate_prompt_tokens": (),
         "spaces_between_special_tokens": (True,),
         "cache_salt": ("",),
         "kv_transfer_params": (),
         "vllm_xargs": ({},),
         "lora_request": (),
         "mm_processor_kwargs": ({},),
+        "early_stopping": (False,),
         "mirostat": (0,),
-        "typical_p": (1, 1.0),
+        "mirostat_tau": (5, 5.0),
+        "mirostat_eta": (0.1,),
+        "repeat_last_n": (-1,),
+        "samplers": (),
+        "dynatemp_range": (0, 0.0),
+        "dynatemp_exponent": (1, 1.0),
     }
+    reasons: ClassVar[Mapping[str, str]] = {
+        **dict.fromkeys(("mirostat", "mirostat_tau", "mirostat_eta"), NO_MIROSTAT),
+        **dict.fromkeys(("use_beam_search", "length_penalty", "early_stopping"), NO_BEAM_SEARCH),
+        **dict.fromkeys(("logits_processors", "logit_processors"), NO_PROCESSORS),
+        "samplers": "the order of the sampling steps is fixed; see docs/python.md",
+        "repeat_last_n": "penalties count all of the text; dry_penalty_last_n limits those of repeats",
+    }
+    spellings: ClassVar[Mapping[str, str]] = {"n_predict": "max_tokens", "repeat_penalty": "repetition_penalty"}
 
     model: str | None = None
     n: int | None = None
@@ -101,6 +136,15 @@ class SamplingBody(StructuredBody):
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
+    typical_p: float | None = None
+    top_n_sigma: float | None = None
+    xtc_probability: float | None = None
+    xtc_threshold: float | None = None
+    dry_multiplier: float | None = None
+    dry_base: float | None = None
+    dry_allowed_length: int | None = None
+    dry_penalty_last_n: int | None = None
+    dry_sequence_breakers: list[str] | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
@@ -114,6 +158,8 @@ class SamplingBody(StructuredBody):
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    logprob_token_ids: list[int] | None = None
     prompt_logprobs: int | None = None
     seed: int | None = None
     stream: bool | None = None
