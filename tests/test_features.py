@@ -162,5 +162,26 @@ def test_random_pairs(engines: Engines, number: int, request: pytest.FixtureRequ
         assert engines.found(settings, drafter) == engines.expected(settings), f"{first} with {second}, drafter {drafter}"
 
 
+@pytest.mark.parametrize("drafter", COLUMNS)
+def test_embeddings_beside(engines: Engines, drafter: str) -> None:
+    """Prompts become vectors between the bursts of answers that are drafted for; neither changes."""
+    params = [speculated(one, drafter) for one in params_of({"temperature": 0.7})]
+    texts = ["the thing", "an answer on the thing in the " * 3, "x"]
+    streams = [engines.crowded.stream(prompt, one) for prompt, one in zip(prompts(), params, strict=True)]
+    pieces: list[list[str]] = [[] for _ in streams]
+    vectors = []
+    for round_ in itertools.zip_longest(*streams):
+        for own, piece in zip(pieces, round_, strict=True):
+            own.append("" if piece is None else piece.text)
+        vectors.append([output.vector for output in engines.crowded.embed(texts, pooling="mean")])
+    expected = [
+        engines.plain.generate([prompt], one)[0].text
+        for prompt, one in zip(prompts(), params_of({"temperature": 0.7}), strict=True)
+    ]
+    assert ["".join(own) for own in pieces] == expected
+    alone = [engines.plain.embed(text, pooling="mean")[0].vector for text in texts]
+    assert len(vectors) > 5 and all(found == alone for found in vectors)
+
+
 def test_the_page_is_what_is_tested() -> None:
     assert PAGE.read_text() == page(), "run python -m tests.features"
