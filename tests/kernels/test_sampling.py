@@ -140,9 +140,96 @@ def test_min_p_compares_with_the_likeliest(logits: Tensor, p: float) -> None:
         assert torch.equal(line.isfinite()[clear], wanted[clear])
 
 
+@given(rows(KINDS), st.floats(0.001, 0.999))
+@settings(max_examples=60, deadline=None)
+def test_typical_p_keeps_what_surprises_as_expected(logits: Tensor, p: float) -> None:
+    cut = logits.clone()
+    OPS.keep_typical_p(cut, torch.full((len(cut),), p, dtype=torch.float64))
+    for line, row in zip(cut, logits, strict=True):
+        probabilities = torch.softmax(row.double(), 0)
+        surprise = -probabilities.log()
+        distance = (surprise - torch.where(probabilities > 0, probabilities * surprise, 0.0).sum()).abs()
+        inside = line.isfinite()
+        assert probabilities[inside].sum() >= p - 1e-6
+        slack = 1e-5 * (1 + row[row.isfinite()].abs().max())  # distances and their mean are rounded
+        furthest = distance[inside].max()
+        outside = distance[~inside & row.isfinite()]
+        assert not len(outside) or furthest <= outside.min() + slack
+
+
+@given(rows(KINDS), st.floats(0.01, 4.0))
+@settings(max_examples=60, deadline=None)
+def test_top_n_sigma_counts_deviations(logits: Tensor, n: float) -> None:
+    cut = logits.clone()
+    OPS.keep_top_n_sigma(cut, torch.full((len(cut),), n, dtype=torch.float64))
+    for line, row in zip(cut, logits, strict=True):
+        below = row[row.isfinite()].double() - row.amax()
+        below = below.clamp(min=-1024)
+        deviation = below.std(correction=0)
+        distance = row.double() - row.amax() + n * deviation
+        clear = distance.abs() > 1e-2 * (1 + n)  # what is counted in are 1024ths
+        assert torch.equal(line.isfinite()[clear], ((distance > 0) & row.isfinite())[clear])
+        assert line[int(row.argmax())] == row.amax()
+
+
+@given(rows(KINDS), st.floats(0.0, 1.0), st.integers(0, 2**31))
+@settings(max_examples=60, deadline=None)
+def test_xtc_excludes_all_likely_ids_but_the_last(logits: Tensor, threshold: float, seed: int) -> None:
+    count = len(logits)
+    cut, never = logits.clone(), logits.clone()
+    keys, thresholds = (torch.arange(count) + seed, torch.arange(count)), torch.full((count,), threshold).double()
+    OPS.exclude_top(cut, *keys, torch.ones(count).double(), thresholds)
+    OPS.exclude_top(never, *keys, torch.zeros(count).double(), thresholds)
+    assert same_bits(never, logits)
+    for line, row in zip(cut, logits, strict=True):
+        probabilities = torch.softmax(row.double(), 0)
+        likely = [i for i in ranked(row) if probabilities[i] >= threshold]
+        if ((probabilities - threshold).abs() > 1e-9).all():
+            assert kept(line) == sorted(set(ranked(row)) - set(likely[:-1]))
+
+
+def test_the_coin_of_xtc_is_as_fair_as_asked_and_no_noise_of_a_token() -> None:
+    count = 4000
+    rows_, zero = torch.zeros(count, 8), torch.zeros(count, dtype=torch.int64)
+    OPS.exclude_top(rows_, zero, torch.arange(count), torch.full((count,), 0.3).double(), zero.double())
+    excluded = rows_[:, 0].isinf()
+    assert excluded.sum().item() == pytest.approx(0.3 * count, abs=5 * math.sqrt(0.21 * count))
+    noise_of_first = gumbel(zero, torch.arange(count), 8)[:, 0]
+    assert torch.corrcoef(torch.stack((excluded.float(), noise_of_first)))[0, 1].abs() < 0.08
+
+
+@given(rows(), st.data())
+@settings(max_examples=60, deadline=None)
+def test_amounts_are_added_and_penalties_divided(logits: Tensor, data: st.DataObject) -> None:
+    count, width = logits.shape
+    ids = [data.draw(st.lists(st.integers(0, width + 3), unique=True, max_size=5)) for _ in range(count)]
+    starts = torch.tensor([0, *map(len, ids)]).cumsum(0)
+    flat = torch.tensor([token_id for own in ids for token_id in own], dtype=torch.int64)
+    amounts = torch.linspace(-3, 3, len(flat))
+    added, penalized = logits.clone(), logits.clone()
+    OPS.add_at(added, starts, flat, amounts)
+    OPS.penalize(penalized, starts, flat, torch.full((count,), 1.3))
+    place = 0
+    for r, own in enumerate(ids):
+        for token_id in own:
+            if token_id < width:
+                logit = logits[r, token_id]
+                assert same_bits(added[r, token_id], logit + amounts[place])
+                assert same_bits(penalized[r, token_id], logit * 1.3 if logit < 0 else logit / 1.3)
+                added[r, token_id] = penalized[r, token_id] = logit
+            place += 1
+    assert same_bits(added, logits) and same_bits(penalized, logits)
+
+
 def test_bounds_at_their_ends_keep_everything_or_one() -> None:
     row = make_row("steep", 300, 1)[None]
-    for operation, neutral in ((OPS.keep_top_p, doubles(1.0)), (OPS.keep_min_p, doubles(0.0)), (OPS.keep_top_k, ints(300))):
+    for operation, neutral in (
+        (OPS.keep_top_p, doubles(1.0)),
+        (OPS.keep_typical_p, doubles(1.0)),
+        (OPS.keep_top_n_sigma, doubles(1e9)),
+        (OPS.keep_min_p, doubles(0.0)),
+        (OPS.keep_top_k, ints(300)),
+    ):
         same = row.clone()
         operation(same, neutral)
         assert same_bits(same, row)
@@ -170,6 +257,9 @@ def test_rows_that_are_not_sound_stay_as_they_are_and_yield_no_token(kind: str) 
     OPS.keep_top_k(row, ints(2))
     OPS.keep_top_p(row, doubles(0.5))
     OPS.keep_min_p(row, doubles(0.5))
+    OPS.keep_typical_p(row, doubles(0.5))
+    OPS.keep_top_n_sigma(row, doubles(0.5))
+    OPS.exclude_top(row, ints(0), ints(0), doubles(1.0), doubles(0.0))
     assert same_bits(row, before)
     assert OPS.log_sum_exp(row).isnan().all()
     for greedy in (True, False):

@@ -30,6 +30,9 @@ PARAMS: tuple[dict[str, object], ...] = (
     {"frequency_penalty": -1.0, "top_k": 40, "top_p": 0.5, "min_p": 0.01},
     {"logit_bias": {3: 4.0, 9: -2.0}, "min_tokens": 9, "seed": 0},
     {"allowed_token_ids": (1, 2, 8, 9), "bad_words_ids": ((8,), (1, 2))},
+    {"typical_p": 0.6, "xtc_probability": 0.5, "xtc_threshold": 0.02},
+    {"dry_multiplier": 3.0, "dry_allowed_length": 0, "dry_breakers": ((1,),), "temperature": 0.0},
+    {"dry_multiplier": 1.0, "dry_allowed_length": 1, "dry_penalty_last_n": 5, "top_n_sigma": 1.5, "logprob_token_ids": (4, 999)},
 )
 
 
@@ -97,6 +100,19 @@ def test_logprobs_are_those_of_the_raw_distribution(sampler: Sampler) -> None:
     assert found.rank == order.index(17) + 1
     assert [token_id for token_id, _ in found.top] == order[:4]
     assert [value for _, value in found.top] == pytest.approx(exact[order[:4]].tolist(), abs=1e-5)
+
+
+def test_log_probabilities_of_ids_that_were_asked_for(sampler: Sampler) -> None:
+    """Of the raw distribution; an id that no token has, or that is beyond the vocabulary, is never sampled."""
+    values = logits(2)
+    rows = [make_row(temperature=0.0, top_k=1, logprob_token_ids=(7, UNUSED[0], 10**6)), make_row(logprobs=1)]
+    asked, plain = sampler(values.clone(), rows).logprobs
+    values[:, list(UNUSED)] = -torch.inf
+    exact = torch.log_softmax(values.double(), 1)[0]
+    assert asked is not None and plain is not None
+    assert [token_id for token_id, _ in asked.asked] == [7, UNUSED[0], 10**6]
+    assert [value for _, value in asked.asked] == [pytest.approx(exact[7].item(), abs=1e-5), -math.inf, -math.inf]
+    assert (asked.top, plain.asked, len(plain.top)) == ((), (), 1)
 
 
 def test_ranks_of_ties_follow_the_id(sampler: Sampler) -> None:

@@ -100,6 +100,30 @@ def test_counts_are_of_the_output_and_the_draft() -> None:
     assert torch.equal(process(values, row), expected)
 
 
+def test_going_on_with_a_repeat_costs_more_the_longer_it_is() -> None:
+    """... 1 2 3 [4] ... 2 3 [5] ... 1 2 3: 4 goes on with three tokens, 5 with two, 8 with one, which is free."""
+    row = make_row(
+        prompt=(1, 2, 3, 4, 0, 2, 3, 5, 0),
+        output=(9, 3, 8, 1, 2),
+        draft=(3,),
+        dry_multiplier=0.5,
+        dry_base=2.0,
+        dry_breakers=((9,),),
+    )
+    values = logits()
+    expected = values.clone()
+    expected[0, 4] -= 0.5 * 2.0
+    expected[0, 5] -= 0.5
+    assert torch.equal(process(values, row), expected)
+
+
+def test_a_repeat_masks_nothing_however_long() -> None:
+    row = make_row(output=(7,) * 500, dry_multiplier=100.0, dry_base=100.0, temperature=1e-5)
+    changed = process(logits(), row)
+    assert changed.isfinite().all()
+    assert changed.argmin() == 7
+
+
 def test_greedy_rows_skip_temperature_and_filters() -> None:
     row = make_row(
         temperature=9e-6, top_k=3, top_p=0.5, min_p=0.5, typical_p=0.5, top_n_sigma=1.0, xtc_probability=1.0, xtc_threshold=0.0

@@ -5,7 +5,7 @@ import pytest
 from foreword.core.params import SamplingParams
 from foreword.core.structured import StructuredOutput
 from foreword.errors import ContextLengthExceeded, InvalidRequest
-from foreword.text.prepare import bad_words_ids, make_requests, prediction_ids, reasoning_end_ids, resolve_seed
+from foreword.text.prepare import bad_words_ids, dry_breakers, make_requests, prediction_ids, reasoning_end_ids, resolve_seed
 from foreword.text.tokenizer import Tokenizer
 from tests.fakes import EOS, byte_tokenizer
 from tests.text.builders import byte_level_backend
@@ -79,6 +79,32 @@ def test_bad_words_with_and_without_a_space() -> None:
 def test_a_bad_word_of_spaces_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="bad_words"):
         bad_words_ids([" "], TOKENIZER)
+
+
+def test_breakers_are_tokens_that_hold_them_or_begin_them() -> None:
+    tokenizer = Tokenizer(byte_level_backend())
+    texts = {token_id: tokenizer.token_bytes(token_id) for token_id in range(tokenizer.vocab_size)}
+    found = dry_breakers((":", "b:"), tokenizer)
+    single = [token_id for token_id, raw in texts.items() if b":" in raw]
+    begun = [token_id for token_id, raw in texts.items() if raw.endswith(b"b")]
+    rest = tokenizer.encode(":", add_special_tokens=False)
+    assert set(found) == {*((token_id,) for token_id in single), *((token_id, *rest) for token_id in begun)}
+    assert len(found) == len(set(found)) and single and begun
+
+
+def test_breakers_are_looked_for_only_where_they_matter() -> None:
+    (plain,) = make_requests([1], SamplingParams(), TOKENIZER, "x", 100)
+    (dry,) = make_requests([1], SamplingParams(dry_multiplier=1.0, dry_sequence_breakers=["ab"]), TOKENIZER, "x", 100)
+    assert (plain.dry_breakers, dry.dry_breakers) == ((), ((97, 98),))
+
+
+@pytest.mark.parametrize(
+    ("wanted", "max_tokens", "kept"), [(3, None, 3), (50, None, 10), (-1, None, 10), (-1, 95, 5), (-1, 500, 1)]
+)
+def test_a_prompt_is_cut_to_its_end(wanted: int, max_tokens: int | None, kept: int) -> None:
+    params = SamplingParams(truncate_prompt_tokens=wanted, max_tokens=max_tokens)
+    (request,) = make_requests(list(range(10)), params, TOKENIZER, "x", 100)
+    assert request.prompt_ids == tuple(range(10 - kept, 10))
 
 
 def test_a_prediction_becomes_tokens_of_every_choice() -> None:

@@ -235,11 +235,13 @@ def sampling_class(params: SamplingParams) -> int:
         return 3
     if params.allowed_token_ids is not None or params.logit_bias or params.bad_words or params.min_tokens:
         return 3
-    if params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty:
+    if params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty or params.dry:
         return 3
     if params.greedy:
         return 0
-    return 2 if params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0 else 1
+    if params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0:
+        return 2
+    return 2 if params.typical_p < 1.0 or params.top_n_sigma > 0.0 or params.xtc_probability > 0.0 else 1
 
 
 class SamplePrices:
