@@ -27,6 +27,7 @@ ALLOWED = {
     "prepare": {"text", "models.hub", "models.gguf.reader", "config", "errors", "demo"},
     "llm": {
         "encoders.local",
+        "encoders.recipe",
         "grammar.check",
         "prepare",
         "engine.client",
@@ -39,7 +40,18 @@ ALLOWED = {
         "errors",
         "demo",
     },
-    "serve": {"engine.client", "text", "media", "grammar.check", "encoders.client", "metrics", "config", "core", "errors"},
+    "serve": {
+        "engine.client",
+        "text",
+        "media",
+        "grammar.check",
+        "encoders.client",
+        "encoders.recipe",
+        "metrics",
+        "config",
+        "core",
+        "errors",
+    },
     "demo": {"errors"},
 }
 FILES = sorted(ROOT.rglob("*.py"))

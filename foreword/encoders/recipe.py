@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from foreword.errors import CheckpointError
+from foreword.errors import CheckpointError, InvalidRequest
 from foreword.models.config import ConfigReader, read_json
 
-__all__ = ["POOLINGS", "Recipe", "read_recipe"]
+__all__ = ["DECODER_RECIPE", "POOLINGS", "Recipe", "read_decoder_recipe", "read_recipe"]
 
 POOLINGS = ("cls", "mean", "last", "max")
 DEFAULT_POOLING = "mean"  # of a checkpoint that says nothing: so sentence-transformers has it
@@ -35,6 +35,29 @@ class Recipe:
     max_tokens: int | None = None
     prompts: Mapping[str, str] = field(default_factory=dict)
     default_prompt: str | None = None
+
+    def prompt(self, name: str | None, model: str) -> str:
+        """The text in front of an input for this purpose. Raises InvalidRequest for one that `model` does not name."""
+        name = name or self.default_prompt
+        if name is None:
+            return ""
+        if name not in self.prompts:
+            known = ", ".join(sorted(self.prompts)) or "none"
+            raise InvalidRequest(f"prompt_name must be one that {model} has ({known}), got {name!r:.80}", "prompt_name")
+        return self.prompts[name]
+
+
+DECODER_RECIPE = Recipe("last")  # of a decoder that says nothing: its last row alone has seen the whole text
+
+
+def read_decoder_recipe(path: Path) -> Recipe:
+    """Of a checkpoint that the engine serves, a directory or a GGUF file. Raises CheckpointError."""
+    if not (path / MODULES).is_file():
+        return DECODER_RECIPE
+    recipe = read_recipe(path)
+    if recipe.pooling == "max":
+        raise CheckpointError(f"{path}: pooling max is not supported for decoders", "model")
+    return recipe
 
 
 def read_recipe(path: Path) -> Recipe:

@@ -23,7 +23,7 @@ from foreword.models.mistral import Mistral
 from foreword.models.phi3 import Phi3
 from foreword.models.qwen2 import Qwen2
 from foreword.models.qwen3 import Qwen3
-from foreword.models.weights import CountedWeights, FileWeights, ShapesOnly
+from foreword.models.weights import BodyWeights, CountedWeights, FileWeights, ShapesOnly
 
 __all__ = ["ARCHITECTURES", "load_model", "read_facts", "weight_files"]
 
@@ -38,6 +38,7 @@ ARCHITECTURES: Mapping[str, type[Decoder]] = MappingProxyType(
         "qwen3": Qwen3,
     }
 )
+BODY = "model.embed_tokens.weight"  # where it is missing, all names are those within the body: so embedders are saved
 NEEDED_FOR_FACTS = 1  # positions: tables by position are not what read_facts is after
 
 
@@ -83,7 +84,8 @@ def load_model(
         return model
     architecture, config = _read_config(path)
     files = FileWeights(path, device, progress)
-    model = architecture(config, ops, precision, files, device, max_model_len)
+    named = files if BODY in files.names else BodyWeights(files)
+    model = architecture(config, ops, precision, named, device, max_model_len)
     files.finish(ignore={"lm_head.weight": "a copy of the embedding"} if config.tied else None)
     return model
 

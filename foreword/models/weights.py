@@ -16,7 +16,7 @@ from foreword.layers.weights import Weights
 from foreword.models.config import read_json
 from foreword.models.safetensors import SafetensorsFile
 
-__all__ = ["CountedWeights", "FileWeights", "ScopedWeights", "ShapesOnly"]
+__all__ = ["BodyWeights", "CountedWeights", "FileWeights", "ScopedWeights", "ShapesOnly"]
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -140,6 +140,16 @@ class ScopedWeights:
 
     def within(self, prefix: str) -> Weights:
         return ScopedWeights(self._weights, self._prefix + prefix)
+
+
+class BodyWeights(ScopedWeights):
+    """Weights of a body that was saved without its head: what is `model.norm` elsewhere is `norm` there."""
+
+    def __init__(self, weights: Weights) -> None:
+        super().__init__(weights, "")
+
+    def within(self, prefix: str) -> Weights:
+        return ScopedWeights(self._weights, prefix.removeprefix("model."))
 
 
 def _file_names(path: Path) -> list[str]:
