@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -237,6 +238,7 @@ def _fingerprint(config: Config, resolved: Resolved, ops: Ops) -> str:
         ops.name,
         library_digest() if resolved.device == "cpu" else "",
         torch.__version__,
+        version("llguidance"),
         torch.get_num_threads(),
         torch.backends.cpu.get_cpu_capability(),
         torch.cuda.get_device_name() if resolved.device == "cuda" else resolved.device,
