@@ -18,8 +18,9 @@ import pytest
 import uvicorn
 
 from foreword.config import Config
-from foreword.engine.client import EngineClient
+from foreword.engine.client import EngineClient, ProcessClient
 from foreword.metrics.recorder import Recorder
+from foreword.prepare import prepare
 from foreword.serve.app import create_app
 from foreword.text.tokenizer import Tokenizer
 from tests.fakes import FakeClient, Script, byte_tokenizer
@@ -115,3 +116,12 @@ def served(shared: Running) -> Iterator[Running]:
         log.clear()
     yield shared
     shared.wait_until_idle()
+
+
+@pytest.fixture(scope="session")
+def demo() -> Iterator[Running]:
+    """The bundled model, with the drafters that run by default."""
+    prepared = prepare(Config(kv_cache_memory="60000tokens", log_level="warning", threads=1, max_waiting=512))
+    client = ProcessClient(prepared.config, prepared.unused_ids, prepared.tokenizer.vocabulary)
+    with running(prepared.config, client, tokenizer=prepared.tokenizer) as server:
+        yield server

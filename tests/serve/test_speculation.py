@@ -140,4 +140,4 @@ def test_an_unknown_method_names_those_that_run(server: Running) -> None:
     reply = server.http.post("/v1/completions", json={"prompt": "x", "speculation": {"method": "ngram"}})
     error = reply.json()["error"]
     assert (reply.status_code, error["param"]) == (400, "speculation.method")
-    assert "auto, off, prediction, suffix" in error["message"]
+    assert "auto, off, grammar, prediction, suffix" in error["message"]
