@@ -16,12 +16,14 @@ from foreword.grammar.json_schema import ANY_OBJECT, schema_text
 from foreword.grammar.json_text import GrammarError, read_json
 from foreword.grammar.lark import check_brackets, literal, pattern
 from foreword.grammar.structural_tag import structural_tag_to_lark
-from foreword.grammar.tokens import Tokens
 
-__all__ = ["compiled", "grammar_text", "reason"]
+__all__ = ["grammar_text", "reason"]
 
 # llguidance would force its own cut of the text into tokens; here the model chooses, as without a grammar.
 OPTIONS: Final = '%llguidance {"no_forcing": true}\n'
+# Of llguidance's errors: the grammar with line numbers, and places in what was written here around a schema or expression.
+LISTING: Final = re.compile(r"^ *\d+ \| ", re.MULTILINE)
+PLACE: Final = re.compile(r"^at 2\(8\): (failed to compile JSON schema: )?")
 # Rule attributes that llguidance cannot roll back, or that belong to the sampler.
 ATTRIBUTE: Final = re.compile(r"^[ \t]*[!?]?[A-Za-z_][\w-]*[ \t]*\[[^\]\n]*\b(max_tokens|stop|temperature)\b", re.MULTILINE)
 
@@ -38,17 +40,10 @@ def grammar_text(structured: StructuredOutput) -> str:
         raise InvalidRequest(f"{structured.field}: {error}", structured.field) from None
 
 
-def compiled(structured: StructuredOutput, tokens: Tokens) -> LLMatcher:
-    """A matcher at the beginning of a grammar. Raises InvalidRequest with llguidance's reason."""
-    llg = LLMatcher(tokens.llg, grammar_text(structured), log_level=0, limits=limits.parser_limits())
-    if llg.is_error():
-        raise InvalidRequest(f"{structured.field}: {reason(llg)}", structured.field)
-    return llg
-
-
 def reason(llg: LLMatcher) -> str:
-    """Why an automaton gave up, in one line."""
-    return " ".join(llg.get_error().replace("<non-verbose/>", "").split())[: limits.MAX_REASON]
+    """Why an automaton gave up, in one line; without the grammar, which the caller has not seen in this form."""
+    text = LISTING.split(llg.get_error().replace("<non-verbose/>", ""), maxsplit=1)[0]
+    return " ".join(PLACE.sub("", text).split())[: limits.MAX_REASON]
 
 
 def _lark(structured: StructuredOutput) -> str:

@@ -32,6 +32,10 @@ class Ends:
                 return tuple(token_ids[:index]), True
         return tuple(token_ids), False
 
+    def known(self, text: Sequence[int]) -> list[int]:
+        """The tokens before the first that ends answers, only not this one: it spells nothing."""
+        return next((list(text[:i]) for i, token_id in enumerate(text) if token_id in self._removed), list(text))
+
     def mark(self, masks: Tensor) -> None:
         """Make the request's own ids legal exactly where the answer may end; masks int32 [rows, W]."""
         if not self._added and not self._removed:

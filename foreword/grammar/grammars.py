@@ -9,14 +9,14 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Final
 
-from llguidance import LLExecutor, LLMatcher
+from llguidance import LLExecutor
 
 from foreword.core.grammar import RequestGrammar
 from foreword.core.request import Request
 from foreword.core.rows import SampleRow
 from foreword.core.structured import StructuredOutput
 from foreword.core.vocabulary import Vocabulary
-from foreword.grammar.compile import compiled
+from foreword.grammar.compiled import Compiled
 from foreword.grammar.limits import MAX_COMPILED
 from foreword.grammar.masks import MaskBuffer, MaskJob, MaskThread, Wanted
 from foreword.grammar.matcher import Matcher
@@ -36,7 +36,8 @@ class Grammars:
 
     def __init__(self, vocab_size: int, num_threads: int | None = None) -> None:
         self._vocab_size = vocab_size
-        self._executor = LLExecutor(num_threads or min(max(len(os.sched_getaffinity(0)) // 2, 1), MAX_MASK_THREADS))
+        self._num_threads = num_threads or min(max(len(os.sched_getaffinity(0)) // 2, 1), MAX_MASK_THREADS)
+        self._executor = LLExecutor(self._num_threads)
         self._compiler = ThreadPoolExecutor(1, "grammar-compile")
         self._reader = ThreadPoolExecutor(1, "grammar-tokens")
         self._tokens: Future[Tokens] = Future()
@@ -92,14 +93,11 @@ class Grammars:
         structured = request.params.structured
         assert structured is not None, "only requests with a constraint have a grammar"
         tokens = self._tokens.result()
-        first = self._cache.get(structured) or self._compile(structured, tokens)
-        return Matcher(request, first.deep_copy(), tokens, self._executor, lambda: self._compile(structured, tokens).deep_copy())
-
-    def _compile(self, structured: StructuredOutput, tokens: Tokens) -> LLMatcher:
-        """Compile, and remember it for requests to come."""
-        llg = compiled(structured, tokens)
-        self._cache.put(structured, llg)
-        return llg
+        compiled = self._cache.get(structured)
+        if compiled is None:
+            compiled = Compiled(structured, tokens, self._num_threads)
+            self._cache.put(structured, compiled)
+        return Matcher(request, compiled, tokens, self._executor)
 
 
 def _longest_drafts(rows: Sequence[SampleRow]) -> dict[Matcher, tuple[int, ...]]:
@@ -112,18 +110,18 @@ class _Cache:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._compiled: OrderedDict[tuple[str, str, bool], LLMatcher] = OrderedDict()
+        self._compiled: OrderedDict[tuple[str, str, bool], Compiled] = OrderedDict()
 
-    def get(self, structured: StructuredOutput) -> LLMatcher | None:
+    def get(self, structured: StructuredOutput) -> Compiled | None:
         with self._lock:
             found = self._compiled.get(_key(structured))
             if found is not None:
                 self._compiled.move_to_end(_key(structured))
             return found
 
-    def put(self, structured: StructuredOutput, llg: LLMatcher) -> None:
+    def put(self, structured: StructuredOutput, compiled: Compiled) -> None:
         with self._lock:
-            self._compiled[_key(structured)] = llg
+            self._compiled[_key(structured)] = compiled
             if len(self._compiled) > MAX_COMPILED:
                 self._compiled.popitem(last=False)
 

@@ -12,7 +12,7 @@ from foreword.grammar import limits
 
 __all__ = ["GrammarError", "nesting", "read_json"]
 
-TEXT_OR_BRACKET = re.compile(r'"(?:[^"\\]|\\.)*"|[\[\]{}]', re.DOTALL)
+TEXT_OR_BRACKET = re.compile(r'"(?:[^"\\]|\\.?)*(?:"|\Z)|[\[\]{}]', re.DOTALL)  # linear, also where a text has no end
 
 
 class GrammarError(ValueError):

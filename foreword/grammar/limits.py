@@ -30,12 +30,14 @@ WORKER_BYTES: Final = 2 << 30  # address space
 WORKER_STACK_BYTES: Final = 1 << 20  # half of the smallest stack that runs grammars in the engine
 NUM_WORKERS: Final = 2
 QUEUE_S: Final = 10.0  # a grammar waits no longer for a worker
-NUM_FIRST_MASKS: Final = 8  # masks along a walk that the worker computes
+NUM_FIRST_MASKS: Final = 16  # masks along a walk that the worker computes
+MASK_CPU_S: Final = 0.05  # for one of them
 
 # Of what was compiled before.
 MAX_VERDICTS: Final = 4096
 MAX_REASON: Final = 500  # characters of a reason that is kept and told
 MAX_COMPILED: Final = 128  # compiled grammars in the engine
+RENEW_CPU_S: Final = 0.02  # a grammar that compiles so fast is compiled again where that helps
 
 
 def parser_limits() -> LLParserLimits:
@@ -47,7 +49,7 @@ def parser_limits() -> LLParserLimits:
     max_lexer_states    1 to 2 kB each
     """
     return LLParserLimits(
-        max_items_in_row=2_000,
+        max_items_in_row=600,
         initial_lexer_fuel=1_000_000,
         step_lexer_fuel=100_000,
         step_max_items=50_000,

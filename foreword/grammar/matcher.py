@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Final
 
 import torch
 from llguidance import LLExecutor, LLMatcher
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from foreword.core.request import Request
 from foreword.grammar.compile import reason
+from foreword.grammar.compiled import Compiled
 from foreword.grammar.ends import Ends
 from foreword.grammar.masks import MaskJob, Wanted, compute_masks
 from foreword.grammar.reasoning import ReasoningWatch, ends_in_prompt
@@ -17,19 +19,19 @@ from foreword.grammar.tokens import Tokens
 
 __all__ = ["Matcher"]
 
+FULL_LEXER: Final = "lexer error"
+
 
 class Matcher:
     """Follows one output. Every mask is a function of the grammar and of the tokens before it.
 
     A mask is computed by the job of `prepare`, or where it is asked for; both ways yield the same bits. While a job is
     under way the automaton belongs to it: every method waits for it, or drops it, first.
-
-    again  a matcher at the beginning of the grammar, built anew: requests share a lexer, and a lexer may fill up
     """
 
     __slots__ = (
         "_accepted",
-        "_again",
+        "_compiled",
         "_drafted",
         "_ended",
         "_ends",
@@ -42,14 +44,12 @@ class Matcher:
         "error",
     )
 
-    def __init__(
-        self, request: Request, llg: LLMatcher, tokens: Tokens, executor: LLExecutor, again: Callable[[], LLMatcher]
-    ) -> None:
+    def __init__(self, request: Request, compiled: Compiled, tokens: Tokens, executor: LLExecutor) -> None:
         self.error: str | None = None
-        self._llg = llg
+        self._compiled = compiled
+        self._llg = compiled.matcher()
         self._tokens = tokens
         self._executor = executor
-        self._again = again
         self._ends = Ends(tokens, (*request.eos_token_ids, *(i for i in request.params.stop_token_ids if i in tokens.eos_ids)))
         ends = request.reasoning_end_ids
         self._watch = ReasoningWatch(ends) if ends and not ends_in_prompt(request.prompt_ids, ends) else None
@@ -74,7 +74,7 @@ class Matcher:
             self._accepted += text
             self._masks = None
             if text and not self._llg.consume_tokens(list(text)):
-                self._recover()
+                self._revive(output_fits=False)
 
     def legal(self, draft: Sequence[int]) -> int:
         begin = self._begin(draft)
@@ -84,17 +84,17 @@ class Matcher:
             return begin
         self._settle()
         text, ends = self._ends.split(draft[begin:])
-        valid = self._llg.validate_tokens(list(text)) if text else 0
-        may_end = ends and valid == len(text) and self._behind(text).is_accepting()
+        known = self._ends.known(text)
+        valid = self._llg.validate_tokens(known) if known else 0
+        may_end = ends and valid == len(text) and self._behind(text, LLMatcher.is_accepting)
         return begin + valid + may_end
 
     def forced(self, max_tokens: int) -> tuple[int, ...]:
         if self._watch is not None or self._ended or self.error is not None:
             return ()
         self._settle()
-        text = self._llg.deep_copy().compute_ff_bytes()
-        draft = self._tokens.cut(text, max_tokens)
-        if len(draft) < max_tokens and self._ends.ids and self._behind(draft).is_stopped():
+        draft = self._tokens.cut(self._llg.compute_ff_bytes(), max_tokens)
+        if len(draft) < max_tokens and self._ends.ids and self._behind(draft, LLMatcher.is_stopped):
             return (*draft, self._ends.ids[0])
         return draft
 
@@ -122,7 +122,7 @@ class Matcher:
             return False
         self._settle()
         text, ends = self._ends.split(draft[begin:])
-        return self._ended or ends or self._behind(text).is_stopped()
+        return self._ended or ends or self._behind(text, LLMatcher.is_stopped)
 
     def wanted(self, draft: tuple[int, ...]) -> Wanted | None:
         """The masks that this draft will need; None: nothing to compute."""
@@ -146,11 +146,14 @@ class Matcher:
             self._job.drop()
             self._job = None
 
-    def _behind(self, text: Sequence[int]) -> LLMatcher:
-        """The automaton behind output and text, both legal; it is stopped where only the end may follow."""
-        copy = self._llg.deep_copy()
-        copy.consume_tokens(list(text))
-        return copy
+    def _behind(self, text: Sequence[int], look: Callable[[LLMatcher], bool]) -> bool:
+        """What `look` sees behind output and text, both legal. The automaton is stopped where only the end may follow."""
+        if not text:
+            return look(self._llg)
+        seen = self._llg.consume_tokens(list(text)) and look(self._llg)
+        if self._llg.is_error() or not self._llg.rollback(len(text)):
+            self._revive()
+        return seen
 
     def _deliver(self, text: tuple[int, ...], masks: Tensor) -> None:
         """Keep the masks behind every prefix of `text`, once they are right: int32 [len(text) + 1, W]."""
@@ -164,28 +167,38 @@ class Matcher:
     def _recompute(self, text: tuple[int, ...], masks: Tensor) -> None:
         """The automaton gave up somewhere along `text`, perhaps behind tokens that the model never meant.
 
-        One row after the other is computed by an automaton of its own, so that a row has a mask if and only if it had one
-        without the draft.
+        Row by row with another automaton, so that a row has a mask if and only if it had one without the draft.
         """
         masks.zero_()
-        for line in range(len(text) + 1):
-            self._recover()
-            row = masks[line : line + 1]
-            if self.error is None:
-                llg = self._behind(text[:line])
-                compute_masks(self._executor, [(llg, ())], row)
-                if not llg.is_error():
-                    continue
-                row.zero_()
-                self._give_up(llg) if line == 0 else self._recover()
+        self._revive()
+        if self.error is not None or self._fill(text, masks):
             return
+        if masks[0].any():
+            self._revive()
+        else:
+            self.error = reason(self._llg)
 
-    def _recover(self) -> None:
-        """Begin anew with a fresh lexer and the same output; what fails again is an error."""
-        self._llg = self._again()
-        self._llg.consume_tokens(self._accepted)
-        if self._llg.is_error():
-            self._give_up(self._llg)
+    def _fill(self, text: tuple[int, ...], masks: Tensor) -> bool:
+        """Masks as far as they can be computed, and zero beyond; False: the automaton gave up."""
+        for line in range(len(text) + 1):
+            compute_masks(self._executor, [(self._llg, ())], masks[line : line + 1])
+            if self._llg.is_error():
+                masks[line].zero_()
+                return False
+            if line < len(text) and not self._llg.consume_tokens([text[line]]):
+                return False
+        return not text or self._llg.rollback(len(text))
 
-    def _give_up(self, llg: LLMatcher) -> None:
-        self.error = reason(llg)
+    def _revive(self, output_fits: bool = True) -> None:
+        """Replace an automaton that gave up by one that has seen the same output; an error if there is none.
+
+        output_fits  it gave up because of what was tried behind the output. Otherwise only a lexer that filled up, perhaps
+                     with what others had put there, is worth another attempt
+        """
+        full = FULL_LEXER in reason(self._llg)
+        llg = self._compiled.renewed() if full else self._compiled.matcher() if output_fits else None
+        if llg is not None:
+            self._llg = llg
+            llg.consume_tokens(self._accepted)
+        if llg is None or llg.is_error():
+            self.error = reason(self._llg)

@@ -1,0 +1,272 @@
+"""One request's grammar: masks, drafts, forced text, reasoning, ends; every way to ask gives the same answer."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Iterator
+
+import jsonschema
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from foreword.core.params import SamplingParams
+from foreword.core.request import RequestState
+from foreword.core.rows import SampleRow
+from foreword.core.structured import StructuredOutput
+from foreword.grammar import compiled as compiled_module
+from foreword.grammar.grammars import Grammars
+from foreword.grammar.limits import parser_limits
+from tests.grammar.walks import begin, ids, legal_ids, open_grammars, request, tokenizer, vocab_size, walk
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "kind": {"enum": ["price", "print", 7, None]},
+        "tags": {"type": "array", "items": {"type": "boolean"}, "maxItems": 3},
+        "inner": {"type": "object", "properties": {"n": {"type": "integer", "minimum": -5, "maximum": 120}}, "required": ["n"]},
+        "code": {"type": "string", "pattern": "^[A-F]{2}-[0-9]+$"},
+    },
+    "required": ["name", "kind", "inner"],
+    "additionalProperties": False,
+}
+REGEX = r"(ab|[c-e]{2,5})+-[0-9]{1,3}( (yes|no))?"
+GBNF = 'root ::= "(" root ")" | word ("," word)*\nword ::= [a-d]+ "x"?\n'
+CASES = {
+    "schema": StructuredOutput("json_schema", json.dumps(SCHEMA)),
+    "compact": StructuredOutput("json_schema", json.dumps(SCHEMA), whitespace=False),
+    "regex": StructuredOutput("regex", REGEX),
+    "choice": StructuredOutput("choice", json.dumps(["yes", "yes, of course", "no"])),
+    "gbnf": StructuredOutput("gbnf", GBNF),
+}
+EOS = tokenizer().eos_token_ids[0]
+SEEDS = st.integers(0, 2**32)
+
+
+@pytest.fixture(scope="module")
+def grammars() -> Iterator[Grammars]:
+    with open_grammars() as grammars:
+        yield grammars
+
+
+def _conforms(name: str, text: str) -> bool:
+    match name:
+        case "schema" | "compact":
+            jsonschema.validate(json.loads(text), SCHEMA, cls=jsonschema.Draft202012Validator)
+            return name == "schema" or not re.search(r"\s", re.sub(r'"([^"\\]|\\.)*"', "", text))
+        case "regex":
+            return re.fullmatch(REGEX, text) is not None
+        case "choice":
+            return text in ("yes", "yes, of course", "no")
+    return re.fullmatch(r"(\()*([a-d]+x?)(,[a-d]+x?)*(\))*", text) is not None and text.count("(") == text.count(")")
+
+
+@pytest.mark.parametrize("name", CASES)
+@settings(max_examples=25, deadline=None)
+@given(seed=SEEDS)
+def test_what_is_drawn_conforms(grammars: Grammars, name: str, seed: int) -> None:
+    output = walk(begin(grammars, CASES[name]), random.Random(seed))
+    if output[-1] == EOS:
+        assert _conforms(name, tokenizer().decode(output[:-1]))
+
+
+@pytest.mark.parametrize("name", CASES)
+@settings(max_examples=15, deadline=None)
+@given(seed=SEEDS, at=st.integers(0, 30))
+def test_a_token_is_legal_alone_if_and_only_if_the_mask_says_so(grammars: Grammars, name: str, seed: int, at: int) -> None:
+    grammar = begin(grammars, CASES[name])
+    output = walk(begin(grammars, CASES[name]), random.Random(seed))[:at]
+    grammar.accept(output)
+    if output and output[-1] == EOS:
+        return
+    legal = legal_ids(grammar.mask(()))
+    assert [i for i in range(vocab_size()) if grammar.legal([i])] == legal
+
+
+@pytest.mark.parametrize("name", CASES)
+@settings(max_examples=15, deadline=None)
+@given(seed=SEEDS, at=st.integers(0, 20), wrong=st.integers(0, 40), noise=st.integers(0, 1535))
+def test_a_draft_is_legal_as_far_as_its_masks_say(
+    grammars: Grammars, name: str, seed: int, at: int, wrong: int, noise: int
+) -> None:
+    output = walk(begin(grammars, CASES[name]), random.Random(seed))
+    grammar, probe = begin(grammars, CASES[name]), begin(grammars, CASES[name])
+    at = min(at, len(output) - 1)
+    grammar.accept(output[:at])
+    probe.accept(output[:at])
+    draft = output[at:]
+    draft[wrong % len(draft)] = noise
+    expected = 0
+    for token_id in draft:
+        if token_id not in legal_ids(probe.mask(())):
+            break
+        expected += 1
+        probe.accept([token_id])
+        if token_id == EOS:
+            break
+    assert grammar.legal(draft) == expected
+
+
+@pytest.mark.parametrize("name", CASES)
+@settings(max_examples=15, deadline=None)
+@given(seed=SEEDS, length=st.integers(0, 12), asked=st.booleans())
+def test_masks_are_the_same_whoever_computes_them(grammars: Grammars, name: str, seed: int, length: int, asked: bool) -> None:
+    """Prepared for a whole draft, asked for without preparation, or with the draft as output."""
+    draw = random.Random(seed)
+    output = walk(begin(grammars, CASES[name]), draw)
+    if output[-1] == EOS:
+        output.pop()
+    at = draw.randrange(len(output) + 1)
+    draft = tuple(output[at : at + length])
+    prepared, plain, followed = (begin(grammars, CASES[name]) for _ in range(3))
+    for grammar in (prepared, plain, followed):
+        grammar.accept(output[:at])
+    if asked:  # forced text must leave no trace
+        prepared.forced(5)
+        prepared.legal((*draft, 3))
+        prepared.only_end(draft)
+    state = RequestState(request(CASES[name]), 0, 2048, prepared)
+    grammars.prepare([SampleRow(state, draft[:n]) for n in range(len(draft) + 1)])
+    for n in range(len(draft) + 1):
+        legal = legal_ids(prepared.mask(draft[:n]))
+        assert legal == legal_ids(plain.mask(draft[:n]))
+        assert legal == legal_ids(followed.mask(()))
+        assert plain.only_end(draft[:n]) == followed.only_end(()) == (legal == [EOS])
+        followed.accept(draft[n : n + 1])
+
+
+@pytest.mark.parametrize("name", CASES)
+@settings(max_examples=15, deadline=None)
+@given(seed=SEEDS, max_tokens=st.integers(1, 12))
+def test_forced_tokens_are_legal_and_no_other_text_is(grammars: Grammars, name: str, seed: int, max_tokens: int) -> None:
+    grammar = begin(grammars, CASES[name])
+    for token_id in walk(begin(grammars, CASES[name]), random.Random(seed)):
+        forced = grammar.forced(max_tokens)
+        assert len(forced) <= max_tokens
+        assert grammar.legal(forced) == len(forced)
+        if forced:
+            text = b"".join(map(tokenizer().token_bytes, forced))
+            other = [tokenizer().token_bytes(i) for i in legal_ids(grammar.mask(())) if i != EOS]
+            assert all(text.startswith(begun) or begun.startswith(text) for begun in other)
+            assert forced == (EOS,) or EOS not in legal_ids(grammar.mask(()))
+        grammar.accept([token_id])
+    assert grammar.forced(5) == ()
+
+
+def test_text_that_must_follow_is_forced_with_the_end(grammars: Grammars) -> None:
+    grammar = begin(grammars, StructuredOutput("choice", '["Lisbon is the capital", "Oslo is not"]'))
+    assert grammar.forced(20) == ()
+    grammar.accept(ids("Lis"))
+    forced = grammar.forced(20)
+    assert tokenizer().decode(forced) == "bon is the capital"
+    assert forced[-1] == EOS
+    assert grammar.forced(2) == forced[:2]
+    grammar.accept(forced[:-1])
+    assert grammar.only_end(()) and grammar.forced(3) == (EOS,)
+    assert legal_ids(grammar.mask(())) == [EOS]
+    grammar.accept([EOS, 17, 18])
+    assert grammar.error is None and grammar.forced(3) == () and grammar.legal([17]) == 0
+
+
+def test_every_id_that_ends_the_request_is_legal_where_the_answer_may_end(grammars: Grammars) -> None:
+    vocabulary = tokenizer().vocabulary()
+    other = next(i for i in vocabulary.special_ids if i not in vocabulary.eos_ids)
+    grammar = begin(grammars, CASES["choice"], eos_token_ids=(other,))
+    grammar.accept(ids("yes"))
+    legal = legal_ids(grammar.mask(()))
+    assert other in legal and EOS not in legal
+    assert grammar.legal([other]) == 1 and grammar.legal([EOS]) == 0
+    grammar = begin(
+        grammars,
+        CASES["choice"],
+        eos_token_ids=(other,),
+        params=SamplingParams(stop_token_ids=(EOS,), structured=CASES["choice"]),
+    )
+    assert not {other, EOS} & set(legal_ids(grammar.mask(())))
+    grammar.accept(ids("yes"))
+    assert {other, EOS} <= set(legal_ids(grammar.mask(())))
+
+
+def test_delivered_tokens_are_behind_the_grammar_already(grammars: Grammars) -> None:
+    grammar = begin(grammars, CASES["choice"], delivered_ids=ids("yes, of"))
+    assert tokenizer().decode(grammar.forced(9)) == " course"
+
+
+END = (41, 42)
+
+
+def test_reasoning_ends_inside_a_draft(grammars: Grammars) -> None:
+    grammar = begin(grammars, CASES["choice"], reasoning_end_ids=(END, (43,)))
+    answer = ids("yes")
+    draft = (9, 41, 9, *END, *answer, EOS, 9)
+    assert grammar.forced(4) == ()
+    assert grammar.legal(draft) == len(draft) - 1
+    assert grammar.legal((9, 9, 9)) == 3
+    assert grammar.legal((9, *END, 9)) == 3
+    assert grammar.mask(draft[:4]) is None and not grammar.only_end(draft[:4])
+    fresh = begin(grammars, CASES["choice"])
+    assert legal_ids(grammar.mask(draft[:5])) == legal_ids(fresh.mask(()))
+    assert legal_ids(grammar.mask(draft[: 5 + len(answer)])) == legal_ids(fresh.mask(answer))
+    state = RequestState(request(CASES["choice"]), 0, 2048, grammar)
+    grammars.prepare([SampleRow(state, draft[:n]) for n in range(len(draft) - 1)])
+    assert [grammar.mask(draft[:n]) is None for n in range(len(draft) - 1)] == [n < 5 for n in range(len(draft) - 1)]
+    grammar.accept(draft[:4])  # the first token of the end sequence is output, the second still to come
+    assert grammar.mask(()) is None and grammar.mask((9,)) is None
+    assert legal_ids(grammar.mask((42,))) == legal_ids(fresh.mask(()))
+    grammar.accept((42, *answer[:1]))
+    fresh.accept(answer[:1])
+    assert legal_ids(grammar.mask(())) == legal_ids(fresh.mask(()))
+
+
+def test_reasoning_that_ended_in_the_prompt(grammars: Grammars) -> None:
+    grammar = begin(grammars, CASES["choice"], reasoning_end_ids=(END,), prompt_ids=(1, 41, 42, 8))
+    assert grammar.mask(()) is not None
+    grammar = begin(grammars, CASES["choice"], reasoning_end_ids=(END,), prompt_ids=(1, 41, 42, *range(50, 120)))
+    assert grammar.mask(()) is None
+
+
+def test_a_full_lexer_is_replaced(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests with the same constraint share a lexer; where one fills it up, the others must not fall."""
+    monkeypatch.setattr(compiled_module, "parser_limits", lambda: _limits(max_lexer_states=60))
+    hungry = StructuredOutput("regex", "[a-z]{1,40}[0-9]{1,40}#")
+    words = [begin(grammars, hungry) for _ in range(6)]
+    for number, grammar in enumerate(words):
+        for char in "a" * (number + 1) * 3 + "7" * (number + 1) * 3:
+            assert grammar.legal(ids(char)[:1])
+            assert legal_ids(grammar.mask(()))
+            grammar.accept(ids(char)[:1])
+        assert grammar.error is None
+
+
+def test_an_automaton_that_gives_up_says_why(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled_module, "parser_limits", lambda: _limits(max_items_in_row=50))
+    ambiguous = StructuredOutput("lark", 'start: s\ns: s s s | s s | "a"?')
+    grammar, plain = begin(grammars, ambiguous), begin(grammars, ambiguous)
+    letter = ids("a")[0]
+    while grammar.error is None:
+        assert plain.error is None
+        before = legal_ids(grammar.mask(()))
+        draft = (letter,) * 9  # perhaps too much for the automaton, which must not matter to the rows before
+        assert grammar.mask(draft) is not None and legal_ids(grammar.mask(())) == before
+        assert legal_ids(plain.mask(())) == before
+        grammar.accept([letter])
+        plain.accept([letter])
+    assert "items" in grammar.error and plain.error == grammar.error
+    assert legal_ids(grammar.mask(())) == [] and grammar.legal([letter]) == 0 and grammar.forced(3) == ()
+
+
+def _limits(**changed: int) -> object:
+    limits = parser_limits()
+    names = (
+        "max_items_in_row",
+        "initial_lexer_fuel",
+        "step_lexer_fuel",
+        "step_max_items",
+        "max_lexer_states",
+        "max_grammar_size",
+    )
+    values = {name: getattr(limits, name) for name in names}
+    return type(limits)(**{**values, **changed}, verbose_errors=False)
