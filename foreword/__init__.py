@@ -11,15 +11,26 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from foreword.core.params import SamplingParams, Speculation
     from foreword.core.structured import StructuredOutput
-    from foreword.llm import LLM, CompletionOutput, RequestOutput
+    from foreword.llm import LLM
+    from foreword.outputs import CompletionOutput, EmbeddingOutput, RequestOutput
 
-__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "Speculation", "StructuredOutput", "__version__"]
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "EmbeddingOutput",
+    "RequestOutput",
+    "SamplingParams",
+    "Speculation",
+    "StructuredOutput",
+    "__version__",
+]
 __version__ = "0.1.0"
 
 _HOMES = {
     "LLM": "foreword.llm",
-    "CompletionOutput": "foreword.llm",
-    "RequestOutput": "foreword.llm",
+    "CompletionOutput": "foreword.outputs",
+    "EmbeddingOutput": "foreword.outputs",
+    "RequestOutput": "foreword.outputs",
     "SamplingParams": "foreword.core.params",
     "Speculation": "foreword.core.params",
     "StructuredOutput": "foreword.core.structured",

@@ -12,27 +12,34 @@ from __future__ import annotations
 import itertools
 import logging
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from rich.progress import Progress
 
 from foreword.config import Config, EngineInfo
-from foreword.core.events import Event, Failed, StepStats, TokenLogprob, Tokens
+from foreword.core.events import Embedded, Event, Failed, StepStats, Tokens
 from foreword.core.params import SamplingParams
 from foreword.core.request import Request
+from foreword.core.vectors import FLOAT_BYTES, cosine, finished
+from foreword.encoders.local import LocalEncoder, load_local
+from foreword.encoders.recipe import read_decoder_recipe
 from foreword.engine.local import LocalClient
 from foreword.errors import InvalidRequest
-from foreword.metrics.answer import AnswerMetrics
+from foreword.grammar.check import GrammarChecker
 from foreword.metrics.recorder import Recorder
+from foreword.outputs import CompletionOutput, EmbeddingOutput, RequestOutput, StreamPiece
 from foreword.prepare import prepare
 from foreword.text.answer import Answer, Delta
+from foreword.text.embedding import check_input, embedding_requests
 from foreword.text.prepare import make_requests
 from foreword.text.template import ChatTemplate
 
-__all__ = ["LLM", "CompletionOutput", "RequestOutput", "StreamPiece"]
+__all__ = ["LLM", "CompletionOutput", "EmbeddingOutput", "RequestOutput", "StreamPiece"]
 
 WHAT_A_PROMPT_IS = "a prompt is a text or {'prompt_token_ids': [...]}"
 
@@ -40,66 +47,7 @@ logger = logging.getLogger("foreword")
 
 Prompt = str | Mapping[str, Any]
 Message = Mapping[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class CompletionOutput:
-    """One choice.
-
-    logprobs  one per token if asked for, else None
-    seed      with it, the n = 1 request gives this choice again
-    metrics   what `"metrics": true` returns from the server
-    hashes    of the raw logits, one per token, in test mode
-    """
-
-    index: int
-    text: str
-    token_ids: tuple[int, ...]
-    finish_reason: str
-    stop_reason: str | int | None
-    logprobs: tuple[TokenLogprob, ...] | None
-    seed: int
-    metrics: AnswerMetrics | None
-    hashes: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class RequestOutput:
-    """The answer to one prompt: `params.n` choices, and shortcuts to the first.
-
-    metrics  of all choices together; each has its own as well
-    """
-
-    request_id: str
-    prompt: str | None
-    prompt_token_ids: tuple[int, ...]
-    outputs: tuple[CompletionOutput, ...]
-    prompt_logprobs: tuple[TokenLogprob | None, ...] | None
-    metrics: AnswerMetrics | None = None
-
-    @property
-    def text(self) -> str:
-        return self.outputs[0].text
-
-    @property
-    def token_ids(self) -> tuple[int, ...]:
-        return self.outputs[0].token_ids
-
-    @property
-    def finish_reason(self) -> str:
-        return self.outputs[0].finish_reason
-
-    @property
-    def logprobs(self) -> tuple[TokenLogprob, ...] | None:
-        return self.outputs[0].logprobs
-
-
-@dataclass(frozen=True, slots=True)
-class StreamPiece:
-    """A piece of streamed text, and whether a drafter had guessed it."""
-
-    text: str
-    guessed: bool
+Input = str | Sequence[int]
 
 
 @dataclass(slots=True)
@@ -116,7 +64,7 @@ class LLM:
 
     speculate    "auto", "off", or drafters joined by commas
     draft_model  a smaller checkpoint with the same tokenizer
-    options      any other field of `foreword.config.Config`, by name
+    options      any other field of `foreword.config.Config`, by name; an `embedding_model` embeds, or ranks, in the model's place
     Raises ConfigError or CheckpointError. Not thread-safe.
     """
 
@@ -136,8 +84,12 @@ class LLM:
         self.tokenizer = prepared.tokenizer
         self.stats = StepStats()
         self._client = LocalClient(prepared.config, prepared.unused_ids, prepared.tokenizer.vocabulary, on_progress)
+        self._encoder = load_local(prepared.config) if prepared.config.embedding_model else None
+        self._recipe = read_decoder_recipe(prepared.path)
         self._recorder = Recorder(self.info.resolved.drafters)
         self._template = ChatTemplate.of(self.tokenizer)
+        self._grammars = GrammarChecker(self.tokenizer.vocabulary)
+        weakref.finalize(self, self._grammars.close)
         self._ids = itertools.count()
         self._inbox: dict[str, deque[Event]] = {}
         self.load_seconds = time.perf_counter() - started
@@ -185,6 +137,52 @@ class LLM:
             yield from (StreamPiece(piece, guessed) for piece, guessed in delta.pieces)
         self._recorder.returned(1)
 
+    def embed(
+        self,
+        inputs: Input | Sequence[Input],
+        *,
+        pooling: str | None = None,
+        normalize: bool = True,
+        dimensions: int | None = None,
+        prompt_name: str | None = None,
+    ) -> list[EmbeddingOutput]:
+        """Vectors of texts, or of token ids, one each, in order: by the encoder if it embeds, or else by the model.
+
+        pooling      "last", "mean" or "cls"; None: what the checkpoint says, or "last" for the model
+        normalize    scale them to length 1
+        dimensions   only their first so many values, cut before they are scaled
+        prompt_name  purpose whose text stands in front of each text, where the checkpoint names any
+        Raises InvalidRequest before anything runs if an input is impossible.
+        """
+        one = isinstance(inputs, str) or (bool(inputs) and isinstance(inputs[0], int))
+        ids = [self._input_ids(f"inputs[{i}]", item, prompt_name) for i, item in enumerate([inputs] if one else inputs)]  # type: ignore[arg-type]
+        started = time.perf_counter()
+        self._recorder.embedding_began()
+        reason = "error"
+        try:
+            vectors = self._vectors(ids, pooling) if self._embedder is None else self._embedder.encode(ids, pooling)
+            reason = "done"
+        finally:
+            self._recorder.embedding_ended("embed", reason, len(ids), sum(map(len, ids)), time.perf_counter() - started)
+        size = min((len(vector) // FLOAT_BYTES for vector in vectors), default=0)
+        if dimensions is not None and vectors and not 1 <= dimensions <= size:
+            raise InvalidRequest(f"dimensions must be between 1 and {size}, got {dimensions}", "dimensions")
+        return [
+            EmbeddingOutput(finished(vector, dimensions, normalize), tuple(item))
+            for vector, item in zip(vectors, ids, strict=True)
+        ]
+
+    def score(self, query: str, documents: str | Sequence[str]) -> list[float]:
+        """How well each document goes with the query: as the encoder ranks them, or else the cosine of their vectors."""
+        texts = [documents] if isinstance(documents, str) else list(documents)
+        if self._encoder is not None and self._embedder is None:
+            pairs = [self._encoder.texts.encode_pair(query, text) for text in texts]
+            for index, (ids, _) in enumerate(pairs):
+                check_input(f"documents[{index}]", ids, self._encoder.info.max_tokens, self._encoder.info.vocab_size)
+            return self._encoder.rank(pairs)
+        first, *others = (output.vector for output in self.embed([query, *texts]))
+        return [cosine(first, other) for other in others]
+
     def render_metrics(self) -> bytes:
         """What `/metrics` would show of this engine, in Prometheus text."""
         return self._recorder.render()
@@ -216,6 +214,8 @@ class LLM:
         else:
             raise InvalidRequest(f"{WHAT_A_PROMPT_IS}, got {prompt!r:.80}", "prompt")
         self.info.resolved.check_method(params.speculation.method)
+        if params.structured is not None:
+            self._grammars.check_now(params.structured)
         requests = make_requests(
             ids,
             params,
@@ -238,6 +238,43 @@ class LLM:
                 hashes[answer.request.id] += delta.event.hashes
                 bar.advance(task, int(answer.finished))
         return [self._output(job, answers, hashes) for job in jobs]
+
+    @property
+    def _embedder(self) -> LocalEncoder | None:
+        """The encoder, if it is one that embeds."""
+        return self._encoder if self._encoder is not None and self._encoder.info.kind == "embed" else None
+
+    def _input_ids(self, name: str, item: Input, prompt_name: str | None) -> list[int]:
+        """Token ids of what is to be embedded. Raises InvalidRequest."""
+        encoder, limit, known = self._embedder, self.info.resolved.max_model_len, self.info.vocab_size
+        if encoder is not None:
+            limit, known = encoder.info.max_tokens, encoder.info.vocab_size
+        if not isinstance(item, str):
+            ids = list(item)
+        elif encoder is not None:
+            ids = encoder.texts.encode(item, prompt=prompt_name)
+        else:
+            ids = self.tokenizer.encode(self._recipe.prompt(prompt_name, Path(str(self.config.model)).name) + item)
+        check_input(name, ids, limit, known)
+        return ids
+
+    def _vectors(self, ids: Sequence[Sequence[int]], pooling: str | None) -> list[bytes]:
+        """Of the model itself: step until all are there; an error of one is raised, and frees all of them."""
+        requests = embedding_requests(ids, pooling or self._recipe.pooling, f"embd-{next(self._ids)}")
+        found: dict[str, bytes] = {}
+        try:
+            for request in requests:
+                self._inbox[request.id] = deque()
+                self._client.submit(request)
+            while len(found) < len(requests):
+                self._step()
+                found |= {request.id: _vector(inbox.popleft()) for request in requests if (inbox := self._inbox[request.id])}
+        finally:
+            for request in requests:
+                del self._inbox[request.id]
+                if request.id not in found:
+                    self._client.abort(request.id)
+        return [found[request.id] for request in requests]
 
     def _run(self, requests: Sequence[Request]) -> Iterator[tuple[Answer, Delta]]:
         """Step until every request ended; an error of one is raised, and frees all of them.
@@ -312,3 +349,10 @@ class LLM:
             metrics=self._recorder.answer_metrics(answer.request.id),
             hashes=tuple(hashes),
         )
+
+
+def _vector(event: Event) -> bytes:
+    if isinstance(event, Failed):
+        raise event.error
+    assert isinstance(event, Embedded)
+    return event.vector

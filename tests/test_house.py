@@ -25,7 +25,9 @@ ALLOWED = {
     "metrics": {"core", "errors"},
     "engine": {"config", "hardware", "core", "cache", "grammar", "sampling", "drafting", "models", "kernels", "errors"},
     "prepare": {"text", "models.hub", "models.gguf.reader", "config", "errors", "demo"},
+    "outputs": {"metrics", "core"},
     "llm": {
+        "outputs",
         "encoders.local",
         "encoders.recipe",
         "grammar.check",

@@ -11,6 +11,7 @@ from fastapi import FastAPI
 from foreword.cli.banner import model_name
 from foreword.config import EngineInfo
 from foreword.encoders.client import EncoderClient
+from foreword.encoders.recipe import read_decoder_recipe
 from foreword.engine.client import ProcessClient
 from foreword.errors import ConfigError
 from foreword.metrics.recorder import Recorder
@@ -31,6 +32,7 @@ class Backends:
         self.engine = ProcessClient(prepared.config, prepared.unused_ids, prepared.tokenizer.vocabulary, on_progress)
         self.encoder = EncoderClient(prepared.config) if prepared.config.embedding_model else None
         self._prepared = prepared
+        self._recipe = read_decoder_recipe(prepared.path)
 
     async def start(self) -> EngineInfo:
         """Load both at once. Raises ConfigError or CheckpointError."""
@@ -51,7 +53,7 @@ class Backends:
     def application(self, recorder: Recorder) -> FastAPI:
         """The server's application, with both behind it."""
         prepared = self._prepared
-        return create_app(prepared.config, self.engine, prepared.tokenizer, recorder, self.name, self.encoder)
+        return create_app(prepared.config, self.engine, prepared.tokenizer, recorder, self.name, self.encoder, self._recipe)
 
     async def __aenter__(self) -> Backends:
         return self

@@ -12,7 +12,9 @@ from starlette.middleware.cors import CORSMiddleware
 
 from foreword.config import Config
 from foreword.encoders.client import EncoderClient
+from foreword.encoders.recipe import DECODER_RECIPE, Recipe
 from foreword.engine.client import EngineClient
+from foreword.grammar.check import GrammarChecker
 from foreword.metrics.recorder import Recorder
 from foreword.serve.auth import ApiKeys
 from foreword.serve.errors import add_error_handlers
@@ -36,6 +38,7 @@ def create_app(
     recorder: Recorder,
     model_name: str,
     encoder: EncoderClient | None = None,
+    recipe: Recipe = DECODER_RECIPE,
 ) -> FastAPI:
     """The application; starting and closing the clients is the caller's. Raises CheckpointError for a broken chat template."""
     server = Server(
@@ -47,7 +50,9 @@ def create_app(
         admission=Admission(config.max_waiting),
         model_name=model_name,
         created=int(time.time()),
+        grammars=GrammarChecker(tokenizer.vocabulary),
         encoder=encoder,
+        recipe=recipe,
     )
     client.on_step = recorder.step
     app = FastAPI(title="Foreword", docs_url=None, redoc_url=None, lifespan=_lifespan)
@@ -78,6 +83,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     yield
     ticking.cancel()
     await asyncio.gather(ticking, return_exceptions=True)
+    await asyncio.to_thread(app.state.server.grammars.close)
 
 
 async def _tick(recorder: Recorder) -> None:

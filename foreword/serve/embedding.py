@@ -14,7 +14,7 @@ from fastapi import Request
 
 from foreword.core.vectors import cosine, finished
 from foreword.encoders.client import EncoderClient, EncoderInfo, EncoderTexts
-from foreword.errors import EngineDead, InvalidRequest, Unsupported
+from foreword.errors import EngineDead, Unsupported
 from foreword.serve.engine_vectors import EngineVectors
 from foreword.serve.errors import naming
 from foreword.serve.schema.embeddings import Text
@@ -79,18 +79,20 @@ class DecoderEmbedder:
     def __init__(self, server: Server) -> None:
         self._server = server
         self._resolved = server.info().resolved
+        self._recipe = server.recipe
         self.name = server.model_name
-        self.max_tokens = self._resolved.max_model_len
+        self.max_tokens = min(self._resolved.max_model_len, self._recipe.max_tokens or self._resolved.max_model_len)
         self.vocab_size = min(server.info().vocab_size, server.tokenizer.vocab_size)
 
     def ids(self, text: str, reading: Reading) -> list[int]:
-        if reading.prompt_name is not None:
-            raise InvalidRequest(f"{self.name} names no prompts, got {reading.prompt_name!r:.80}", "prompt_name")
+        text = self._recipe.prompt(reading.prompt_name, self.name) + text
         limit = self.max_tokens if reading.max_tokens == -1 else reading.max_tokens
         return self._server.tokenizer.encode_cut(text, None, limit, reading.add_special_tokens)[0]
 
     async def vectors(self, inputs: Sequence[Sequence[int]], pooling: str | None, caller: Caller) -> list[bytes]:
-        requests = embedding_requests(inputs, pooling, f"embd-{uuid.uuid4().hex}", caller.tenant, caller.priority)
+        requests = embedding_requests(
+            inputs, pooling or self._recipe.pooling, f"embd-{uuid.uuid4().hex}", caller.tenant, caller.priority
+        )
         return await EngineVectors(self._server.client, self._resolved).of(requests)
 
 

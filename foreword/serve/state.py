@@ -13,8 +13,10 @@ from foreword.config import Config, EngineInfo
 from foreword.core.params import SamplingParams
 from foreword.core.request import Request as EngineRequest
 from foreword.encoders.client import EncoderClient
+from foreword.encoders.recipe import DECODER_RECIPE, Recipe
 from foreword.engine.client import EngineClient
 from foreword.errors import EngineDead, InvalidRequest, ModelNotFound, Overloaded, Unsupported
+from foreword.grammar.check import GrammarChecker
 from foreword.metrics.recorder import Recorder
 from foreword.text.prepare import make_requests, resolve_seed
 from foreword.text.template import ChatTemplate
@@ -65,6 +67,7 @@ class Server:
     """One served model, and perhaps an encoder beside it.
 
     created  Unix time at which it began
+    recipe   how the generating model makes vectors of texts
     """
 
     config: Config
@@ -75,7 +78,9 @@ class Server:
     admission: Admission
     model_name: str
     created: int
+    grammars: GrammarChecker
     encoder: EncoderClient | None = None
+    recipe: Recipe = DECODER_RECIPE
 
     def info(self) -> EngineInfo:
         """Facts of the running engine. Raises EngineDead while there is none."""
@@ -104,6 +109,11 @@ class Server:
         """The parameters with their seed. A drafter that is asked for must be one that runs."""
         self.info().resolved.check_method(params.speculation.method)
         return replace(params, seed=resolve_seed(params.seed, self.config.seed))
+
+    async def check_structured(self, params: SamplingParams) -> None:
+        """Try a constraint out, away from everybody else. Raises InvalidRequest for one that cannot be served."""
+        if params.structured is not None:
+            await self.grammars.check(params.structured)
 
     def chat_ids(
         self, messages: Sequence[Mapping[str, Any]], rendering: Mapping[str, Any], add_special_tokens: bool = False

@@ -9,20 +9,19 @@ from foreword.core.params import SamplingParams
 from foreword.core.request import POOLINGS, Request
 from foreword.errors import ContextLengthExceeded, InvalidRequest
 
-__all__ = ["DEFAULT_POOLING", "check_input", "embedding_requests"]
+__all__ = ["check_input", "embedding_requests"]
 
-DEFAULT_POOLING = "last"  # of a decoder: the one row that has seen the whole text
 NOTHING_SAMPLED = SamplingParams()
 
 
 def embedding_requests(
-    inputs: Sequence[Sequence[int]], pooling: str | None, request_id: str, tenant: str = "", priority: int = 0
+    inputs: Sequence[Sequence[int]], pooling: str, request_id: str, tenant: str = "", priority: int = 0
 ) -> list[Request]:
     """One for each input, which check_input() has seen: ids "X-0", "X-1", ...
 
-    pooling  one of POOLINGS, None for DEFAULT_POOLING. Raises InvalidRequest.
+    pooling  one of POOLINGS. Raises InvalidRequest.
     """
-    if pooling not in (None, *POOLINGS):
+    if pooling not in POOLINGS:
         raise InvalidRequest(f"pooling must be one of {', '.join(POOLINGS)}, got {pooling!r:.80}", "pooling")
     now = time.monotonic()
     return [
@@ -33,7 +32,7 @@ def embedding_requests(
             seed=0,
             priority=priority,
             tenant=tenant,
-            pooling=pooling or DEFAULT_POOLING,
+            pooling=pooling,
             arrival_s=now,
         )
         for index, ids in enumerate(inputs)
