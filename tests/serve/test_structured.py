@@ -1,14 +1,24 @@
 """What a body says about the form of its answer reaches the engine as one constraint, or is a 400 that names the field."""
 
 import json
+import re
+import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
+import openai
 import pytest
+from jsonschema import Draft202012Validator
 
+from foreword.cli.answers import request_body
+from foreword.core.params import SamplingParams
 from foreword.core.structured import StructuredOutput
 from foreword.serve.schema.chat import ChatBody
 from foreword.serve.schema.completion import CompletionBody
-from tests.serve.conftest import Running
+from tests.grammar.hostile import REFUSED
+from tests.schemas import SAMPLING, make_schema, question
+from tests.serve.conftest import MODEL, Running
 
 SCHEMA = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {}}, "required": ["b"]}
 TEXT = '{"type":"object","properties":{"b":{"type":"integer"},"a":{}},"required":["b"]}'
@@ -132,3 +142,99 @@ def test_what_is_refused(served: Running, fields: dict[str, Any], param: str, re
     assert (reply.status_code, error["param"]) == (400, param), error
     assert reason in error["message"]
     assert not served.client.submitted
+
+
+# With a real engine
+
+
+def ask(demo: Running, speculation: str = "auto", max_tokens: int = 1500, **fields: Any) -> Any:
+    extra = {"metrics": True, "speculation": {"method": speculation}, **fields.pop("extra", {})}
+    messages = fields.pop("messages", [{"role": "user", "content": "Give an example."}])
+    return demo.openai.chat.completions.create(model=MODEL, messages=messages, max_tokens=max_tokens, extra_body=extra, **fields)
+
+
+def answer_schema(demo: Running, number: int, speculation: str) -> Any:
+    schema = make_schema(number)
+    named: Any = {"type": "json_schema", "json_schema": {"name": "it", "strict": True, "schema": schema}}
+    messages = [{"role": "user", "content": question(schema)}]
+    return ask(demo, speculation, messages=messages, response_format=named, seed=number, temperature=0.7, extra={**SAMPLING})
+
+
+def test_schemas_of_many_kinds(demo: Running) -> None:
+    """A part of benchmarks/structured.py: nearly all finish, all that finish conform, and drafts change nothing."""
+    numbers = range(0, 300, 10)
+    with ThreadPoolExecutor(8) as threads:
+        drafted, plain = (list(threads.map(partial(answer_schema, demo, speculation=how), numbers)) for how in ("auto", "off"))
+    finished = 0
+    for number, one, other in zip(numbers, drafted, plain, strict=True):
+        text, reason = one.choices[0].message.content, one.choices[0].finish_reason
+        assert (text, reason) == (other.choices[0].message.content, other.choices[0].finish_reason), number
+        if reason == "stop":
+            finished += 1
+            Draft202012Validator(make_schema(number), format_checker=Draft202012Validator.FORMAT_CHECKER).validate(
+                json.loads(text)
+            )
+    assert finished >= 0.95 * len(numbers)
+    assert sum(one.metrics.get("draft_tokens", 0) for one in drafted) > 0
+
+
+@pytest.mark.parametrize(
+    ("extra", "expression"),
+    [
+        ({"guided_regex": "[A-Z]{3}-[0-9]{2}"}, "[A-Z]{3}-[0-9]{2}"),
+        (outputs(choice=["red", "dark green"]), "red|dark green"),
+        ({"grammar": 'root ::= ("ab" | "cd") [0-9]? "."'}, "(ab|cd)[0-9]?\\."),
+        (outputs(grammar='start: "<" /[a-z]{2,4}/ ">"'), "<[a-z]{2,4}>"),
+        (outputs(structural_tag=TAG | {"format": {"type": "const_string", "value": "as told"}}), "as told"),
+    ],
+)
+def test_other_forms(demo: Running, extra: dict[str, Any], expression: str) -> None:
+    for temperature in (0, 1.5):
+        answer = ask(demo, extra=extra, n=3, seed=5, temperature=temperature, max_tokens=30)
+        for choice in answer.choices:
+            assert choice.finish_reason == "stop" and re.fullmatch(expression, choice.message.content)
+
+
+def test_streamed_and_whole_are_the_same(demo: Running) -> None:
+    fields: dict[str, Any] = {"response_format": {"type": "json_object"}, "seed": 3, "temperature": 1.0, "max_tokens": 200}
+    whole = ask(demo, **fields).choices[0].message.content
+    streamed = "".join(chunk.choices[0].delta.content or "" for chunk in ask(demo, stream=True, **fields) if chunk.choices)
+    assert streamed == whole and isinstance(json.loads(whole), dict)
+
+
+def test_the_constraint_begins_behind_the_reasoning(demo: Running) -> None:
+    """The text that ends the reasoning comes by a bias here; before it anything may stand, behind it only what was asked for."""
+    ids = demo.http.post("/tokenize", json={"prompt": "the"}).json()["tokens"]
+    bias = {str(token): 100 for token in ids}
+    answer = ask(demo, extra=outputs(regex="[0-9]{4}", after="the") | {"logit_bias": bias}, max_tokens=60, temperature=0)
+    _, found, text = answer.choices[0].message.content.partition("the")
+    assert found and re.fullmatch("[0-9]{4}", text), answer
+
+
+def test_hostile_grammars_hurt_nobody(demo: Running) -> None:
+    """Each is a 400 in under two seconds, while another answer goes on as it would alone."""
+    fields: dict[str, Any] = {"seed": 1, "temperature": 1.0, "max_tokens": 400, "extra": {"ignore_eos": True}}
+    alone = ask(demo, **fields).choices[0].message.content
+    ask(demo, extra=outputs(regex="a"))  # the worker is up
+    with ThreadPoolExecutor(1) as threads:
+        for number, (name, structured) in enumerate(REFUSED.items()):
+            beside = threads.submit(ask, demo, **fields) if number % 10 == 0 else None
+            _, body = request_body(
+                MODEL, [{"role": "user", "content": "Hi"}], SamplingParams(max_tokens=5, structured=structured)
+            )
+            began = time.monotonic()
+            reply = demo.http.post("/v1/chat/completions", json=body)
+            assert reply.status_code == 400, (name, reply.text)
+            assert time.monotonic() - began < 2.0, name
+            assert reply.json()["error"]["param"].startswith("structured_outputs"), name
+            assert beside is None or beside.result().choices[0].message.content == alone
+
+
+def test_contradictions_are_the_callers(demo: Running) -> None:
+    with pytest.raises(openai.BadRequestError, match="no token") as caught:
+        ask(
+            demo,
+            extra=outputs(regex="[0-9]+")
+            | {"allowed_token_ids": demo.http.post("/tokenize", json={"prompt": "a"}).json()["tokens"]},
+        )
+    assert caught.value.status_code == 400

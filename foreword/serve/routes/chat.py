@@ -24,6 +24,7 @@ async def chat_completions(body: ChatBody, request: Request, server: ServerDep) 
     params = server.settle(body.params())
     wanted, head, caller = wanted_of(body, params), head_of(server, "chatcmpl", params), caller_of(request, body)
     server.admission.check(params.n)
+    await server.check_structured(params)
 
     def prepare() -> list[EngineRequest]:
         ids = server.chat_ids(plain_messages(body.messages), body.rendering(), bool(body.add_special_tokens))

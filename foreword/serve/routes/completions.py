@@ -27,6 +27,7 @@ async def completions(body: CompletionBody, request: Request, server: ServerDep)
     wanted = replace(wanted_of(body, params), logprobs=body.wants_logprobs)
     head, caller = head_of(server, "cmpl", params), caller_of(request, body)
     server.admission.check(params.n * len(prompts))
+    await server.check_structured(params)
     special = body.add_special_tokens is not False
 
     def prepare() -> list[EngineRequest]:
