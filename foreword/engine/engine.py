@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
@@ -19,10 +20,12 @@ from foreword.engine.assemble import Assembler
 from foreword.engine.runner import Runner
 from foreword.engine.scheduler import Plan, Scheduler, Work
 from foreword.engine.stages import Stages
-from foreword.errors import ContextLengthExceeded, ForewordError, InvalidRequest
+from foreword.errors import ContextLengthExceeded, ForewordError, InvalidRequest, RequestFailed
 from foreword.grammar.grammars import Grammars
 
 __all__ = ["Engine"]
+
+logger = logging.getLogger(__name__)
 
 COMPILING_S = 0.01  # a step that has nothing to do but to wait for a grammar takes so long
 
@@ -122,10 +125,11 @@ class Engine:
             wait([one.grammar for one in self._compiling.values()], COMPILING_S, FIRST_COMPLETED)
         for one in [one for one in self._compiling.values() if one.grammar.done()]:
             del self._compiling[one.request.id]
-            try:
+            error = one.grammar.exception()
+            if error is None:
                 self._start(one.request, one.arrival, one.grammar.result())
-            except ForewordError as error:
-                self._refused.append(Failed(one.request.id, error))
+            else:
+                self._refused.append(Failed(one.request.id, _refusal(one.request.id, error)))
 
     def _step(self) -> list[Event]:
         if not self.drafting.off:
@@ -214,6 +218,14 @@ class Engine:
             drafter_errors=dict(self.drafting.errors),
             drafting=self.drafting.stats(),
         )
+
+
+def _refusal(request_id: str, error: BaseException) -> ForewordError:
+    """Why a grammar is not to be had: the caller's fault, or ours."""
+    if isinstance(error, ForewordError):
+        return error
+    logger.error("the grammar of request %s failed", request_id, exc_info=error)
+    return RequestFailed("the grammar could not be compiled")
 
 
 def _load(scheduler: Scheduler) -> Load:

@@ -116,6 +116,17 @@ def test_a_grammar_that_is_refused_ends_its_request_alone(checkpoint: Path) -> N
     assert len(tokens_of(events["good"])) == 20
 
 
+def test_a_compiler_that_fails_costs_one_request(checkpoint: Path) -> None:
+    engine, compiler = engine_with(checkpoint)
+    engine.submit(make_request("bad", structured=JSON))
+    engine.submit(make_request("good"))
+    compiler.begun["bad"].set_exception(RuntimeError("a bug"))
+    events = run(engine)
+    (failed,) = events["bad"]
+    assert isinstance(failed, Failed) and failed.error.status == 500 and "bug" not in failed.error.message
+    assert len(tokens_of(events["good"])) == 20
+
+
 def test_an_abort_while_the_grammar_compiles(checkpoint: Path) -> None:
     engine, compiler = engine_with(checkpoint)
     engine.submit(make_request("a", structured=JSON))
