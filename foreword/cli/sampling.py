@@ -27,9 +27,16 @@ FLAGS = (
     SamplingFlag("top_p", float, 1.0, "keep the likeliest tokens up to this probability"),
     SamplingFlag("top_k", int, 0, "keep this many of the likeliest tokens; 0 keeps all"),
     SamplingFlag("min_p", float, 0.0, "drop tokens less likely than this share of the likeliest"),
+    SamplingFlag("typical_p", float, 1.0, "keep tokens about as surprising as expected, up to this probability"),
+    SamplingFlag("top_n_sigma", float, 0.0, "keep tokens at most so many standard deviations below the likeliest; 0 keeps all"),
+    SamplingFlag("xtc_probability", float, 0.0, "how often to exclude likely tokens"),
+    SamplingFlag("xtc_threshold", float, 0.1, "likely are those of at least this probability; the last of them stays"),
     SamplingFlag("presence_penalty", float, 0.0, "subtract from tokens that the answer has already"),
     SamplingFlag("frequency_penalty", float, 0.0, "subtract for every time that the answer has a token already"),
     SamplingFlag("repetition_penalty", float, 1.0, "divide by this what prompt or answer have already"),
+    SamplingFlag("dry_multiplier", float, 0.0, "subtract from tokens that would go on with a repeat"),
+    SamplingFlag("dry_base", float, 1.75, "times this for each token that the repeat is longer than allowed"),
+    SamplingFlag("dry_allowed_length", int, 2, "longest repeat that may go on for the multiplier alone"),
 )
 
 
