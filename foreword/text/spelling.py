@@ -8,6 +8,8 @@ from itertools import accumulate
 
 __all__ = ["Spelling"]
 
+REMEMBERED = 256  # texts; most callers ask for the same few
+
 
 class Spelling:
     """All tokens of a vocabulary, laid end to end, so that one search goes through them all.
@@ -15,14 +17,30 @@ class Spelling:
     tokens  bytes of each id
     """
 
-    __slots__ = ("_starts", "_text")
+    __slots__ = ("_found", "_starts", "_text")
 
     def __init__(self, tokens: Sequence[bytes]) -> None:
         self._text = b"".join(tokens)
         self._starts = list(accumulate(map(len, tokens), initial=0))
+        self._found: dict[bytes, tuple[int, ...]] = {}
 
-    def holding(self, part: bytes) -> Iterator[int]:
+    def holding(self, part: bytes) -> tuple[int, ...]:
         """Ids of the tokens that have `part` in them, ascending."""
+        found = self._found.get(part)
+        if found is None:
+            found = tuple(self._search(part))
+            if len(self._found) >= REMEMBERED:
+                self._found.clear()
+            self._found[part] = found
+        return found
+
+    def ending(self, part: bytes) -> Iterator[int]:
+        """Ids of the tokens that end with `part`, ascending."""
+        for token_id in self.holding(part):
+            if self._text.endswith(part, self._starts[token_id], self._starts[token_id + 1]):
+                yield token_id
+
+    def _search(self, part: bytes) -> Iterator[int]:
         place = self._text.find(part)
         while place >= 0:
             token_id = bisect_right(self._starts, place) - 1
@@ -31,9 +49,3 @@ class Spelling:
                 yield token_id
                 place = end - 1
             place = self._text.find(part, place + 1)
-
-    def ending(self, part: bytes) -> Iterator[int]:
-        """Ids of the tokens that end with `part`, ascending."""
-        for token_id in self.holding(part):
-            if self._text.endswith(part, self._starts[token_id], self._starts[token_id + 1]):
-                yield token_id

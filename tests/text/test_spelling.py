@@ -11,5 +11,6 @@ TOKENS = st.lists(st.text("ab\n", max_size=5).map(str.encode), max_size=30)
 @given(TOKENS, st.text("ab\n", min_size=1, max_size=3).map(str.encode))
 def test_all_and_none_but_those(tokens: list[bytes], part: bytes) -> None:
     spelling = Spelling(tokens)
-    assert list(spelling.holding(part)) == [i for i, token in enumerate(tokens) if part in token]
+    for _ in range(2):
+        assert list(spelling.holding(part)) == [i for i, token in enumerate(tokens) if part in token]
     assert list(spelling.ending(part)) == [i for i, token in enumerate(tokens) if token.endswith(part)]
