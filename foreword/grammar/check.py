@@ -29,6 +29,7 @@ from foreword.grammar.worker import READY
 
 __all__ = ["GrammarChecker"]
 
+WORKER: Final = ("-m", "foreword.grammar.worker")
 TOO_SLOW: Final = f"it takes more than {limits.COMPILE_CPU_S:g} s to compile"
 TOO_LARGE: Final = "it is too large or nested too deep to be compiled"
 MAX_REPLY: Final = 1 << 16
@@ -62,8 +63,10 @@ class GrammarChecker:
         """End the workers; checks that wait are cancelled."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         for worker in self._all:
-            worker.stop()
+            worker.kill()
         self._threads.shutdown()
+        for worker in self._all:
+            worker.close()
 
     def _ask(self, structured: StructuredOutput) -> Future[str]:
         """The reason against it, empty if there is none; asked once of a worker, whoever waits for it."""
@@ -85,7 +88,7 @@ class GrammarChecker:
             verdict = self._check(structured)
             with self._lock:
                 self._verdicts[key] = verdict
-                if len(self._verdicts) > limits.MAX_VERDICTS:
+                while len(self._verdicts) > limits.MAX_VERDICTS:
                     self._verdicts.popitem(last=False)
             return verdict
         finally:
@@ -101,7 +104,7 @@ class GrammarChecker:
 
 
 class _Worker:
-    """One worker process, started when it is needed. One thread at a time checks; any may stop it."""
+    """One worker process, started when it is needed. One thread at a time uses it."""
 
     def __init__(self, vocabulary: Callable[[], Vocabulary]) -> None:
         self._vocabulary = vocabulary
@@ -119,13 +122,18 @@ class _Worker:
         except (EOFError, OSError):
             return self._reaped(TOO_LARGE)
 
-    def stop(self) -> None:
+    def kill(self) -> None:
+        """Let whoever waits for it go on; from any thread."""
         if self._process is not None:
             self._process.kill()
 
+    def close(self) -> None:
+        if self._connection is not None:
+            self._reaped(TOO_SLOW)
+
     def _start(self) -> Connection:
         ours, theirs = socket.socketpair()
-        command = [sys.executable, "-m", "foreword.grammar.worker", str(theirs.fileno())]
+        command = [sys.executable, *WORKER, str(theirs.fileno())]
         with theirs:
             self._process = subprocess.Popen(
                 command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, process_group=0

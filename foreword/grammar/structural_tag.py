@@ -93,7 +93,7 @@ class _Writer:
         return self._rule(" | ".join(self._part(option) for option in _objects(part, "elements")))
 
     def _any_text(self, part: Mapping[str, Any]) -> str:
-        return self._rule(_free_text(part))
+        return self._rule(self._free_text(part))
 
     def _sequence(self, part: Mapping[str, Any]) -> str:
         """Free text takes all it can: within a sequence it reaches to the constant text behind it."""
@@ -126,15 +126,24 @@ class _Writer:
 
     def _until(self, part: Mapping[str, Any], ends: Sequence[str]) -> str:
         """Free text up to the first of these texts, which is part of it."""
-        return self._rule(f"{_free_text(part)} ({' | '.join(map(literal, ends))})", lazy=True)
+        return self._rule(f"{self._free_text(part)} ({' | '.join(map(literal, ends))})", lazy=True)
+
+    def _free_text(self, part: Mapping[str, Any]) -> str:
+        """A terminal for any text without those that are excluded."""
+        if not part.get("excludes"):
+            return ANY
+        name = f"TEXT_{len(self._lines)}"
+        without = [f"~({ANY} {literal(text)} {ANY})" for text in _texts(part, "excludes")]
+        self._lines.append(f"{name}: {' & '.join([ANY, *without])}")
+        return name
 
     def _triggered(self, part: Mapping[str, Any]) -> str:
         """Free text, and a tag wherever one of the triggers appears."""
         triggers, tags = _texts(part, "triggers"), _tags(part)
         calls = " | ".join(self._behind_trigger(part, trigger, tags) for trigger in triggers)
-        rest = "" if part.get("stop_after_first") else f" {self._rule(_free_text(part))}"
+        rest = "" if part.get("stop_after_first") else f" {self._rule(self._free_text(part))}"
         if part.get("stop_after_first"):
-            return self._rule(f"({calls})" if part.get("at_least_one") else f"({calls}) | {self._rule(_free_text(part))}")
+            return self._rule(f"({calls})" if part.get("at_least_one") else f"({calls}) | {self._rule(self._free_text(part))}")
         return self._rule(f"({calls}){'+' if part.get('at_least_one') else '*'}{rest}")
 
     def _behind_trigger(self, part: Mapping[str, Any], trigger: str, tags: Sequence[Mapping[str, Any]]) -> str:
@@ -150,12 +159,6 @@ class _Writer:
         between = f"{literal(separator)} " if isinstance(separator, str) and separator else ""
         several = tag if part.get("stop_after_first") else f"{tag} ({between}{tag})*"
         return self._rule(several if part.get("at_least_one") else f"({several})?")
-
-
-def _free_text(part: Mapping[str, Any]) -> str:
-    """A terminal for any text without those that are excluded."""
-    excluded = _texts(part, "excludes") if part.get("excludes") else []
-    return f"({' & '.join([ANY, *(f'~({ANY} {literal(text)} {ANY})' for text in excluded)])})"
 
 
 def _opening(part: Mapping[str, Any]) -> str:

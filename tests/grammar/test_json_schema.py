@@ -1,0 +1,195 @@
+"""JSON schemas: what is refused, what is left out, which whitespace is allowed; and that answers conform."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import jsonschema
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from foreword.core.structured import StructuredOutput
+from foreword.grammar.grammars import Grammars
+from foreword.grammar.json_schema import schema_text
+from foreword.grammar.json_text import GrammarError
+from tests.grammar.walks import begin, ids, open_grammars, tokenizer, walk
+
+EOS = tokenizer().eos_token_ids[0]
+
+
+@pytest.fixture(scope="module")
+def grammars() -> Iterator[Grammars]:
+    with open_grammars() as grammars:
+        yield grammars
+
+
+def takes(grammars: Grammars, structured: StructuredOutput, text: str) -> bool:
+    draft = (*ids(text), EOS)
+    return begin(grammars, structured).legal(draft) == len(draft)
+
+
+def _schema(schema: Any, whitespace: bool = True) -> StructuredOutput:
+    return StructuredOutput("json_schema", json.dumps(schema), whitespace)
+
+
+@pytest.mark.parametrize(
+    ("keyword", "value"),
+    [
+        ("uniqueItems", True),
+        ("not", {"type": "null"}),
+        ("if", {}),
+        ("contains", {"const": 1}),
+        ("dependentRequired", {"a": ["b"]}),
+        ("propertyNames", {"pattern": "a"}),
+        ("unevaluatedProperties", False),
+        ("$dynamicRef", "#a"),
+        ("format", "json-pointer"),
+    ],
+)
+def test_a_keyword_that_is_not_supported_is_named(keyword: str, value: Any) -> None:
+    schema = {"type": "object", "properties": {"a": {"allOf": [{keyword: value}]}}}
+    with pytest.raises(
+        GrammarError, match=rf"{value if keyword == 'format' else keyword}'.*properties/a/allOf/0".replace("$", r"\$")
+    ):
+        schema_text(json.dumps(schema), True)
+
+
+def test_a_name_is_no_keyword(grammars: Grammars) -> None:
+    """Properties may be called as they like, and values may hold anything."""
+    schema = {
+        "type": "object",
+        "properties": {"not": {"const": {"uniqueItems": True}}, "if": {"enum": [{"contains": 1}]}},
+        "required": ["not", "if"],
+        "additionalProperties": False,
+        "default": {"not": 1},
+    }
+    assert takes(grammars, _schema(schema), '{"not": {"uniqueItems": true}, "if": {"contains": 1}}')
+
+
+@pytest.mark.parametrize(
+    "annotation",
+    [
+        {"uniqueItems": False, "unevaluatedProperties": True, "propertyNames": True, "not": False},
+        {"title": "t", "description": "d", "examples": [1], "deprecated": True, "readOnly": True, "$comment": "c"},
+        {"nullable": False, "discriminator": {"propertyName": "a"}, "x-order": 3, "then": {}, "markdownDescription": "m"},
+    ],
+)
+def test_what_says_nothing_is_left_out(grammars: Grammars, annotation: dict[str, Any]) -> None:
+    schema = {**annotation, "type": "array", "items": {"type": "string", "format": "password", **annotation}}
+    assert takes(grammars, _schema(schema), '["a", "b", "a"]')
+    assert not takes(grammars, _schema(schema), "[1]")
+
+
+@pytest.mark.parametrize("schema", [True, {}, {"description": "anything"}])
+def test_anything(grammars: Grammars, schema: Any) -> None:
+    for text in ('{"a": [1, null]}', "-12.5e3", '"text"', "[]", "true"):
+        assert takes(grammars, _schema(schema), text)
+
+
+VALUE = {"name": "Clara Böhm", "tags": ["a", "b"], "inner": {"deep": {"list": [1, [2.5, {}], []], "none": None}}, "yes": True}
+
+
+@pytest.mark.parametrize("indent", [None, 0, 1, 2, 4, 8, "\t"])
+def test_usual_formatting_is_legal(grammars: Grammars, indent: int | str | None) -> None:
+    text = json.dumps(VALUE, indent=indent, ensure_ascii=False)
+    assert takes(grammars, StructuredOutput("json_object"), text)
+    assert takes(grammars, _schema({"type": "object", "properties": {"name": {"type": "string"}}}), text)
+
+
+def test_compact_formatting_is_legal(grammars: Grammars) -> None:
+    text = json.dumps(VALUE, separators=(",", ":"), ensure_ascii=False)
+    assert takes(grammars, StructuredOutput("json_object"), text)
+    assert takes(grammars, StructuredOutput("json_object", whitespace=False), text)
+    assert not takes(grammars, StructuredOutput("json_object", whitespace=False), json.dumps(VALUE, ensure_ascii=False))
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 2**32))
+def test_whitespace_ends(grammars: Grammars, seed: int) -> None:
+    """Who draws nothing but whitespace wherever it is legal comes to the end of it."""
+    draw = random.Random(seed)
+    grammar = begin(grammars, StructuredOutput("json_object"))
+    grammar.accept(ids('{"a": 1'))
+    blanks = [i for i in range(tokenizer().vocab_size) if (text := tokenizer().token_text(i)) and not text.strip()]
+    drawn = ""
+    while legal := [i for i in blanks if grammar.legal([i])]:
+        token_id = draw.choice(legal)
+        drawn += tokenizer().token_text(token_id)
+        grammar.accept([token_id])
+        assert len(drawn) <= 66
+    assert grammar.legal(ids("}")) == 1
+
+
+def test_the_callers_own_whitespace_options_are_not_heard(grammars: Grammars) -> None:
+    schema = {"x-guidance": {"whitespace_pattern": "[ ]+", "lenient": True}, "type": "object"}
+    assert not takes(grammars, _schema(schema), '{"a":     1}')
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**40), 2**40) | st.text('aé\n"\\ \u2028😀', max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text("abc é", max_size=3), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(value=JSON, indent=st.sampled_from([None, 2, "\t"]))
+def test_any_json_is_taken(grammars: Grammars, value: Any, indent: Any) -> None:
+    assert takes(grammars, _schema({}), json.dumps(value, indent=indent, ensure_ascii=False))
+    assert takes(grammars, _schema({"const": value}), json.dumps(value, ensure_ascii=False, indent=indent))
+
+
+NAMES = st.sampled_from(["a", "b", "ключ", "π🙂", "with space", 'quote"d', ""])
+LEAVES = st.sampled_from(
+    [
+        {"type": "string", "maxLength": 6},
+        {"type": "string", "minLength": 2, "maxLength": 4},
+        {"type": "string", "pattern": "^[a-c]+[0-9]?$", "maxLength": 8},
+        {"type": "string", "pattern": "b"},
+        {"type": "integer", "minimum": -3, "maximum": 1200},
+        {"type": "integer", "exclusiveMinimum": 7, "multipleOf": 5, "maximum": 1000},
+        {"type": "number", "minimum": 0.5, "exclusiveMaximum": 20},
+        {"type": ["boolean", "null"]},
+        {"enum": ["x", 1, None, {"k": [True]}]},
+        {"const": "é\n"},
+        {"type": "string", "format": "date"},
+        {"type": "string", "format": "ipv4"},
+        {"$ref": "#/$defs/word"},
+    ]
+)
+
+
+def _inner(children: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    objects = st.dictionaries(NAMES, children, max_size=3).flatmap(
+        lambda properties: st.fixed_dictionaries(
+            {
+                "type": st.just("object"),
+                "properties": st.just(properties),
+                "required": st.lists(st.sampled_from(sorted(properties)), unique=True) if properties else st.just([]),
+                "additionalProperties": st.just(False) | children,
+            }
+        )
+    )
+    arrays = st.fixed_dictionaries(
+        {"type": st.just("array"), "items": children, "minItems": st.integers(0, 2), "maxItems": st.integers(2, 4)}
+    )
+    tuples = st.fixed_dictionaries(
+        {"type": st.just("array"), "prefixItems": st.lists(children, min_size=1, max_size=3), "items": st.just(False)}
+    )
+    return objects | arrays | tuples | st.fixed_dictionaries({"anyOf": st.lists(children, min_size=1, max_size=3)})
+
+
+SCHEMAS = st.recursive(LEAVES, _inner, max_leaves=6)
+
+
+@settings(max_examples=80, deadline=None)
+@given(schema=SCHEMAS, seed=st.integers(0, 2**32))
+def test_answers_conform(grammars: Grammars, schema: dict[str, Any], seed: int) -> None:
+    full = {**schema, "$defs": {"word": {"type": "string", "pattern": "^[a-z]{1,5}$"}}}
+    output = walk(begin(grammars, _schema(full)), random.Random(seed), max_tokens=400, end_soon=1.0)
+    if output[-1] == EOS:
+        jsonschema.Draft202012Validator(full).validate(json.loads(tokenizer().decode(output[:-1])))

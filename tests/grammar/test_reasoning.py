@@ -1,0 +1,38 @@
+"""Where reasoning ends."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from foreword.grammar.reasoning import PROMPT_TAIL, ReasoningWatch, ends_in_prompt
+
+IDS = st.lists(st.integers(0, 2), max_size=12).map(tuple)
+ENDS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=3).map(tuple), min_size=1, max_size=3)
+
+
+def _end_of_first(text: tuple[int, ...], ends: list[tuple[int, ...]]) -> int | None:
+    """The first length at which an end sequence is complete."""
+    return next((n for n in range(1, len(text) + 1) if any(text[:n][-len(end) :] == end for end in ends)), None)
+
+
+@given(parts=st.lists(IDS, max_size=4), last=IDS, ends=ENDS)
+def test_the_first_end_is_found_however_the_output_is_cut(
+    parts: list[tuple[int, ...]], last: tuple[int, ...], ends: list[tuple[int, ...]]
+) -> None:
+    watch = ReasoningWatch(ends)
+    before: tuple[int, ...] = ()
+    for part in parts:
+        if watch.find(part) is not None:
+            break
+        watch.accept(part)
+        before += part
+    expected = _end_of_first(before + last, ends)
+    assert watch.find(last) == (None if expected is None else expected - len(before))
+
+
+def test_an_end_in_the_prompt_counts_near_its_end() -> None:
+    assert ends_in_prompt((1, 2, 3), [(2, 3)]) and ends_in_prompt((1, 2, 3, 4), [(9,), (2, 3)])
+    assert not ends_in_prompt((1, 2, 4, 3), [(2, 3)])
+    assert ends_in_prompt((7, *[0] * (PROMPT_TAIL - 1)), [(7,)])
+    assert not ends_in_prompt((7, *[0] * PROMPT_TAIL), [(7,)])

@@ -1,0 +1,117 @@
+"""Free text with parts that are constrained."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from foreword.core.structured import StructuredOutput
+from foreword.grammar.grammars import Grammars
+from foreword.grammar.json_text import GrammarError
+from foreword.grammar.structural_tag import structural_tag_to_lark
+from tests.grammar.test_json_schema import takes
+from tests.grammar.walks import begin, ids, open_grammars
+
+CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"], "additionalProperties": False}
+OLDER = {
+    "structures": [
+        {"begin": "<function=weather>", "schema": CITY, "end": "</function>"},
+        {
+            "begin": "<function=time>",
+            "schema": {"type": "object", "properties": {}, "additionalProperties": False},
+            "end": "</function>",
+        },
+    ],
+    "triggers": ["<function="],
+}
+WEATHER = '<function=weather>{"city": "Rome"}</function>'
+
+
+def _tag(begin: str, content: dict[str, Any], end: Any) -> dict[str, Any]:
+    return {"type": "tag", "begin": begin, "content": content, "end": end}
+
+
+def _format(**part: Any) -> dict[str, Any]:
+    return {"type": "structural_tag", "format": part}
+
+
+ANY = {"type": "any_text"}
+NUMBER = {"type": "regex", "pattern": "^[0-9]+$"}
+CALL = _tag("<call>", {"type": "json_schema", "json_schema": CITY}, "</call>")
+THINK = _format(type="sequence", elements=[_tag("<think>", ANY, "</think>"), {"type": "const_string", "value": "A: "}, NUMBER])
+TRIGGERED = {"type": "triggered_tags", "triggers": ["<call"], "tags": [CALL]}
+SEPARATED = {"type": "tags_with_separator", "tags": [_tag("<n>", NUMBER, "</n>")], "separator": ", "}
+CASES: list[tuple[dict[str, Any], list[str], list[str]]] = [
+    (
+        OLDER,
+        ["no call at all", f"Let me see <b> {WEATHER} and <function=time>{{}}</function> done", WEATHER, "", "a < b"],
+        ["<function=other>{}</function>", '<function=weather>{"city": 3}</function>', '<function=weather>{"city": "Rome"}'],
+    ),
+    (THINK, ["<think>well, <i>so</i>\n</think>A: 42"], ["<think>well</think>A: x", "A: 42", "<think>well A: 42"]),
+    (_format(type="or", elements=[NUMBER, {"type": "const_string", "value": "none"}]), ["12", "none"], ["nine"]),
+    (_format(type="grammar", grammar='root ::= "(" root ")" | "x"'), ["((x))"], ["((x)"]),
+    (_format(**TRIGGERED), ["text", 'a <call>{"city": "B"}</call> b <call>{"city": "C"}</call>'], ["<call>5</call>", "<calling"]),
+    (_format(**TRIGGERED, at_least_one=True), ['a <call>{"city": "B"}</call> b'], ["text"]),
+    (
+        _format(**TRIGGERED, at_least_one=True, stop_after_first=True),
+        ['a <call>{"city": "B"}</call>'],
+        ['a <call>{"city": "B"}</call> b', "text"],
+    ),
+    (_format(**TRIGGERED, stop_after_first=True), ['a <call>{"city": "B"}</call>', "text"], ['a <call>{"city": "B"}</call> b']),
+    (_format(**SEPARATED), ["<n>1</n>, <n>2</n>", "<n>1</n>", ""], ["<n>1</n> <n>2</n>", "x", "<n>1</n>, "]),
+    (_format(**SEPARATED, at_least_one=True, stop_after_first=True), ["<n>1</n>"], ["<n>1</n>, <n>2</n>", ""]),
+    (
+        _format(type="sequence", elements=[ANY, CALL, {"type": "any_text", "excludes": ["<call>"]}]),
+        ['so <call>{"city": "B"}</call> there', '<call>{"city": "B"}</call>'],
+        ['so <call>{"city": "B"}</call> <call>', "so"],
+    ),
+    (_format(**_tag("<a>", NUMBER, ["</a>", "</b>"])), ["<a>1</a>", "<a>1</b>"], ["<a>1</c>"]),
+    (_format(**_tag("<a>", NUMBER, "")), ["<a>1"], ["<a>x"]),
+]
+
+
+@pytest.fixture(scope="module")
+def grammars() -> Iterator[Grammars]:
+    with open_grammars() as grammars:
+        yield grammars
+
+
+@pytest.mark.parametrize(("tag", "good", "bad"), CASES)
+def test_what_is_taken(grammars: Grammars, tag: dict[str, Any], good: list[str], bad: list[str]) -> None:
+    structured = StructuredOutput("structural_tag", json.dumps(tag))
+    assert [text for text in good if not takes(grammars, structured, text)] == []
+    assert [text for text in bad if takes(grammars, structured, text)] == []
+
+
+def test_behind_a_trigger_text_is_forced(grammars: Grammars) -> None:
+    grammar = begin(grammars, StructuredOutput("structural_tag", json.dumps(_format(**TRIGGERED))))
+    grammar.accept(ids("So "))
+    assert grammar.forced(9) == ()
+    grammar.accept(ids("<call"))
+    assert grammar.forced(9)[:1] == ids(">")[:1]
+
+
+@pytest.mark.parametrize(
+    ("tag", "reason"),
+    [
+        ([], "must be an object"),
+        ({}, "`structures` must be a list"),
+        ({"structures": OLDER["structures"], "triggers": []}, "`triggers` must be a list of texts"),
+        ({"structures": OLDER["structures"], "triggers": ["<tool"]}, "no tag begins with the trigger"),
+        (_format(type="qwen_xml_parameter"), "qwen_xml_parameter.* is not supported; known are any_text, const_string"),
+        (_format(type="json_schema", json_schema={"not": {}}), "'not' of JSON schema is not supported"),
+        (_format(type="json_schema", json_schema={}, style="xml"), 'the style "xml"'),
+        (_format(type="sequence", elements=[ANY, NUMBER]), "any_text must be followed by"),
+        (_format(type="sequence", elements=[TRIGGERED, NUMBER]), "triggered_tags must be the last"),
+        (_format(type="tag", begin="<a>", content=ANY, end=3), "the end of a tag must be"),
+        (_format(type="tags_with_separator", tags=[CALL] * 300), "may have 256 tags"),
+        (_format(type="regex", pattern="a{1,99999}"), "10000 times"),
+        (_format(type="or", elements=[3]), "`elements` must be a list of objects"),
+    ],
+)
+def test_what_is_wrong_is_said(tag: Any, reason: str) -> None:
+    with pytest.raises(GrammarError, match=reason):
+        structural_tag_to_lark(json.dumps(tag), True)

@@ -1,0 +1,70 @@
+"""Vocabularies as llguidance wants them: padded, cut, without an end, with doubles."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from foreword.core.params import SamplingParams
+from foreword.core.request import Request
+from foreword.core.structured import StructuredOutput
+from foreword.core.vocabulary import Vocabulary
+from foreword.grammar.grammars import Grammars
+from foreword.grammar.tokens import Tokens
+from tests.grammar.walks import legal_ids
+
+LETTERS = tuple(bytes([code]) for code in range(97, 123))
+
+
+def _grammar_of(vocabulary: Vocabulary, vocab_size: int, regex: str, eos: tuple[int, ...]):  # type: ignore[no-untyped-def]
+    grammars = Grammars(vocab_size, num_threads=1)
+    grammars.know(vocabulary)
+    params = SamplingParams(structured=StructuredOutput("regex", regex))
+    try:
+        return grammars.begin(Request("r", (1,), params, 0, eos_token_ids=eos)).result(20)
+    finally:
+        grammars.close()
+
+
+@pytest.mark.parametrize("vocab_size", [20, 26, 27, 31, 32, 33, 64, 100])
+def test_masks_are_as_wide_as_the_model(vocab_size: int) -> None:
+    eos = (3,) if vocab_size < 27 else (26,)
+    vocabulary = Vocabulary((*LETTERS, b"</s>"), eos, eos)
+    grammar = _grammar_of(vocabulary, vocab_size, "[a-z]+", eos)
+    mask = grammar.mask(())
+    assert mask.dtype == torch.int32 and mask.shape == ((vocab_size + 31) // 32,)
+    letters = [i for i in range(min(26, vocab_size)) if i not in eos]
+    assert legal_ids(mask) == letters
+    grammar.accept([0])
+    assert legal_ids(grammar.mask(())) == sorted({*letters, *eos})
+
+
+@pytest.mark.parametrize("vocab_size", [26, 32, 40])
+def test_a_vocabulary_without_an_end(vocab_size: int) -> None:
+    grammar = _grammar_of(Vocabulary(LETTERS, (), ()), vocab_size, "ab", ())
+    grammar.accept([0, 1])
+    assert grammar.only_end(()) and grammar.forced(4) == ()
+    assert not [i for i in legal_ids(grammar.mask(())) if i < vocab_size]
+
+
+def test_tokens_that_spell_the_same_are_all_legal() -> None:
+    grammar = _grammar_of(Vocabulary((b"a", b"b", b"a", b"ab", b""), (), ()), 5, "ab", ())
+    assert legal_ids(grammar.mask(()))[:3] == [0, 2, 3]
+    assert [grammar.legal([i]) for i in range(5)] == [1, 0, 1, 1, 0]
+
+
+def test_an_id_that_ends_answers_spells_nothing() -> None:
+    """Also where the tokenizer calls it an ordinary token: "</s>" in a text must not end it."""
+    vocabulary = Vocabulary((b"<", b"/", b"s", b">", b"</s>"), (), (4,))
+    grammar = _grammar_of(vocabulary, 5, "(</s>){2}", (4,))
+    assert legal_ids(grammar.mask(())) == [0]
+    grammar.accept([0, 1, 2, 3] * 2)
+    assert legal_ids(grammar.mask(())) == [4]
+
+
+def test_text_is_cut_into_the_longest_tokens() -> None:
+    tokens = Tokens(Vocabulary((b"a", b"ab", b"b", b"abc", b"ab", b"d"), (5,), (5,)), 6)
+    assert tokens.cut(b"ababca", 9) == (1, 3, 0)
+    assert tokens.cut(b"ababca", 2) == (1, 3)
+    assert tokens.cut(b"abda", 9) == (1,)  # nothing spells "d"
+    assert tokens.cut(b"", 9) == ()
