@@ -12,6 +12,7 @@ import time
 from bisect import insort
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 
 from foreword.cache.blocks import BlockPool
 from foreword.cache.prefix import extend_hashes
@@ -21,6 +22,8 @@ from foreword.core.request import RequestState
 from foreword.errors import ForewordError
 
 __all__ = ["Plan", "Scheduler", "Work"]
+
+POOLED_SHARE, LEAST_POOLED = 32, 8  # of the rows of a step, while others wait for tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,18 +117,19 @@ class Scheduler:
         """Choose the rows of the next step. Running requests go first, then new ones, then drafts."""
         preempted: list[str] = self._yield_to_priority()
         work: list[Work] = []
-        parts = 2 if self._can_start() else 1  # a long prompt leaves half of the step to those that wait
-        budget = self.max_num_batched_tokens
+        budget, vector_rows = self.max_num_batched_tokens, self._vector_rows()
+        parts = 2 if self._can_start(vector_rows == budget) else 1  # a long prompt leaves half of the step to those that wait
         for state in list(self.running):
             if state.id in preempted:  # it gave way to one before it
                 continue
             younger = len(self.running) - len(work) - 1
-            num_tokens = min(state.num_missing, -(-self._room(state, budget - younger) // parts))
-            if self._reserve(state, state.num_computed + num_tokens, preempted):
+            num_tokens = min(state.num_missing, -(-(budget - younger) // parts), vector_rows if state.pools else budget)
+            if num_tokens and self._reserve(state, state.num_computed + num_tokens, preempted):
                 work.append(_work(state, num_tokens))
                 budget -= num_tokens
+                vector_rows -= num_tokens if state.pools else 0
         drafting = sum(len(w.state.draft) for w in work)
-        work += self._admit(budget - min(drafting, budget // 2))
+        work += self._admit(budget - min(drafting, budget // 2), vector_rows)
         drafted = tuple(self._with_drafts(work))
         pooled = tuple(item for item in drafted if item.state.pools)
         return Plan(tuple(item for item in drafted if not item.state.pools) if pooled else drafted, tuple(preempted), pooled)
@@ -183,19 +187,20 @@ class Scheduler:
             self._preempt(worst, preempted)
         return preempted
 
-    def _first_to_start(self) -> RequestState | None:
+    def _first_to_start(self, vectors: bool = True) -> RequestState | None:
         """The first that waits for rows, blocks or a place, and not for somebody else's prompt."""
-        for state in self.waiting[: self.max_num_seqs]:
+        candidates = self.waiting if vectors else (state for state in self.waiting if not state.pools)
+        for state in islice(candidates, self.max_num_seqs):
             self._name_blocks(state)
             if not self._being_computed(state):
                 return state
         return None
 
-    def _can_start(self) -> bool:
-        """Whether one of those that wait could run now."""
+    def _can_start(self, vectors: bool) -> bool:
+        """Whether one of those that wait could run now; `vectors`: also one that wants no tokens."""
         if len(self.running) >= self.max_num_seqs:
             return False
-        first = self._first_to_start()
+        first = self._first_to_start(vectors)
         return first is not None and self._fits(first)
 
     def _reserve(self, state: RequestState, num_tokens: int, preempted: list[str]) -> bool:
@@ -208,11 +213,16 @@ class Scheduler:
         state.blocks += [self.pool.allocate() for _ in range(missing)]
         return True
 
-    def _room(self, state: RequestState, rows: int) -> int:
-        """Of so many rows that are left those that a request may use: a prompt that becomes a vector, one of many perhaps,
-        leaves room for the drafts of others."""
-        drafted = sum(len(other.draft) for other in self.running) if state.pools else 0
-        return rows - min(drafted, rows // 2)
+    def _vector_rows(self) -> int:
+        """Rows of a step for prompts that become vectors: all of them, or so few while others wait for tokens that both
+        sides have about half of the time. There may be thousands of such prompts."""
+        rows = self.max_num_batched_tokens
+        waited_for = any(not state.pools for state in self.running)
+        return min(max(rows // POOLED_SHARE, LEAST_POOLED), rows) if waited_for else rows
+
+    def _vector_places(self) -> int:
+        """How many prompts that become vectors may start: the other half of the places is for those who want tokens."""
+        return max(self.max_num_seqs // 2, 1) - sum(state.pools for state in self.running)
 
     def _preempt(self, state: RequestState, preempted: list[str]) -> None:
         """Free its blocks and let it wait; its tokens stay, and are computed again, exactly."""
@@ -223,26 +233,36 @@ class Scheduler:
         self.num_preemptions += 1
         preempted.append(state.id)
 
-    def _admit(self, budget: int) -> list[Work]:
-        """Start waiting requests in order of rank, while rows, blocks and places last."""
+    def _admit(self, budget: int, vector_rows: int) -> list[Work]:
+        """Start waiting requests in order of rank, while rows, blocks and places last.
+
+        vector_rows  how many of the rows may be of prompts that become vectors
+        """
         work: list[Work] = []
-        deferred = 0
-        while deferred < min(len(self.waiting), self.max_num_seqs) and budget > 0 and len(self.running) < self.max_num_seqs:
-            state = self.waiting[deferred]
+        index = deferred = 0
+        places = self._vector_places()
+        while index < len(self.waiting) and deferred < self.max_num_seqs and budget > 0 and len(self.running) < self.max_num_seqs:
+            state = self.waiting[index]
+            if state.pools and (not vector_rows or places <= 0):
+                index += 1
+                continue
             self._name_blocks(state)
             if self._being_computed(state):
+                index += 1
                 deferred += 1
                 continue
             if not self._fits(state):
                 break
-            self.waiting.pop(deferred)
+            self.waiting.pop(index)
             self._start(state)
-            num_tokens = min(state.num_missing, budget)
+            num_tokens = min(state.num_missing, budget, vector_rows if state.pools else budget)
             state.blocks += [
                 self.pool.allocate() for _ in range(self._blocks(state.num_computed + num_tokens) - len(state.blocks))
             ]
             work.append(_work(state, num_tokens))
             budget -= num_tokens
+            vector_rows -= num_tokens if state.pools else 0
+            places -= state.pools
         return work
 
     def _fits(self, state: RequestState) -> bool:
@@ -311,13 +331,15 @@ class Scheduler:
     def _being_computed(self, state: RequestState) -> bool:
         """Whether a running request is just computing the next block of this one's beginning.
 
-        Then it waits a step or two and shares the block: n choices compute their prompt once.
+        Then it waits a step or two and shares the block: n choices compute their prompt once. Who wants tokens does not wait
+        for a vector, which may take its time.
         """
         if not self._reads_cache(state):
             return False
         index = len(self._shareable(state))
         shareable = state.block_hashes[: (len(state.tokens) - 1) // self.block_size]
-        return index < len(shareable) and shareable[index] in self._computing
+        owner = self._computing.get(shareable[index]) if index < len(shareable) else None
+        return owner is not None and (state.pools or not self.states[owner].pools)
 
     def _publish(self, state: RequestState, before: int) -> None:
         """Make the blocks that the step completed findable."""

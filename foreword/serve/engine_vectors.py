@@ -25,7 +25,7 @@ class EngineVectors:
     def __init__(self, client: EngineClient, resolved: Resolved) -> None:
         self._client = client
         self._max_tokens = STEPS_AHEAD * resolved.max_num_batched_tokens
-        self._max_requests = resolved.max_num_seqs
+        self._max_requests = max(resolved.max_num_seqs // 2, 1)
         self._open: dict[asyncio.Task[bytes], int] = {}
 
     async def of(self, requests: Sequence[Request]) -> list[bytes]:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 
 from foreword import SamplingParams
 from foreword.config import Config
@@ -16,6 +17,7 @@ from foreword.core.request import POOLINGS, Request
 from foreword.engine.engine import Engine
 from foreword.engine.load import load
 from foreword.engine.pooling import LANES, add_rows, mean
+from foreword.engine.scheduler import LEAST_POOLED, Plan
 from foreword.engine.trace import replay
 from foreword.errors import ContextLengthExceeded, InvalidRequest
 from tests.checkpoints import EOS, FAMILIES, write_checkpoint
@@ -71,10 +73,8 @@ def alone(checkpoint: Path, prompt: Sequence[int], pooling: str) -> bytes:
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_vectors_are_those_of_transformers(family: str, tmp_path: Path) -> None:
     """In chunks and whole, for each pooling."""
-    from transformers import AutoModelForCausalLM
-
     path = write_checkpoint(tmp_path / "model", family, seed=3)
-    theirs = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
     with torch.inference_mode():
         hidden = theirs.base_model(torch.tensor([LONG])).last_hidden_state[0]
     expected = {"last": hidden[-1], "mean": hidden.mean(0), "cls": hidden[0]}
@@ -161,21 +161,45 @@ def test_drafters_never_hear_of_them(checkpoint: Path, draft_length: str) -> Non
         assert vector_of(events[f"e{number}"]) == alone(checkpoint, LONG[number % 7 :], POOLINGS[number % 3])
 
 
-def test_embeddings_leave_rows_for_drafts(checkpoint: Path) -> None:
-    """As many as the step has rows wait, and still drafts are verified in full."""
+def test_embeddings_take_few_rows_where_others_want_tokens(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many wait: drafts are verified in full, who comes later starts at once, and alone they have all rows."""
     engine = engine_of(
-        checkpoint,
-        speculate="draft",
-        draft_model=str(checkpoint),
-        draft_length="fixed",
-        num_speculative_tokens=4,
-        max_num_batched_tokens=32,
-    )
+        checkpoint, speculate="draft", draft_model=str(checkpoint), draft_length="fixed", num_speculative_tokens=4,
+        max_num_batched_tokens=64, max_num_seqs=16,
+    )  # fmt: skip
+    plans: list[Plan] = []
+    plan = engine.scheduler.plan
+    monkeypatch.setattr(engine.scheduler, "plan", lambda: plans.append(plan()) or plans[-1])
     engine.submit(generation("g", temperature=0))
-    for number in range(20):
-        engine.submit(embedding(f"e{number}", [*LONG, number]))
-    drafted = [event.draft.drafted for event in run(engine)["g"] if isinstance(event, Tokens) and event.draft]
+    for number in range(40):
+        engine.submit(embedding(f"e{number}", [number, *LONG]))
+    engine.submit(generation("h", LONG[:60], temperature=0))
+    events = run(engine)
+    assert [len(one.work) for one in plans[:3]] == [1, 2, 2], "who comes behind them starts at once"
+    drafted = [event.draft.drafted for event in events["g"] if isinstance(event, Tokens) and event.draft]
     assert drafted[:4] == [4] * 4
+    rows = [(bool(one.work), sum(work.num_tokens for work in one.pooled)) for one in plans]
+    beside = [count for busy, count in rows if busy]
+    assert max(count for busy, count in rows if not busy) == 64
+    assert set(beside[1:]) == {LEAST_POOLED}, "each step has some for them"
+    assert all(vector_of(events[f"e{number}"]) for number in range(40))
+
+
+def test_who_wants_tokens_does_not_wait_for_a_vector(checkpoint: Path) -> None:
+    """Of the same text: it would come piece by piece."""
+    engine = engine_of(checkpoint, max_num_batched_tokens=64, max_num_seqs=8)
+    engine.submit(generation("busy", max_tokens=60))
+    engine.step()
+    engine.submit(embedding("slow", LONG))
+    engine.step()
+    engine.submit(generation("g", LONG, max_tokens=2))
+    steps = 0
+    while "g" in engine.scheduler.states:
+        engine.step()
+        engine.check()
+        steps += 1
+    assert steps <= 4 and "slow" in engine.scheduler.states
+    assert vector_of(run(engine)["slow"]) == alone(checkpoint, LONG, "last")
 
 
 def test_the_whole_context_may_be_a_prompt(checkpoint: Path) -> None:
