@@ -16,7 +16,8 @@ import json
 import random
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -24,7 +25,7 @@ import transformers
 from transformers.utils import logging as transformers_logging
 
 from foreword.config import Config
-from foreword.encoders.local import LocalEncoder, load_local
+from foreword.encoders.local import load_local
 from tests.encoders.checkpoints import wordpiece, write_tokenizer
 
 SHAPES = {
@@ -32,7 +33,15 @@ SHAPES = {
     "base": {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 3072},
 }
 VOCABULARY = 30522
-BATCHES = {1: 16, 32: 64}  # texts at once: texts in all
+BATCHES = {1: 16, 32: 32}  # texts at once: texts in all
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """What is measured."""
+
+    encode: Callable[[Sequence[list[int]]], object]
+    torch_threads: int
 
 
 def main() -> None:
@@ -41,8 +50,12 @@ def main() -> None:
         path = options.model or _random_checkpoint(Path(made), options.shape)
         ours = load_local(Config(embedding_model=str(path), threads=options.threads))
         theirs = transformers.AutoModel.from_pretrained(path, dtype=torch.float32).eval()
-        torch.set_num_threads(options.threads)
-        rows = [_measure(ours, theirs, batch, count, options.rounds) for batch, count in BATCHES.items()]
+        sides = {
+            "ours": Side(ours.encode, options.torch_threads),
+            "theirs": Side(lambda texts: _mean(theirs, texts), options.threads),
+        }
+        vocab_size = ours.info.vocab_size
+        rows = [_measure(sides, vocab_size, batch, count, options.rounds) for batch, count in BATCHES.items()]
     _print_table(rows)
     print(json.dumps({"backend": ours.info.backend, "threads": options.threads, "shape": options.shape, "rows": rows}))
 
@@ -52,6 +65,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("model", nargs="?", type=Path)
     parser.add_argument("--shape", choices=SHAPES, default="mini")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--torch-threads", type=int, default=1, help="of torch within ours; served, it is one")
     parser.add_argument("--rounds", type=int, default=5)
     return parser.parse_args()
 
@@ -64,14 +78,14 @@ def _random_checkpoint(path: Path, shape: str) -> Path:
     return path
 
 
-def _measure(ours: LocalEncoder, theirs: torch.nn.Module, batch: int, count: int, rounds: int) -> dict[str, float]:
-    texts = _texts(count, ours.info.vocab_size)
+def _measure(sides: Mapping[str, Side], vocab_size: int, batch: int, count: int, rounds: int) -> dict[str, float]:
+    texts = _texts(count, vocab_size)
     tokens = sum(map(len, texts))
-    best = {"ours": float("inf"), "theirs": float("inf")}
+    best = dict.fromkeys(sides, float("inf"))
     for number in range(rounds):
         print(f"\rbatch {batch}: round {number + 1} of {rounds}", end="", flush=True)
-        best["ours"] = min(best["ours"], _seconds(ours.encode, texts, batch))
-        best["theirs"] = min(best["theirs"], _seconds(lambda some: _mean(theirs, some), texts, batch))
+        for name, side in sides.items():
+            best[name] = min(best[name], _seconds(side, texts, batch))
     print("\r" + " " * 40, end="\r")
     return {
         "batch": batch,
@@ -90,10 +104,11 @@ def _texts(count: int, vocab_size: int) -> list[list[int]]:
     return [[rng.randrange(5, vocab_size) for _ in range(length)] for length in lengths]
 
 
-def _seconds(encode: Callable[[Sequence[list[int]]], object], texts: Sequence[list[int]], batch: int) -> float:
+def _seconds(side: Side, texts: Sequence[list[int]], batch: int) -> float:
+    torch.set_num_threads(side.torch_threads)
     started = time.perf_counter()
     for first in range(0, len(texts), batch):
-        encode(texts[first : first + batch])
+        side.encode(texts[first : first + batch])
     return time.perf_counter() - started
 
 
