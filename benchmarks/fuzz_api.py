@@ -1,0 +1,252 @@
+"""Requests made up from the server's own OpenAPI document: nothing but an answer or a refusal may come of them.
+
+    python -m benchmarks.fuzz_api [--requests 10000] [--url URL] [--seed N]
+
+A third of the bodies obeys the document, a third breaks it, and a third obeys one that is narrower: its numbers are within
+their limits and its texts are of the known kinds, so that most of them reach the engine. Four at a time. Without --url the
+bundled model is served for it. A failure is a status of 500 and above, an error without OpenAI's envelope, no answer within a
+minute, or an engine that is not idle and in order afterwards and does not give the answer that it gave before. Prints
+how often each status came and then one JSON line; ends with 1 if anything failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import httpx
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import seed as seeded
+from schemathesis import GenerationMode
+
+from foreword.cli.bench_common import show, show_json
+from foreword.cli.server_process import ServerProcess
+from foreword.config import Config
+
+__all__ = ["Findings", "fuzz"]
+
+WORKERS, TIMEOUT_S = 4, 60.0
+QUIET_S = 2.5  # the engine checks its own bookkeeping when it has had nothing to do for a second
+SERVED = Config(max_model_len=256, kv_cache_memory="20000tokens", log_level="error", log_interval=0)
+PROBE = {"messages": [{"role": "user", "content": "What is a draft?"}], "temperature": 1.0, "seed": 7, "max_tokens": 60}
+
+
+def _numbers(low: float, high: float) -> dict[str, Any]:
+    return {"anyOf": [{"type": "number", "minimum": low, "maximum": high}, {"type": "null"}]}
+
+
+def _whole(low: int, high: int) -> dict[str, Any]:
+    """As an enumeration: to JSON schema 1.0 is a whole number too."""
+    return {"enum": [None, *range(low, high + 1)]}
+
+
+def _one_of(*values: Any) -> dict[str, Any]:
+    return {"enum": [None, *values]}
+
+
+SMALL = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
+IDS = {"type": "array", "items": {"enum": [*range(300)]}, "minItems": 1, "maxItems": 9}
+TEXT = {"type": "string", "minLength": 1, "maxLength": 40}
+TEXTS = {"type": "array", "items": TEXT, "minItems": 1, "maxItems": 3}
+# Values with which a request has a chance; fields that are not here keep what the document says of them, or are left out.
+NARROW: Mapping[str, dict[str, Any]] = {
+    "role": {"enum": ["system", "developer", "user", "assistant"]},
+    "content": TEXT,
+    "messages": {"type": "array", "items": {"$ref": "#/components/schemas/Message"}, "minItems": 1, "maxItems": 3},
+    "prompt": {"anyOf": [TEXT, IDS, TEXTS]},
+    "input": {"anyOf": [TEXT, IDS, TEXTS, {"type": "array", "items": IDS, "minItems": 1, "maxItems": 3}]},
+    "tokens": IDS,
+    "query": TEXT,
+    "documents": TEXTS,
+    "text_1": TEXT,
+    "text_2": {"anyOf": [TEXT, TEXTS]},
+    "max_tokens": _whole(1, 40),
+    "max_completion_tokens": _whole(1, 40),
+    "min_tokens": _whole(0, 1),
+    "n": _whole(1, 3),
+    "temperature": _numbers(0, 3),
+    "top_p": _numbers(0.01, 1),
+    "top_k": _whole(-1, 50),
+    "min_p": _numbers(0, 1),
+    "typical_p": _numbers(0.01, 1),
+    "presence_penalty": _numbers(-2, 2),
+    "frequency_penalty": _numbers(-2, 2),
+    "repetition_penalty": _numbers(0.1, 3),
+    "dry_multiplier": _numbers(0, 3),
+    "xtc_probability": _numbers(0, 1),
+    "xtc_threshold": _numbers(0, 0.5),
+    "seed": _whole(0, 9),
+    "priority": _whole(-3, 3),
+    "dimensions": _whole(1, 8),
+    "top_n": _whole(1, 3),
+    "stop": {"anyOf": [{"type": "string", "minLength": 1, "maxLength": 3}, {"type": "null"}]},
+    "bad_words": {"anyOf": [{"type": "array", "items": {"enum": ["a", "the", "."]}, "maxItems": 2}, {"type": "null"}]},
+    "stream": _one_of(True, False),
+    "echo": _one_of(True, False),
+    "metrics": _one_of(True, False),
+    "return_token_ids": _one_of(True, False),
+    "ignore_eos": _one_of(True, False),
+    "encoding_format": _one_of("float", "base64"),
+    "speculation": _one_of({"method": "off"}, {"method": "auto", "max_tokens": 3}, {"method": "suffix"}),
+    "prediction": _one_of({"type": "content", "content": "a draft is a guess"}),
+    "response_format": _one_of(
+        {"type": "text"}, {"type": "json_object"}, {"type": "json_schema", "json_schema": {"name": "x", "schema": SMALL}}
+    ),
+}
+# What the document cannot say: fields that are needed, and fields that those exclude.
+NEEDED: Mapping[str, tuple[str, ...]] = {
+    "Message": ("role", "content"),
+    "ScoreBody": ("text_1", "text_2"),
+    "TokenizeBody": ("messages",),
+}
+EXCLUDED: Mapping[str, tuple[str, ...]] = {"ScoreBody": ("documents",), "TokenizeBody": ("prompt",)}
+
+
+@dataclass(slots=True)
+class Findings:
+    """How often each status came, by path; and what must not have come."""
+
+    statuses: Counter[tuple[str, int]] = field(default_factory=Counter)
+    failures: list[str] = field(default_factory=list)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def note(self, path: str, status: int, failure: str | None) -> None:
+        with self.lock:
+            self.statuses[path, status] += 1
+            if failure is not None:
+                self.failures.append(f"{path}: {failure}")
+
+
+def fuzz(url: str, requests: int, seed: int = 0) -> Findings:
+    """Ask the server at `url` about as many times; what comes is in the findings, and nothing is raised."""
+    document = httpx.get(f"{url}/openapi.json").json()
+    kinds = [
+        (document, GenerationMode.POSITIVE),
+        (document, GenerationMode.NEGATIVE),
+        (narrowed(document), GenerationMode.POSITIVE),
+    ]
+    jobs = [
+        (op, mode) for doc, mode in kinds for op in _operations(doc) if op.method == "post" or mode is GenerationMode.POSITIVE
+    ]
+    posts = sum(op.method == "post" for op, _ in jobs)
+    findings = Findings()
+    with ThreadPoolExecutor(WORKERS) as threads:  # only asking is for threads: bodies are made up in this one
+        for number, (operation, mode) in enumerate(jobs):
+            count = -(-requests // posts) if operation.method == "post" else 5
+            _make_up(operation, mode, count, seed + number, partial(threads.submit, _ask, url, findings), findings)
+    return findings
+
+
+def narrowed(document: Mapping[str, Any]) -> dict[str, Any]:
+    """The document with the values of NARROW; bodies keep the fields named there, and those that they must have."""
+    narrow = copy.deepcopy(dict(document))
+    for kind, schema in narrow["components"]["schemas"].items():
+        schema["required"] = list(dict.fromkeys((*schema.get("required", ()), *NEEDED.get(kind, ()))))
+        kept = {*NARROW, *schema["required"]} - {*EXCLUDED.get(kind, ())}
+        schema["properties"] = {
+            name: NARROW.get(name, value) for name, value in schema.get("properties", {}).items() if name in kept
+        }
+    return narrow
+
+
+def _operations(document: Mapping[str, Any]) -> list[Any]:
+    return [found.ok() for found in schemathesis.openapi.from_dict(dict(document)).get_all_operations()]
+
+
+def _make_up(operation: Any, mode: GenerationMode, count: int, seed: int, ask: Callable[[Any], Any], findings: Findings) -> None:
+    """`count` requests of one route, each handed to `ask`."""
+    phases = [Phase.generate]
+
+    @seeded(seed)
+    @settings(max_examples=count, deadline=None, database=None, phases=phases, suppress_health_check=list(HealthCheck))
+    @given(case=operation.as_strategy(generation_mode=mode))
+    def make_up(case: Any) -> None:
+        ask(case)
+
+    try:
+        make_up()
+    except Exception as error:
+        findings.note(operation.path, 0, f"the document cannot be used: {error!r:.300}")
+
+
+def _ask(url: str, findings: Findings, case: Any) -> None:
+    path = case.operation.path
+    try:
+        reply = case.call(base_url=url, timeout=TIMEOUT_S)
+        findings.note(path, reply.status_code, failure(reply))
+    except Exception as error:  # no answer, or no whole one
+        findings.note(path, 0, f"{error!r:.300} for {case.body!r:.500}")
+
+
+def failure(reply: Any) -> str | None:
+    """What is wrong with an answer, with the body that brought it about."""
+    asked = f" for {reply.request.body!r:.500}"
+    if reply.status_code >= 500:
+        return f"{reply.status_code} {reply.text:.300}{asked}"
+    if reply.status_code >= 400:
+        try:
+            message = reply.json()["error"]["message"]
+            return None if message else f"an error without words{asked}"
+        except (ValueError, KeyError, TypeError):
+            return f"{reply.status_code} without an envelope: {reply.text:.300}{asked}"
+    return None
+
+
+def probe(url: str) -> str:
+    """An answer that never changes."""
+    reply = httpx.post(f"{url}/v1/chat/completions", json=PROBE, timeout=TIMEOUT_S)
+    return str(reply.json()["choices"][0]["message"]["content"])
+
+
+def disorder(url: str, before: str) -> str | None:
+    """What is wrong with the engine afterwards, or None."""
+    time.sleep(QUIET_S)
+    lines = httpx.get(f"{url}/metrics").text.splitlines()
+    open_ = [line for line in lines if line.startswith(("foreword_requests_running ", "foreword_requests_waiting "))]
+    if len(open_) != 2 or not all(line.endswith(" 0.0") for line in open_):
+        return f"requests are open that nobody waits for: {open_}"
+    if httpx.get(f"{url}/health").status_code != 200:
+        return "the engine is dead"
+    return None if probe(url) == before else "an answer has changed"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--requests", type=int, default=10_000)
+    parser.add_argument("--url", default=None, help="a server of ours that runs already")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args(arguments)
+    began = time.perf_counter()
+    with nullcontext(args) if args.url else ServerProcess(SERVED) as server:
+        before = probe(server.url)
+        findings = fuzz(server.url, args.requests, args.seed)
+        wrong = disorder(server.url, before)
+    failures = [*findings.failures, *([wrong] if wrong else [])]
+    _show(findings, time.perf_counter() - began)
+    for failure in failures:
+        print(failure, file=sys.stderr)
+    return 1 if failures else 0
+
+
+def _show(findings: Findings, seconds: float) -> None:
+    statuses = sorted({status for _, status in findings.statuses})
+    paths = sorted({path for path, _ in findings.statuses})
+    rows = [[path, *(str(findings.statuses[path, status]) for status in statuses)] for path in paths]
+    show("Requests made up from the OpenAPI document", ("route", *map(str, statuses)), rows)
+    total = sum(findings.statuses.values())
+    show_json({"bench": "fuzz_api", "requests": total, "failures": len(findings.failures), "seconds": round(seconds, 1)})
+
+
+if __name__ == "__main__":
+    sys.exit(main())
