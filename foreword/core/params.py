@@ -77,11 +77,11 @@ OPTIONAL: Mapping[str, tuple[int, int | None]] = MappingProxyType(
     }
 )
 FLAGS = ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens")
-KINDS: Mapping[str, tuple[type, str]] = MappingProxyType(
+KINDS: Mapping[str, tuple[Any, str]] = MappingProxyType(
     {
         "speculation": (Speculation, "a Speculation"),
-        "prediction": (str, "a text"),
-        "structured": (StructuredOutput, "a StructuredOutput"),
+        "prediction": (str | None, "a text"),
+        "structured": (StructuredOutput | None, "a StructuredOutput"),
     }
 )
 
@@ -145,7 +145,7 @@ class SamplingParams:
             if not isinstance(getattr(self, name), bool):
                 raise InvalidRequest(f"{name} must be true or false, got {getattr(self, name)!r:.80}", name)
         for name, (kind, told) in KINDS.items():
-            if getattr(self, name) is not None and not isinstance(getattr(self, name), kind):
+            if not isinstance(getattr(self, name), kind):
                 raise InvalidRequest(f"{name} must be {told}, got {getattr(self, name)!r:.80}", name)
         self._check_ids()
         self._check_breakers()

@@ -44,6 +44,23 @@ from foreword.errors import InvalidRequest
         ("temperature", 10**400),
         ("ignore_eos", "no"),
         ("speculation", {"method": "off"}),
+        ("speculation", None),
+        ("structured", "json"),
+        ("typical_p", 0),
+        ("top_n_sigma", -1.5),
+        ("xtc_probability", 1.1),
+        ("xtc_threshold", -0.1),
+        ("dry_multiplier", -0.5),
+        ("dry_base", 0.5),
+        ("dry_allowed_length", 256),
+        ("dry_penalty_last_n", -2),
+        ("dry_sequence_breakers", ("",)),
+        ("dry_sequence_breakers", ("x" * 41,)),
+        ("dry_sequence_breakers", ("x",) * 65),
+        ("logprob_token_ids", (-1,)),
+        ("logprob_token_ids", range(129)),
+        ("truncate_prompt_tokens", 0),
+        ("truncate_prompt_tokens", -2),
         ("repetition_penalty", 1e-40),
     ],
 )
@@ -84,6 +101,16 @@ def test_a_prediction_is_a_text() -> None:
     assert SamplingParams(prediction="x").prediction == "x"
     with pytest.raises(InvalidRequest, match="prediction must be a text"):
         SamplingParams(prediction=["x"])  # type: ignore[arg-type]
+
+
+def test_ids_to_score_ask_for_log_probabilities() -> None:
+    assert SamplingParams(logprob_token_ids=[4]).logprobs == 0  # type: ignore[arg-type]
+    assert SamplingParams(logprob_token_ids=(4,), logprobs=3).logprobs == 3
+
+
+def test_repeats_cost_nothing_unless_asked() -> None:
+    assert SamplingParams(dry_multiplier=1).dry
+    assert not SamplingParams().dry and not SamplingParams(dry_multiplier=1, dry_penalty_last_n=0).dry
 
 
 def test_greedy_begins_below_its_bound() -> None:

@@ -85,7 +85,7 @@ WIDEST void keep_allowed_row(Row row, const uint32_t* words, int64_t num_words) 
         if (word == ~uint32_t{0}) continue;
         const int count = static_cast<int>(std::min<int64_t>(WORD_BITS, row.width - first));
         float* values = row.values + first;
-        if (count == WORD_BITS)
+        if (count == WORD_BITS)  // a count that the compiler knows becomes vectors
             for (int i = 0; i < WORD_BITS; i++) values[i] = (word >> i & 1) || !(values[i] < INFINITY) ? values[i] : MASKED;
         else
             for (int i = 0; i < count; i++) values[i] = (word >> i & 1) || !(values[i] < INFINITY) ? values[i] : MASKED;
