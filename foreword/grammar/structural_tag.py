@@ -19,6 +19,23 @@ from foreword.grammar.lark import literal, pattern
 __all__ = ["structural_tag_to_lark"]
 
 ANY: Final = "/(?s:.*)/"
+# What each format may hold beside its type; a field that is not known here would change what conforms.
+FIELDS: Final[Mapping[str, tuple[str, ...]]] = {
+    "any_text": ("excludes",),
+    "const_string": ("value",),
+    "grammar": ("grammar",),
+    "json_schema": ("json_schema", "style"),
+    "optional": ("content",),
+    "or": ("elements",),
+    "plus": ("content",),
+    "regex": ("pattern",),
+    "repeat": ("content", "min", "max"),
+    "sequence": ("elements",),
+    "star": ("content",),
+    "tag": ("begin", "content", "end"),
+    "tags_with_separator": ("tags", "separator", "at_least_one", "stop_after_first"),
+    "triggered_tags": ("triggers", "tags", "at_least_one", "stop_after_first", "excludes"),
+}
 
 
 def structural_tag_to_lark(text: str, whitespace: bool) -> str:
@@ -32,10 +49,15 @@ def structural_tag_to_lark(text: str, whitespace: bool) -> str:
 def _as_format(value: Mapping[str, Any]) -> Mapping[str, Any]:
     """The older form as the newer one."""
     tags = [
-        {"begin": tag.get("begin"), "content": {"type": "json_schema", "json_schema": tag.get("schema")}, "end": tag.get("end")}
+        {"begin": tag.get("begin"), "content": {"type": "json_schema", "json_schema": _schema_of(tag)}, "end": tag.get("end")}
         for tag in _objects(value, "structures")
     ]
     return {"type": "triggered_tags", "triggers": value.get("triggers"), "tags": tags}
+
+
+def _schema_of(tag: Mapping[str, Any]) -> Any:
+    schema = tag.get("schema")
+    return read_json(schema, "the schema") if isinstance(schema, str) else schema
 
 
 class _Writer:
@@ -50,9 +72,13 @@ class _Writer:
             "const_string": lambda part: self._rule(literal(_text(part, "value"))),
             "grammar": self._grammar,
             "json_schema": self._schema,
+            "optional": lambda part: self._times(part, "?"),
             "or": self._or,
+            "plus": lambda part: self._times(part, "+"),
             "regex": lambda part: self._rule(pattern(_text(part, "pattern"))),
+            "repeat": self._repeat,
             "sequence": self._sequence,
+            "star": lambda part: self._times(part, "*"),
             "tag": self._tag,
             "tags_with_separator": self._separated,
             "triggered_tags": self._triggered,
@@ -66,9 +92,7 @@ class _Writer:
         """The name of a rule for one part."""
         if not isinstance(part, dict):
             raise GrammarError(f"a format must be an object, got {json.dumps(part):.80}")
-        kind = part.get("type")
-        if not isinstance(kind, str) or kind not in self._kinds:
-            raise GrammarError(f"the format {json.dumps(kind):.80} is not supported; known are {', '.join(self._kinds)}")
+        kind = _checked_kind(part)
         return self._kinds[kind](part)
 
     def _rule(self, body: str, lazy: bool = False) -> str:
@@ -91,6 +115,15 @@ class _Writer:
 
     def _or(self, part: Mapping[str, Any]) -> str:
         return self._rule(" | ".join(self._part(option) for option in _objects(part, "elements")))
+
+    def _times(self, part: Mapping[str, Any], times: str) -> str:
+        return self._rule(f"({self._part(part.get('content'))}){times}")
+
+    def _repeat(self, part: Mapping[str, Any]) -> str:
+        low, high = part.get("min"), part.get("max")
+        if type(low) is not int or type(high) is not int or not 0 <= low <= high <= limits.MAX_REPEAT:
+            raise GrammarError(f"`min` and `max` must be whole numbers between 0 and {limits.MAX_REPEAT}, `min` the smaller one")
+        return self._times(part, f"{{{low},{high}}}")
 
     def _any_text(self, part: Mapping[str, Any]) -> str:
         return self._rule(self._free_text(part))
@@ -117,6 +150,7 @@ class _Writer:
 
     def _tag(self, part: Mapping[str, Any], skip: int = 0) -> str:
         """begin content end, without the first `skip` characters."""
+        _checked_kind({"type": "tag", **part})
         begin, content, ends = _text(part, "begin")[skip:], part.get("content"), _ends(part)
         head = literal(begin) if begin else ""
         if isinstance(content, dict) and content.get("type") == "any_text" and ends:
@@ -159,6 +193,17 @@ class _Writer:
         between = f"{literal(separator)} " if isinstance(separator, str) and separator else ""
         several = tag if part.get("stop_after_first") else f"{tag} ({between}{tag})*"
         return self._rule(several if part.get("at_least_one") else f"({several})?")
+
+
+def _checked_kind(part: Mapping[str, Any]) -> str:
+    """The type of a format, all of whose fields are known."""
+    kind = part.get("type")
+    if not isinstance(kind, str) or kind not in FIELDS:
+        raise GrammarError(f"the format {json.dumps(kind):.80} is not supported; known are {', '.join(FIELDS)}")
+    for name, value in part.items():
+        if name != "type" and name not in FIELDS[kind] and value not in (None, False, []):
+            raise GrammarError(f"the field {name!r:.80} of the format {kind!r} is not supported")
+    return kind
 
 
 def _opening(part: Mapping[str, Any]) -> str:

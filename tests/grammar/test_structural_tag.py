@@ -70,6 +70,19 @@ CASES: list[tuple[dict[str, Any], list[str], list[str]]] = [
     ),
     (_format(**_tag("<a>", NUMBER, ["</a>", "</b>"])), ["<a>1</a>", "<a>1</b>"], ["<a>1</c>"]),
     (_format(**_tag("<a>", NUMBER, "")), ["<a>1"], ["<a>x"]),
+    (_format(type="optional", content=CALL), ['<call>{"city": "B"}</call>', ""], ["x"]),
+    (_format(type="plus", content=CALL), ['<call>{"city": "B"}</call>' * 2], [""]),
+    (_format(type="star", content=CALL), ['<call>{"city": "B"}</call>' * 2, ""], ["x"]),
+    (
+        _format(type="repeat", min=1, max=2, content=CALL),
+        ['<call>{"city": "B"}</call>'] * 2,
+        ["", '<call>{"city": "B"}</call>' * 3],
+    ),
+    (
+        {"structures": [{"begin": "<a>", "schema": json.dumps(CITY), "end": ""}], "triggers": ["<a>"]},
+        ['see <a>{"city": "B"}'],
+        ["see <a>3"],
+    ),
 ]
 
 
@@ -109,6 +122,8 @@ def test_behind_a_trigger_text_is_forced(grammars: Grammars) -> None:
         (_format(type="tag", begin="<a>", content=ANY, end=3), "the end of a tag must be"),
         (_format(type="tags_with_separator", tags=[CALL] * 300), "may have 256 tags"),
         (_format(type="regex", pattern="a{1,99999}"), "10000 times"),
+        (_format(type="any_text", max_tokens=5), "the field 'max_tokens' of the format 'any_text' is not supported"),
+        (_format(type="repeat", min=3, max=2, content=ANY), "`min` and `max` must be"),
         (_format(type="or", elements=[3]), "`elements` must be a list of objects"),
     ],
 )
