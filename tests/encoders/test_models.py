@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from foreword.config import Config
 from foreword.encoders.local import LocalEncoder, load_local
@@ -84,4 +85,23 @@ def test_a_vector_has_the_same_bits_in_any_company(tmp_path: Path, family: str, 
 def test_an_option_that_is_not_honoured_is_refused_by_name(tmp_path: Path, family: str) -> None:
     write_encoder(tmp_path, family, flux_capacitor=7)
     with pytest.raises(CheckpointError, match="flux_capacitor"):
+        load(tmp_path)
+
+
+def test_norms_may_have_a_gamma_and_a_beta(tmp_path: Path) -> None:
+    write_encoder(tmp_path)
+    before = load(tmp_path).encode([[2, 9, 3]])
+    names = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
+    old = {}
+    for name, tensor in load_file(tmp_path / "model.safetensors").items():
+        for new, older in names.items():
+            name = name.replace(new, older)
+        old[f"bert.{name}"] = tensor
+    save_file(old, tmp_path / "model.safetensors")
+    assert load(tmp_path).encode([[2, 9, 3]]) == before
+
+
+def test_a_head_of_several_labels_does_not_rank(tmp_path: Path) -> None:
+    write_encoder(tmp_path, ranks=True, num_labels=3, id2label=None, label2id=None)
+    with pytest.raises(CheckpointError, match="names 3 labels"):
         load(tmp_path)
