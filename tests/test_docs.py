@@ -109,7 +109,7 @@ def failures() -> tuple[list[str], list[str]]:
 def test_every_failure_has_its_test() -> None:
     guarded, open_ = failures()
     assert len(guarded) > 25
-    assert len(open_) > 5
+    assert len(open_) > 3
     for entry in guarded:
         tests = re.findall(r"`(tests/[\w/]+\.py)::(test_\w+)`", entry)
         assert "*Here*" in entry, entry
@@ -217,7 +217,7 @@ def test_the_programs_of_the_readme_run() -> None:
     programs = blocks(README, "python")
     with ServerProcess(Config(threads=1)) as server:
         said = [run(code.replace(LOCAL, server.url)) for code in programs]
-    assert len(said) == 3
+    assert len(said) == 4
     assert all(text.strip() for text in said)
 
 
