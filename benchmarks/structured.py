@@ -82,11 +82,11 @@ def _ask(llm: LLM, schemas: Sequence[dict[str, Any]], method: str, tokens: int, 
 def _tally(method: str, schemas: Sequence[dict[str, Any]], outputs: Sequence[RequestOutput], seconds: float) -> Tally:
     finished = [(schema, output.text) for schema, output in zip(schemas, outputs, strict=True) if output.finish_reason == "stop"]
     tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
-    conforming = sum(_conforms(schema, text) for schema, text in finished)
+    conforming = sum(conforms(schema, text) for schema, text in finished)
     return Tally(method, len(schemas), len(finished), conforming, tokens, seconds)
 
 
-def _conforms(schema: dict[str, Any], text: str) -> bool:
+def conforms(schema: dict[str, Any], text: str) -> bool:
     try:
         Draft202012Validator(schema, format_checker=Draft202012Validator.FORMAT_CHECKER).validate(json.loads(text))
         return True

@@ -115,10 +115,9 @@ async def _run(config: Config, args: argparse.Namespace, items: Iterator[Job | B
     if args.url is not None:
         async with _client(args.url.rstrip("/").removesuffix("/v1"), config) as http:
             return await answer_all(Caller(http, PATIENCE_S), items, output, tally, args.concurrency or REMOTE_CONCURRENCY)
-    async with _application(config) as app, _client(IN_PROCESS, config, ASGITransport(app)) as http:
-        await answer_all(
-            Caller(http), items, output, tally, args.concurrency or 2 * app.state.server.info().resolved.max_num_seqs
-        )
+    async with _application(config) as app, _client(IN_PROCESS, config, ASGITransport(app, raise_app_exceptions=False)) as http:
+        concurrency = args.concurrency or 2 * app.state.server.info().resolved.max_num_seqs
+        await answer_all(Caller(http), items, output, tally, concurrency)
 
 
 @asynccontextmanager

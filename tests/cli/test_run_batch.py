@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from foreword.cli import run_batch
+from foreword.cli import backends
 from foreword.cli.batch_file import URLS, Bad, Job, Output, read_lines
 from foreword.cli.main import main
 from foreword.cli.run_batch import Caller, Tally, answer_all
@@ -202,7 +202,7 @@ def test_an_engine_that_dies_leaves_a_file_to_go_on_from(tmp_path: Path, monkeyp
             return client
 
     client.script = lambda request: Script() if len(client.submitted) < 5 else client.kill() or Script()
-    monkeypatch.setattr(run_batch, "ProcessClient", Fake)
+    monkeypatch.setattr(backends, "ProcessClient", Fake)
     source = write(tmp_path / "in", *(chat(f"r{i}", max_tokens=3) for i in range(9)))
     assert main(["run-batch", "-i", str(source), "-o", str(tmp_path / "out"), "--concurrency", "1"]) == 1
     assert len(records(tmp_path / "out")) == 4

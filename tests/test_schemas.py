@@ -1,0 +1,38 @@
+"""The generator of schemas: what it makes is valid, varied, and the same each time."""
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import jsonschema
+
+from tests.schemas import make_schema, question
+
+EVERYTHING = {
+    *("additionalProperties", "allOf", "anyOf", "const", "enum", "exclusiveMaximum", "exclusiveMinimum", "format", "items"),
+    *("maxItems", "maxLength", "maxProperties", "maximum", "minItems", "minLength", "minimum", "multipleOf", "oneOf", "pattern"),
+    *("patternProperties", "prefixItems", "properties", "required", "type", "$ref", "$defs", "description"),
+}
+
+
+def keywords(value: Any) -> Iterator[str]:
+    if isinstance(value, dict):
+        yield from value
+        value = list(value.values())
+    if isinstance(value, list):
+        for item in value:
+            yield from keywords(item)
+
+
+def test_schemas_are_valid_varied_and_the_same_each_time() -> None:
+    made = [make_schema(number) for number in range(300)]
+    assert made == [make_schema(number) for number in range(300)]
+    assert len({json.dumps(schema["properties"], sort_keys=True) for schema in made}) > 280
+    for schema in made:
+        jsonschema.Draft202012Validator.check_schema(schema)
+        assert all(name in question(schema) for name in schema["properties"])
+    found = Counter(word for schema in made for word in set(keywords(schema)))
+    assert not EVERYTHING - set(found)
+    assert min(found[word] for word in EVERYTHING) >= 10
+    assert found["🙂"] and found["名前"]
