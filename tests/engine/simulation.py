@@ -11,7 +11,7 @@ from hashlib import blake2b
 
 from foreword.cache.blocks import BlockPool
 from foreword.core.draft import Draft, Outcome
-from foreword.core.events import Event, Failed
+from foreword.core.events import Embedded, Event, Failed
 from foreword.core.params import SamplingParams
 from foreword.core.request import Request, RequestState
 from foreword.engine.scheduler import Plan, Scheduler, Work
@@ -38,8 +38,11 @@ def expected_output(request: Request, max_model_len: int) -> list[int]:
     return history[len(request.prompt_ids) :]
 
 
-def make_request(name: str, prompt: Sequence[int], seed: int = 0, priority: int = 0, **params: object) -> Request:
-    return Request(name, tuple(prompt), SamplingParams(**params), seed, eos_token_ids=(EOS,), priority=priority)  # type: ignore[arg-type]
+def make_request(
+    name: str, prompt: Sequence[int], seed: int = 0, priority: int = 0, pooling: str | None = None, **params: object
+) -> Request:
+    sampling = SamplingParams(**params)  # type: ignore[arg-type]
+    return Request(name, tuple(prompt), sampling, seed, eos_token_ids=(EOS,), priority=priority, pooling=pooling)
 
 
 Guess = Callable[[RequestState], Sequence[int]]
@@ -50,7 +53,10 @@ def no_guess(state: RequestState) -> Sequence[int]:
 
 
 class Simulation:
-    """A scheduler, a pretended model and drafter, and the outputs so far by request id."""
+    """A scheduler, a pretended model and drafter, and the outputs so far by request id.
+
+    vectors  of prompts that become vectors: the tokens whose rows were pooled
+    """
 
     def __init__(self, num_blocks: int, block_size: int, max_model_len: int, guess: Guess = no_guess, **options: object) -> None:
         defaults = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "prefix_caching": True}
@@ -59,6 +65,8 @@ class Simulation:
         self.guess = guess
         self.outputs: dict[str, list[int]] = {}
         self.reasons: dict[str, str] = {}
+        self.vectors: dict[str, bytes] = {}
+        self._rows: dict[str, int] = {}
         self.num_steps = 0
         self._arrivals = 0
         self._kv: dict[int, tuple[int, ...]] = {}
@@ -73,18 +81,21 @@ class Simulation:
             self.step()
 
     def step(self) -> Plan:
-        decoding = [state for state in self.scheduler.running if state.num_missing == 1]
+        decoding = [state for state in self.scheduler.running if state.decodes]
         self.scheduler.draft({state.id: Draft(tuple(self.guess(state)), "fake") for state in decoding})
         plan = self.scheduler.plan()
-        assert plan.work or self.scheduler.idle, "live requests, but nothing planned"
-        assert sum(w.num_tokens + w.num_draft for w in plan.work) <= self.scheduler.max_num_batched_tokens
-        assert len({w.state.id for w in plan.work}) == len(plan.work)
-        for work in plan.work:
+        works = (*plan.work, *plan.pooled)
+        assert works or self.scheduler.idle, "live requests, but nothing planned"
+        assert sum(w.num_tokens + w.num_draft for w in works) <= self.scheduler.max_num_batched_tokens
+        assert all(w.num_tokens for w in works) and len({w.state.id for w in works}) == len(works)
+        for work in works:
             self._write(work)
-        for work in plan.work:
+        for work in works:
             self._read(work)
         outcomes = tuple(self._outcome(work) for work in plan.work)
         for event in self.scheduler.commit(plan, outcomes):
+            self._take(event)
+        for event in self.scheduler.commit_pooled(plan, [self._vector(work) for work in plan.pooled]):
             self._take(event)
         self.scheduler.check()
         self.num_steps += 1
@@ -118,8 +129,21 @@ class Simulation:
         kept, reason, stop_id = state.ending(sampled[: accepted + 1])
         return Outcome(tuple(sampled[:kept]), min(accepted, kept), finish_reason=reason, stop_id=stop_id)
 
+    def _vector(self, work: Work) -> bytes | None:
+        """A mean needs every row, in order and once since the last start."""
+        state = work.state
+        assert not work.samples and not work.num_draft
+        rows = self._rows.get(state.id, 0) if work.start else 0
+        assert work.start == rows or state.request.pooling != "mean"
+        self._rows[state.id] = rows + work.num_tokens
+        return bytes(state.tokens) if work.start + work.num_tokens == len(state.tokens) else None
+
     def _take(self, event: Event) -> None:
         assert not isinstance(event, Failed)
+        if isinstance(event, Embedded):
+            assert event.request_id not in self.vectors, "an event after the end"
+            self.vectors[event.request_id] = event.vector
+            return
         assert event.index == len(self.outputs[event.request_id])
         assert event.request_id not in self.reasons, "an event after the end"
         self.outputs[event.request_id] += event.token_ids

@@ -14,7 +14,8 @@ from foreword import SamplingParams
 from foreword.config import Config
 from foreword.core.events import Embedded, Event, Failed, Tokens
 from foreword.core.request import POOLINGS, Request
-from foreword.engine.engine import Engine
+from foreword.drafting.policy import Load
+from foreword.engine.engine import Engine, _load
 from foreword.engine.load import load
 from foreword.engine.pooling import LANES, add_rows, mean
 from foreword.engine.scheduler import LEAST_POOLED, Plan
@@ -200,6 +201,16 @@ def test_who_wants_tokens_does_not_wait_for_a_vector(checkpoint: Path) -> None:
         steps += 1
     assert steps <= 4 and "slow" in engine.scheduler.states
     assert vector_of(run(engine)["slow"]) == alone(checkpoint, LONG, "last")
+
+
+def test_they_are_no_load_that_drafts_are_weighed_against(checkpoint: Path) -> None:
+    engine = engine_of(checkpoint, max_num_batched_tokens=16, max_num_seqs=4)
+    engine.submit(embedding("a", LONG))
+    engine.step()
+    assert _load(engine.scheduler) == Load() and engine.scheduler.running
+    engine.submit(generation("g", LONG[5:80]))
+    engine.step()
+    assert _load(engine.scheduler).prompt_rows > 0
 
 
 def test_the_whole_context_may_be_a_prompt(checkpoint: Path) -> None:

@@ -35,6 +35,7 @@ arrivals = st.lists(
         st.booleans(),  # ignore_eos
         st.integers(0, 3),  # steps before the next arrival
         st.integers(0, 9),  # 0: aborted after some steps
+        st.sampled_from([None, None, None, "last", "mean", "cls"]),  # the prompt becomes a vector
     ),
     min_size=1,
     max_size=12,
@@ -64,9 +65,9 @@ def test_every_request_gets_its_own_tokens(
         prefix_caching=prefix_caching,
     )
     requests, aborted = [], set()
-    for number, (length, which, seed, priority, max_tokens, ignore_eos, pause, fate) in enumerate(arrivals):
-        prompt = [(which * 5 + i) % VOCAB for i in range(min(length, max_model_len - 1))]
-        request = make_request(str(number), prompt, seed, priority, max_tokens=max_tokens, ignore_eos=ignore_eos)
+    for number, (length, which, seed, priority, max_tokens, ignore_eos, pause, fate, pooling) in enumerate(arrivals):
+        prompt = [(which * 5 + i) % VOCAB for i in range(min(length, max_model_len - (pooling is None)))]
+        request = make_request(str(number), prompt, seed, priority, pooling, max_tokens=max_tokens, ignore_eos=ignore_eos)
         requests.append(request)
         simulation.add(request)
         for _ in range(pause):
@@ -76,6 +77,11 @@ def test_every_request_gets_its_own_tokens(
             simulation.scheduler.check()
     simulation.run()
     for request in requests:
+        if request.pooling is not None:
+            pooled = request.prompt_ids[:1] if request.pooling == "cls" else request.prompt_ids
+            assert simulation.vectors.get(request.id, bytes(pooled)) == bytes(pooled)
+            assert request.id in aborted or request.id in simulation.vectors
+            continue
         expected = expected_output(request, max_model_len)
         if request.id in aborted:
             assert simulation.outputs[request.id] == expected[: len(simulation.outputs[request.id])]

@@ -19,7 +19,8 @@ def _traced_run(path: Path) -> tuple[list[str], int]:
     simulation = Simulation(8, 2, 14, noisy_guess(5, 4, 0.3))
     simulation.scheduler = TracedScheduler(path / "trace", BlockPool(8), 2, 4, 16, True)
     for number in range(6):
-        simulation.add(make_request(str(number), [1, 2, 3], seed=number % 2, priority=number % 3, logit_bias={3: 1.5}))
+        pooling = "mean" if number == 4 else None
+        simulation.add(make_request(str(number), [1, 2, 3], number % 2, number % 3, pooling, logit_bias={3: 1.5}))
         simulation.step()
     simulation.scheduler.remove("5")
     simulation.run()
