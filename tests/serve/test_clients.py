@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 import openai
 import pytest
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from tests.serve.conftest import MODEL, Running
 
@@ -17,6 +17,7 @@ USER = [{"role": "user", "content": "Tell me about a person."}]
 
 
 class Address(BaseModel):
+    model_config = ConfigDict(extra="forbid")
     street: str = Field(max_length=20)
     number: int = Field(ge=1, le=999)
 
@@ -24,6 +25,7 @@ class Address(BaseModel):
 class Person(BaseModel):
     """Somebody."""
 
+    model_config = ConfigDict(extra="forbid")
     name: str = Field(max_length=20)
     age: int = Field(ge=0, le=150)
     mood: Literal["happy", "sad"]
