@@ -23,6 +23,7 @@ class Compiled:
     time, and may fill up. So there are several lexers, and new ones where one is full; unless they take long to build.
 
     num_lexers  masks of as many requests are computed at the same time
+    spent       the lexer is full, and takes too long to build to do it here: requests to come want a new Compiled
     """
 
     def __init__(self, structured: StructuredOutput, tokens: Tokens, num_lexers: int = 1) -> None:
@@ -34,6 +35,7 @@ class Compiled:
         self._firsts = [self._compile()]
         self._cheap = time.thread_time() - begin < RENEW_CPU_S
         self._num_given = 0
+        self.spent = False
 
     def matcher(self) -> LLMatcher:
         """A matcher at the beginning of the grammar."""
@@ -47,6 +49,7 @@ class Compiled:
     def renewed(self) -> LLMatcher | None:
         """A matcher with a lexer of its own, also for those to come; None where that takes too long."""
         if not self._cheap:
+            self.spent = True
             return None
         first = self._compile()
         with self._lock:

@@ -115,13 +115,15 @@ class _Cache:
     def get(self, structured: StructuredOutput) -> Compiled | None:
         with self._lock:
             found = self._compiled.get(_key(structured))
-            if found is not None:
-                self._compiled.move_to_end(_key(structured))
+            if found is None or found.spent:
+                return None
+            self._compiled.move_to_end(_key(structured))
             return found
 
     def put(self, structured: StructuredOutput, compiled: Compiled) -> None:
         with self._lock:
             self._compiled[_key(structured)] = compiled
+            self._compiled.move_to_end(_key(structured))
             if len(self._compiled) > MAX_COMPILED:
                 self._compiled.popitem(last=False)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
@@ -103,14 +104,15 @@ def compute_masks(executor: LLExecutor, wanted: Sequence[tuple[LLMatcher, tuple[
 
 
 class MaskThread:
-    """Does the newest job; daemonic, so that a process may end at any time."""
+    """Does the newest job; daemonic, so that a process may end at any time. It ends with its owner."""
 
-    __slots__ = ("_jobs", "_thread")
+    __slots__ = ("__weakref__", "_jobs", "_thread")
 
     def __init__(self) -> None:
         self._jobs: SimpleQueue[MaskJob | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="grammar-masks", daemon=True)
+        self._thread = threading.Thread(target=_work, args=(self._jobs,), name="grammar-masks", daemon=True)
         self._thread.start()
+        weakref.finalize(self, self._jobs.put, None)
 
     def put(self, job: MaskJob) -> None:
         self._jobs.put(job)
@@ -119,7 +121,9 @@ class MaskThread:
         self._jobs.put(None)
         self._thread.join()
 
-    def _run(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            with contextlib.suppress(Exception):  # whoever asks for the masks computes them again, and meets it
-                job.finish()
+
+def _work(jobs: SimpleQueue[MaskJob | None]) -> None:
+    while (job := jobs.get()) is not None:
+        with contextlib.suppress(Exception):  # whoever asks for the masks computes them again, and meets it
+            job.finish()
+        del job  # it holds the grammars of its requests, and there may be no other for long

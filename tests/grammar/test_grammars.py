@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 from concurrent.futures import TimeoutError as FutureTimeout
@@ -134,3 +135,18 @@ def test_close_while_requests_wait() -> None:
     waiting = grammars.begin(request(CHOICE))
     grammars.close()
     assert waiting.exception(10) is not None or waiting.cancelled()
+
+
+def test_the_thread_of_masks_ends_with_its_owner() -> None:
+    """Engines come and go within a process; nobody closes those that an LLM has dropped."""
+    grammars = Grammars(vocab_size())
+    grammars.know(tokenizer().vocabulary())
+    before = set(threading.enumerate())
+    state = _state(grammars, CHOICE)
+    grammars.prepare([SampleRow(state)])
+    assert state.grammar is not None and state.grammar.mask(()) is not None
+    (thread,) = (one for one in set(threading.enumerate()) - before if one.name == "grammar-masks")
+    del grammars, state
+    gc.collect()
+    thread.join(10)
+    assert not thread.is_alive()

@@ -241,6 +241,21 @@ def test_a_full_lexer_is_replaced(grammars: Grammars, monkeypatch: pytest.Monkey
         assert grammar.error is None
 
 
+def test_a_full_lexer_that_takes_long_to_build_serves_nobody_who_comes_later(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiled_module, "parser_limits", lambda: _limits(max_lexer_states=60))
+    monkeypatch.setattr(compiled_module, "RENEW_CPU_S", 0.0)
+    hungry = StructuredOutput("regex", "[a-z]{1,40}[0-9]{1,40}!")
+    first = begin(grammars, hungry)
+    for char in "a" * 30 + "7" * 30:
+        first.mask(())
+        first.accept(ids(char)[:1])
+    assert first.error is not None
+    later = begin(grammars, hungry)
+    assert legal_ids(later.mask(())) and later.error is None
+
+
 def test_an_automaton_that_gives_up_says_why(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled_module, "parser_limits", lambda: _limits(max_items_in_row=50))
     ambiguous = StructuredOutput("lark", 'start: s\ns: s s s | s s | "a"?')
