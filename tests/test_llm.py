@@ -9,7 +9,7 @@ import pytest
 
 from foreword import LLM, SamplingParams, Speculation
 from foreword.core.request import RequestState
-from foreword.engine.scheduler import Plan
+from foreword.engine.plan import Plan
 from foreword.errors import CheckpointError, ConfigError, ContextLengthExceeded, InvalidRequest
 from tests.checkpoints import write_checkpoint
 

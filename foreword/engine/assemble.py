@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from foreword.core.batch import Batch, Chunk, build_batch
 from foreword.core.rows import SampleRow
+from foreword.engine.plan import Plan, Work
 from foreword.engine.pooling import num_pooled
-from foreword.engine.scheduler import Plan, Work
 
 __all__ = ["Assembler", "PromptRow", "StepBatch"]
 

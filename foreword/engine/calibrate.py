@@ -16,8 +16,8 @@ from foreword.core.request import Request, RequestState
 from foreword.drafting.base import PassDrafter
 from foreword.drafting.control.costs import Calibration, PassCost
 from foreword.engine.assemble import Assembler
+from foreword.engine.plan import Plan, Work
 from foreword.engine.runner import Runner
-from foreword.engine.scheduler import Plan, Work
 
 __all__ = ["Calibrator", "pass_cost"]
 

@@ -17,8 +17,9 @@ from foreword.core.vocabulary import Vocabulary
 from foreword.drafting.drafting import Drafting
 from foreword.drafting.policy import Load, Served, StepFacts
 from foreword.engine.assemble import Assembler
+from foreword.engine.plan import Plan, Work
 from foreword.engine.runner import Runner
-from foreword.engine.scheduler import Plan, Scheduler, Work
+from foreword.engine.scheduler import Scheduler
 from foreword.engine.stages import Stages
 from foreword.errors import ContextLengthExceeded, ForewordError, InvalidRequest, RequestFailed
 from foreword.grammar.grammars import Grammars

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from foreword.cache.storage import KVStorage
 from foreword.core.batch import Batch
-from foreword.engine.scheduler import Work
+from foreword.engine.plan import Work
 from foreword.errors import RequestFailed
 from foreword.models.base import Model
 

@@ -13,8 +13,8 @@ from foreword.core.draft import Outcome
 from foreword.core.events import TokenLogprob
 from foreword.core.request import RequestState
 from foreword.engine.assemble import PromptRow, StepBatch
+from foreword.engine.plan import Work
 from foreword.engine.pooling import Pooler
-from foreword.engine.scheduler import Work
 from foreword.engine.stages import Stages
 from foreword.errors import ForewordError, RequestFailed, Unsatisfiable
 from foreword.grammar.grammars import Grammars

@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from bisect import insort
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import islice
 
 from foreword.cache.blocks import BlockPool
@@ -19,37 +19,12 @@ from foreword.cache.prefix import extend_hashes
 from foreword.core.draft import Draft, Outcome
 from foreword.core.events import DraftUse, Embedded, Event, Failed, Tokens
 from foreword.core.request import RequestState
+from foreword.engine.plan import Plan, Work
 from foreword.errors import ForewordError
 
-__all__ = ["Plan", "Scheduler", "Work"]
+__all__ = ["Scheduler"]
 
 POOLED_SHARE, LEAST_POOLED = 32, 8  # of the rows of a step, while others wait for tokens
-
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """Rows of one request: `num_tokens` known tokens from `start` on, then `num_draft` drafted ones.
-
-    samples  the last known token is among them, so that new tokens come out
-    """
-
-    state: RequestState
-    start: int
-    num_tokens: int
-    samples: bool
-    num_draft: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """One step. `preempted` lost their blocks to others and wait again.
-
-    pooled  work on prompts that become vectors; it has a pass of its own
-    """
-
-    work: tuple[Work, ...]
-    preempted: tuple[str, ...] = ()
-    pooled: tuple[Work, ...] = ()
 
 
 class Scheduler:

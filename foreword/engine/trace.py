@@ -18,7 +18,8 @@ from foreword.core.events import Event
 from foreword.core.params import SamplingParams, Speculation
 from foreword.core.request import Request, RequestState
 from foreword.core.structured import StructuredOutput
-from foreword.engine.scheduler import Plan, Scheduler
+from foreword.engine.plan import Plan
+from foreword.engine.scheduler import Scheduler
 from foreword.errors import ForewordError, RequestFailed
 
 __all__ = ["TracedScheduler", "replay"]

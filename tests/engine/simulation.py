@@ -14,7 +14,8 @@ from foreword.core.draft import Draft, Outcome
 from foreword.core.events import Embedded, Event, Failed
 from foreword.core.params import SamplingParams
 from foreword.core.request import Request, RequestState
-from foreword.engine.scheduler import Plan, Scheduler, Work
+from foreword.engine.plan import Plan, Work
+from foreword.engine.scheduler import Scheduler
 from foreword.sampling.verify import verify
 
 VOCAB = 11

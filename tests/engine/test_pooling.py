@@ -17,8 +17,9 @@ from foreword.core.request import POOLINGS, Request
 from foreword.drafting.policy import Load
 from foreword.engine.engine import Engine, _load
 from foreword.engine.load import load
+from foreword.engine.plan import Plan
 from foreword.engine.pooling import LANES, add_rows, mean
-from foreword.engine.scheduler import LEAST_POOLED, Plan
+from foreword.engine.scheduler import LEAST_POOLED
 from foreword.engine.trace import replay
 from foreword.errors import ContextLengthExceeded, InvalidRequest
 from tests.checkpoints import EOS, FAMILIES, write_checkpoint
