@@ -42,7 +42,7 @@ def holds_object(text: str, finish_reason: str) -> bool:
 
 
 def test_openai_parse(demo: Running) -> None:
-    completion = demo.openai.chat.completions.parse(model=MODEL, messages=USER, response_format=Person, max_tokens=500, seed=1)
+    completion = demo.openai.chat.completions.parse(model=MODEL, messages=USER, response_format=Person, max_tokens=1000, seed=1)
     message = completion.choices[0].message
     assert isinstance(message.parsed, Person) and message.refusal is None
     assert Person.model_validate_json(message.content) == message.parsed
@@ -50,7 +50,7 @@ def test_openai_parse(demo: Running) -> None:
 
 
 def test_openai_stream_with_parsing(demo: Running) -> None:
-    options: dict[str, Any] = {"model": MODEL, "messages": USER, "response_format": Person, "max_tokens": 500, "seed": 1}
+    options: dict[str, Any] = {"model": MODEL, "messages": USER, "response_format": Person, "max_tokens": 1000, "seed": 1}
     with demo.openai.chat.completions.stream(**options) as stream:
         kinds = {event.type for event in stream}
         parsed = stream.get_final_completion().choices[0].message.parsed
@@ -132,7 +132,7 @@ async def test_litellm_async(litellm: Any, asked: dict[str, Any]) -> None:
 
 
 def test_litellm_response_format(litellm: Any, asked: dict[str, Any]) -> None:
-    reply = litellm.completion(**asked | {"max_tokens": 500}, response_format=Person)
+    reply = litellm.completion(**asked | {"max_tokens": 1000}, response_format=Person)
     assert Person.model_validate_json(reply.choices[0].message.content)
     reply = litellm.completion(**asked | {"max_tokens": 300}, response_format={"type": "json_object"})
     assert holds_object(reply.choices[0].message.content, reply.choices[0].finish_reason)
@@ -169,7 +169,7 @@ def test_langchain_chat(langchain: Any, demo: Running) -> None:
 
 
 def test_langchain_structured_output(langchain: Any, demo: Running) -> None:
-    model = chat_model(langchain, demo, max_tokens=500)
+    model = chat_model(langchain, demo, max_tokens=1000)
     assert isinstance(model.with_structured_output(Person, method="json_schema").invoke("A person."), Person)
     described = {"title": "town", **Address.model_json_schema()}
     assert set(model.with_structured_output(described, method="json_schema").invoke("A town.")) == {"street", "number"}
