@@ -180,6 +180,8 @@ def _set(text: str) -> str:
     """A character set; "-" between two characters makes a range."""
     body = text[1:-1].removeprefix("^")
     signs = ["-" if char == "-" and not escaped else code_point(char) for char, escaped in _characters(body)]
+    if not signs:
+        raise GrammarError(f"the character set {text} is empty")
     for index in (0, len(signs) - 1):  # at an edge it stands for itself
         if signs[index] == "-":
             signs[index] = code_point("-")

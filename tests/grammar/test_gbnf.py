@@ -118,6 +118,7 @@ def test_what_is_not_recursive_is_one_terminal() -> None:
         ("root ::= \"a\" 'b'", "line 1"),
         ('root ::= "a"\n\nroot2 ::= "b', "line 3"),
         ("root ::= [", "line 1"),
+        ('root ::= "a" [^]', "set \\[\\^\\] is empty"),
         ('root ::= "a"{2,99999}', "10000 times"),
         ('root ::= "\\uD800"', "no character has the code D800"),
         ("root ::= )", "expected a rule name"),

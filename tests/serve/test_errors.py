@@ -60,6 +60,7 @@ def post(served: Running, fields: dict[str, Any], path: str = CHAT) -> tuple[int
         ({"logprobs": 5}, "logprobs", "valid boolean"),
         ({"top_logprobs": 2}, "top_logprobs", "logprobs: true"),
         ({"logit_bias": {"x": 1}}, "logit_bias", "token id"),
+        ({"logit_bias": {"9" * 5000: 1}}, "logit_bias", "token id"),
         ({"logit_bias": {"1": 101}}, "logit_bias", "between -100 and 100"),
         ({"logit_bias": {"300": 1}}, "logit_bias", "ends at 259"),
         ({"allowed_token_ids": []}, "allowed_token_ids", "empty"),

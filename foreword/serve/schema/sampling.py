@@ -14,6 +14,7 @@ from foreword.serve.schema.structured import StructuredBody
 __all__ = ["PredictionBody", "SamplingBody", "SpeculationBody", "StreamOptions"]
 
 MAX_STOPS, MAX_STOP_LENGTH = 64, 1024
+MAX_ID_LENGTH = 20  # digits; int() raises for thousands of them
 NO_MIROSTAT = (
     "its state depends on every token sampled before, so that drafted tokens could not be checked by themselves; "
     "typical_p and min_p bound surprise without state"
@@ -201,7 +202,7 @@ class SamplingBody(StructuredBody):
         if self.logit_bias is None:
             return None
         for key in self.logit_bias:
-            if not (key.isascii() and key.isdigit()):
+            if not (key.isascii() and key.isdigit() and len(key) <= MAX_ID_LENGTH):
                 raise InvalidRequest(f"logit_bias: {key!r:.40} is not a token id", "logit_bias")
         return {int(key): value for key, value in self.logit_bias.items()}
 
