@@ -37,6 +37,11 @@ class Compiled:
         self._num_given = 0
         self.spent = False
 
+    @property
+    def kind(self) -> str:
+        """One of foreword.core.structured.KINDS."""
+        return self._structured.kind
+
     def matcher(self) -> LLMatcher:
         """A matcher at the beginning of the grammar."""
         with self._lock:

@@ -39,7 +39,7 @@ class Grammars:
         self._num_threads = num_threads or min(max(len(os.sched_getaffinity(0)) // 2, 1), MAX_MASK_THREADS)
         self._executor = LLExecutor(self._num_threads)
         self._compiler = ThreadPoolExecutor(1, "grammar-compile")
-        self._reader = ThreadPoolExecutor(1, "grammar-tokens")
+        self._ready = ThreadPoolExecutor(1, "grammar-ready")  # for all that need not be compiled
         self._tokens: Future[Tokens] = Future()
         self._cache = _Cache()
         self._thread: MaskThread | None = None
@@ -49,11 +49,14 @@ class Grammars:
     def know(self, vocabulary: Vocabulary) -> None:
         """What the model's tokens spell. Requests that came before wait for it; a second vocabulary is ignored."""
         if not self._tokens.done():
-            self._reader.submit(self._read, vocabulary)
+            self._ready.submit(self._read, vocabulary)
 
     def begin(self, request: Request) -> Future[RequestGrammar]:
         """The grammar of a request, at the end of what was delivered of it; InvalidRequest if there is none."""
-        return self._compiler.submit(self._begin, request)
+        structured = request.params.structured
+        assert structured is not None, "only requests with a constraint have a grammar"
+        known = self._cache.get(structured) is not None  # it waits for nobody's compilation
+        return (self._ready if known else self._compiler).submit(self._begin, request, structured)
 
     def prepare(self, rows: Sequence[SampleRow]) -> None:
         """Compute in the background what `mask` will be asked for by these rows. Rows without a grammar are ignored."""
@@ -70,7 +73,7 @@ class Grammars:
     def close(self) -> None:
         """Stop all threads; requests that wait are cancelled."""
         self._tokens.cancel()
-        self._reader.shutdown(wait=False, cancel_futures=True)
+        self._ready.shutdown(wait=False, cancel_futures=True)
         self._compiler.shutdown(wait=False, cancel_futures=True)
         if self._thread is not None:
             self._thread.close()
@@ -89,9 +92,7 @@ class Grammars:
         except Exception as error:
             self._tokens.set_exception(error)
 
-    def _begin(self, request: Request) -> RequestGrammar:
-        structured = request.params.structured
-        assert structured is not None, "only requests with a constraint have a grammar"
+    def _begin(self, request: Request, structured: StructuredOutput) -> RequestGrammar:
         tokens = self._tokens.result()
         compiled = self._cache.get(structured)
         if compiled is None:

@@ -13,9 +13,9 @@ __all__ = ["ANY_OBJECT", "compiled_schema", "schema_text"]
 
 ANY_OBJECT: Final = '{"type": "object"}'
 
-# Between two parts of JSON: a space, or one or two line ends and an indentation. json.dumps() writes no more with any
-# indent; a model that loops in whitespace is stopped. llguidance takes it at most once in a place.
-WHITESPACE: Final = r" |\n{1,2}( {0,64}|\t{0,16})"
+# Between two parts of JSON: a space, or a line end and an indentation. json.dumps() writes no more down to eight levels of
+# four; a small model that falls into whitespace gets out of it soon. llguidance takes it at most once in a place.
+WHITESPACE: Final = r" |\n( {0,32}|\t{0,8})"
 
 # Keywords that change what conforms and that llguidance does not implement; the value given changes nothing.
 UNSUPPORTED: Final[Mapping[str, Any]] = {

@@ -13,6 +13,7 @@ from foreword.core.request import Request
 from foreword.grammar.compile import reason
 from foreword.grammar.compiled import Compiled
 from foreword.grammar.ends import Ends
+from foreword.grammar.forced import Forced
 from foreword.grammar.masks import MaskJob, Wanted, compute_masks
 from foreword.grammar.reasoning import ReasoningWatch, ends_in_prompt
 from foreword.grammar.tokens import Tokens
@@ -36,6 +37,7 @@ class Matcher:
         "_ended",
         "_ends",
         "_executor",
+        "_forced",
         "_job",
         "_llg",
         "_masks",
@@ -53,6 +55,7 @@ class Matcher:
         self._ends = Ends(tokens, (*request.eos_token_ids, *(i for i in request.params.stop_token_ids if i in tokens.eos_ids)))
         ends = request.reasoning_end_ids
         self._watch = ReasoningWatch(ends) if ends and not ends_in_prompt(request.prompt_ids, ends) else None
+        self._forced = Forced(tokens, compiled.kind)
         self._accepted: list[int] = []
         self._ended = False
         self._job: MaskJob | None = None
@@ -93,10 +96,11 @@ class Matcher:
         if self._watch is not None or self._ended or self.error is not None:
             return ()
         self._settle()
-        draft = self._tokens.cut(self._llg.compute_ff_bytes(), max_tokens)
-        if len(draft) < max_tokens and self._ends.ids and self._behind(draft, LLMatcher.is_stopped):
-            return (*draft, self._ends.ids[0])
-        return draft
+        draft, only_end = self._forced.after(self._llg, self._accepted, max_tokens)
+        if self._llg.is_error():
+            self._revive()
+            return ()
+        return (*draft, self._ends.ids[0]) if only_end and self._ends.ids and len(draft) < max_tokens else draft
 
     def mask(self, draft: tuple[int, ...]) -> Tensor | None:
         begin = self._begin(draft)

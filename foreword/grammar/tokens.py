@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
-from typing import NoReturn, cast
+from itertools import pairwise
+from typing import Final, NoReturn, cast
 
 from llguidance import LLTokenizer, TokenizerWrapper
 
 from foreword.core.vocabulary import Vocabulary
 
 __all__ = ["Tokens"]
+
+# How tokenizers cut text before they merge: a space belongs to what follows it. A line end is a piece of its own, or the end
+# of the signs before it, with some; with others it is whitespace like all.
+WORDS: Final = rb" ?[A-Za-z\x80-\xff]+| ?[0-9]+| ?[^\sA-Za-z0-9\x80-\xff]+"
+LINES_APART: Final = re.compile(WORDS + rb"[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s")
+LINES_WITHIN: Final = re.compile(WORDS + rb"|\s+(?!\S)|\s")
 
 
 class _Spelled:
@@ -33,10 +41,11 @@ class Tokens:
     llg          llguidance's form of it: a trie over all tokens
     end_id       stands for all ids that end an answer: its bit in a mask says that the answer may end
     eos_ids      ids whose bits llguidance sets where the answer may end
+    spelled      bytes of each id; empty for what is no text
     vocab_size   of the model
     """
 
-    __slots__ = ("_ids", "_longest", "end_id", "eos_ids", "llg", "vocab_size")
+    __slots__ = ("_ids", "_pieces", "end_id", "eos_ids", "llg", "spelled", "vocab_size")
 
     def __init__(self, vocabulary: Vocabulary, vocab_size: int, slices: Sequence[str] | None = None) -> None:
         tokens = list(vocabulary.tokens[:vocab_size])
@@ -50,23 +59,41 @@ class Tokens:
             cast(TokenizerWrapper, spelled), eos_token=list(self.eos_ids) or None, slices=None if slices is None else list(slices)
         )
         self.end_id = self.llg.eos_token  # one more than the vocabulary has, where no id ends an answer
-        spells = set(special)
-        self._ids = {token: i for i, token in reversed(list(enumerate(tokens))) if token and i not in spells}
-        self._longest = max(map(len, self._ids), default=0)
+        for token_id in special:
+            tokens[token_id] = b""
+        self.spelled = tuple(tokens)
+        self._ids = {token: i for i, token in reversed(list(enumerate(tokens))) if token}
+        self._pieces = LINES_WITHIN if b"\n " in self._ids else LINES_APART
 
     @property
     def num_words(self) -> int:
         """int32 words of one mask."""
         return (self.llg.vocab_size + 31) // 32
 
+    def id_of(self, text: bytes) -> int | None:
+        """The token that spells exactly this."""
+        return self._ids.get(text)
+
     def cut(self, text: bytes, max_tokens: int) -> tuple[int, ...]:
-        """Tokens that spell the beginning of `text`, each the longest that fits."""
+        """Tokens that spell the beginning of `text`, most likely those that a tokenizer would take.
+
+        Words, numbers and signs are cut apart first, as tokenizers do it, and merged as byte-pair encoding does it: nearly
+        every vocabulary lists its tokens in the order of their merges.
+        """
         ids: list[int] = []
-        begin = 0
-        while begin < len(text) and len(ids) < max_tokens:
-            end = next((e for e in range(min(len(text), begin + self._longest), begin, -1) if text[begin:e] in self._ids), begin)
-            if end == begin:
-                break
-            ids.append(self._ids[text[begin:end]])
-            begin = end
+        for piece in self._pieces.findall(text):
+            for part in self._merged(piece):
+                if part not in self._ids or len(ids) == max_tokens:
+                    return tuple(ids)
+                ids.append(self._ids[part])
         return tuple(ids)
+
+    def _merged(self, piece: bytes) -> list[bytes]:
+        """Bytes, of which again and again the two neighbours are joined that make the lowest id."""
+        parts = [piece[index : index + 1] for index in range(len(piece))]
+        while True:
+            pairs = [(self._ids.get(left + right), index) for index, (left, right) in enumerate(pairwise(parts))]
+            best = min(((token_id, index) for token_id, index in pairs if token_id is not None), default=None)
+            if best is None:
+                return parts
+            parts[best[1] : best[1] + 2] = [parts[best[1]] + parts[best[1] + 1]]

@@ -93,7 +93,7 @@ def test_anything(grammars: Grammars, schema: Any) -> None:
 VALUE = {"name": "Clara Böhm", "tags": ["a", "b"], "inner": {"deep": {"list": [1, [2.5, {}], []], "none": None}}, "yes": True}
 
 
-@pytest.mark.parametrize("indent", [None, 0, 1, 2, 4, 8, "\t"])
+@pytest.mark.parametrize("indent", [None, 0, 1, 2, 4, "\t"])
 def test_usual_formatting_is_legal(grammars: Grammars, indent: int | str | None) -> None:
     text = json.dumps(VALUE, indent=indent, ensure_ascii=False)
     assert takes(grammars, StructuredOutput("json_object"), text)
@@ -120,7 +120,7 @@ def test_whitespace_ends(grammars: Grammars, seed: int) -> None:
         token_id = draw.choice(legal)
         drawn += tokenizer().token_text(token_id)
         grammar.accept([token_id])
-        assert len(drawn) <= 66
+        assert len(drawn) <= 33
     assert grammar.legal(ids("}")) == 1
 
 

@@ -141,19 +141,47 @@ def test_masks_are_the_same_whoever_computes_them(grammars: Grammars, name: str,
 @pytest.mark.parametrize("name", CASES)
 @settings(max_examples=15, deadline=None)
 @given(seed=SEEDS, max_tokens=st.integers(1, 12))
-def test_forced_tokens_are_legal_and_no_other_text_is(grammars: Grammars, name: str, seed: int, max_tokens: int) -> None:
+def test_forced_tokens_are_legal_and_but_for_whitespace_no_others_are(
+    grammars: Grammars, name: str, seed: int, max_tokens: int
+) -> None:
     grammar = begin(grammars, CASES[name])
     for token_id in walk(begin(grammars, CASES[name]), random.Random(seed)):
         forced = grammar.forced(max_tokens)
         assert len(forced) <= max_tokens
         assert grammar.legal(forced) == len(forced)
         if forced:
-            text = b"".join(map(tokenizer().token_bytes, forced))
-            other = [tokenizer().token_bytes(i) for i in legal_ids(grammar.mask(())) if i != EOS]
+            text = b"".join(map(_letters, forced))
+            other = [_letters(i) for i in legal_ids(grammar.mask(())) if i != EOS]
             assert all(text.startswith(begun) or begun.startswith(text) for begun in other)
             assert forced == (EOS,) or EOS not in legal_ids(grammar.mask(()))
         grammar.accept([token_id])
     assert grammar.forced(5) == ()
+
+
+def _letters(token_id: int) -> bytes:
+    return b"".join(tokenizer().token_bytes(token_id).split())
+
+
+@pytest.mark.parametrize(
+    ("indent", "separators", "spelled"),
+    [
+        (None, None, ', "kind": "pri'),
+        (None, (",", ":"), ',"kind":"pri'),
+        (2, None, ',\n  "kind": "pri'),
+        ("\t", (",", ":"), ',\n\t"kind":"pri'),
+    ],
+)
+def test_the_habits_of_an_output_are_kept(
+    grammars: Grammars, indent: int | str | None, separators: tuple[str, str] | None, spelled: str
+) -> None:
+    """Whitespace is free, and follows what the output did before."""
+    properties = {"name": {"type": "string"}, "age": {"type": "integer"}, "kind": {"enum": ["price", "print"]}}
+    schema = {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
+    text = json.dumps({"name": "Clara, who", "age": 31}, indent=indent, separators=separators)
+    grammar = begin(grammars, StructuredOutput("json_schema", json.dumps(schema)))
+    grammar.accept(ids(text.rstrip().removesuffix("}").rstrip() + ","))
+    forced = tokenizer().decode(grammar.forced(30))
+    assert forced and ("," + forced).startswith(spelled[: len(forced) + 1]) and '"kind":' in forced
 
 
 def test_text_that_must_follow_is_forced_with_the_end(grammars: Grammars) -> None:

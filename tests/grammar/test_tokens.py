@@ -11,7 +11,7 @@ from foreword.core.structured import StructuredOutput
 from foreword.core.vocabulary import Vocabulary
 from foreword.grammar.grammars import Grammars
 from foreword.grammar.tokens import Tokens
-from tests.grammar.walks import legal_ids
+from tests.grammar.walks import ids, legal_ids, tokenizer
 
 LETTERS = tuple(bytes([code]) for code in range(97, 123))
 
@@ -62,9 +62,20 @@ def test_an_id_that_ends_answers_spells_nothing() -> None:
     assert legal_ids(grammar.mask(())) == [4]
 
 
-def test_text_is_cut_into_the_longest_tokens() -> None:
-    tokens = Tokens(Vocabulary((b"a", b"ab", b"b", b"abc", b"ab", b"d"), (5,), (5,)), 6)
-    assert tokens.cut(b"ababca", 9) == (1, 3, 0)
-    assert tokens.cut(b"ababca", 2) == (1, 3)
-    assert tokens.cut(b"abda", 9) == (1,)  # nothing spells "d"
-    assert tokens.cut(b"", 9) == ()
+def test_text_is_cut_as_a_tokenizer_cuts_it() -> None:
+    vocabulary = tokenizer().vocabulary()
+    tokens = Tokens(vocabulary, len(vocabulary.tokens))
+    for text in (
+        '{"name": "Clara", "age": 31}',
+        "Write a short story about Viktor, a bear.",
+        '[\n  {\n    "item": "lamp"',
+        "größer",
+    ):
+        assert tokens.cut(text.encode(), 99) == ids(text)
+        assert tokens.cut(text.encode(), 3) == ids(text)[:3]
+
+
+def test_text_that_cannot_be_spelled_is_left_out() -> None:
+    tokens = Tokens(Vocabulary((b"a", b"b", b"ab", b"abc", b"ab"), (3,), (3,)), 5)
+    assert tokens.cut(b"abaabd", 9) == (2, 0, 2)
+    assert tokens.cut(b"d", 9) == tokens.cut(b"", 9) == ()
