@@ -103,7 +103,9 @@ class Engine:
 
         num_tokens  output tokens that were delivered of an answer that the caller cut; None: it was given up
         """
-        if self._compiling.pop(request_id, None) is not None:
+        compiling = self._compiling.pop(request_id, None)
+        if compiling is not None:
+            compiling.grammar.cancel()
             return
         state = self.scheduler.remove(request_id)
         if state is not None:

@@ -132,6 +132,10 @@ def test_an_abort_while_the_grammar_compiles(checkpoint: Path) -> None:
     engine.submit(make_request("a", structured=JSON))
     engine.step()
     engine.remove("a")
+    assert engine.idle and compiler.begun["a"].cancelled(), "nobody compiles for those who left"
+    engine.submit(make_request("a", structured=JSON))
+    assert compiler.begun["a"].set_running_or_notify_cancel()
+    engine.remove("a")
     assert engine.idle
     compiler.begun["a"].set_result(Alternating(3))
     assert engine.step().events == ()

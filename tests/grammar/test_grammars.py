@@ -67,6 +67,17 @@ def test_grammars_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
         assert len(built) == 4
 
 
+def test_a_grammar_that_is_known_waits_for_no_compilation(monkeypatch: pytest.MonkeyPatch) -> None:
+    done = threading.Event()
+    with open_grammars() as grammars:
+        begin(grammars, CHOICE)
+        monkeypatch.setattr(grammars_module, "Compiled", lambda *args: done.wait(30))
+        slow = grammars.begin(request(StructuredOutput("regex", "slow")))
+        assert legal_ids(begin(grammars, CHOICE).mask(()))
+        assert not slow.done()
+        done.set()
+
+
 def _state(grammars: Grammars, structured: StructuredOutput | None) -> RequestState:
     asked = request(structured) if structured else request(CHOICE, params=SamplingParams())
     return RequestState(asked, 0, 2048, grammars.begin(asked).result(10) if structured else None)
