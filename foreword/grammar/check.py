@@ -112,15 +112,18 @@ class _Worker:
         self._connection: Connection | None = None
 
     def check(self, structured: StructuredOutput) -> str:
-        """The reason against a constraint, empty if there is none. Raises RequestFailed if no worker can be had."""
-        connection = self._connection or self._start()
+        """The reason against a constraint, empty if there is none.
+
+        Raises RequestFailed if no worker can be had, Overloaded where the worker's end says nothing about the constraint.
+        """
+        connection = self._connected()
         try:
             connection.send(structured)
             if connection.poll(limits.COMPILE_WALL_S):
                 return connection.recv_bytes(MAX_REPLY).decode()
-            return self._reaped(TOO_SLOW)
         except (EOFError, OSError):
-            return self._reaped(TOO_LARGE)
+            return _verdict(structured, self._reap())
+        return _verdict(structured, self._reap(kill=True))
 
     def kill(self) -> None:
         """Let whoever waits for it go on; from any thread."""
@@ -129,7 +132,13 @@ class _Worker:
 
     def close(self) -> None:
         if self._connection is not None:
-            self._reaped(TOO_SLOW)
+            self._reap(kill=True)
+
+    def _connected(self) -> Connection:
+        """To a process that is alive: one that ended while nobody needed it is replaced."""
+        if self._connection is not None and self._process is not None and self._process.poll() is not None:
+            self._reap()
+        return self._connection or self._start()
 
     def _start(self) -> Connection:
         ours, theirs = socket.socketpair()
@@ -145,18 +154,26 @@ class _Worker:
                 return self._connection
         except (EOFError, OSError):
             pass
-        self._reaped("")
+        self._reap(kill=True)
         raise RequestFailed("the process that checks grammars does not start; its last words are above")
 
-    def _reaped(self, why: str) -> str:
-        """Clear away a process that is of no use any more; what it died of says more than `why`."""
+    def _reap(self, kill: bool = False) -> int:
+        """Clear away a process that is of no use any more; returns its exit code."""
         assert self._process is not None and self._connection is not None
         self._connection.close()
         self._connection = None
-        if self._process.poll() is None and why != TOO_LARGE:
+        if kill:
             self._process.kill()
-        code = self._process.wait()
-        return TOO_SLOW if code == -signal.SIGPROF else why
+        return self._process.wait()
+
+
+def _verdict(structured: StructuredOutput, code: int) -> str:
+    """What a worker died of. Only its own limits speak against the constraint."""
+    if code == -signal.SIGPROF:
+        return TOO_SLOW
+    if code == -signal.SIGKILL:  # by us, who waited long enough, or by a machine without memory
+        raise Overloaded(f"{structured.field}: the machine is too busy to compile it; try again later", structured.field)
+    return TOO_LARGE
 
 
 def _refuse(structured: StructuredOutput, verdict: str) -> None:

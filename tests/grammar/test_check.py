@@ -118,10 +118,20 @@ def test_a_worker_that_hangs_is_replaced(checker: GrammarChecker, monkeypatch: p
     (pid,) = _workers(checker)
     monkeypatch.setattr(limits, "COMPILE_WALL_S", 0.2)
     os.kill(pid, signal.SIGSTOP)
-    with pytest.raises(InvalidRequest, match="takes more than"):
-        checker.check_now(StructuredOutput("regex", "while it sleeps"))
+    asleep = StructuredOutput("regex", "while it sleeps")
+    with pytest.raises(Overloaded, match="too busy"):
+        checker.check_now(asleep)
     monkeypatch.undo()
-    checker.check_now(StructuredOutput("regex", "awake"))
+    checker.check_now(asleep)  # was never a verdict
+    assert _workers(checker) != [pid]
+
+
+def test_a_worker_that_was_killed_speaks_against_nobody(checker: GrammarChecker) -> None:
+    """A machine that runs out of memory ends whom it likes."""
+    (pid,) = _workers(checker)
+    os.kill(pid, signal.SIGKILL)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    checker.check_now(StructuredOutput("regex", "the next one"))
     assert _workers(checker) != [pid]
 
 
