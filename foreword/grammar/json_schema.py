@@ -12,6 +12,7 @@ from foreword.grammar.json_text import GrammarError, read_json
 __all__ = ["ANY_OBJECT", "compiled_schema", "schema_text"]
 
 ANY_OBJECT: Final = '{"type": "object"}'
+ANY_NAME: Final = "(?s:.*)"  # of a property, as a pattern
 
 # Between two parts of JSON: a space, or a line end and an indentation. json.dumps() writes no more down to eight levels of
 # four; a small model that falls into whitespace gets out of it soon. llguidance takes it at most once in a place.
@@ -81,7 +82,9 @@ class _Cleaner:
             raise GrammarError(f"a schema must be an object or a boolean, got {json.dumps(schema):.80}{_at(path)}")
         self._count(len(schema))
         _refuse_unsupported(schema, path)
-        return {key: self._value(key, value, f"{path}/{key}") for key, value in schema.items() if _means_something(key, value)}
+        return _spelled(
+            {key: self._value(key, value, f"{path}/{key}") for key, value in schema.items() if _means_something(key, value)}
+        )
 
     def _value(self, key: str, value: Any, path: str) -> Any:
         if key in SCHEMA_LISTS and isinstance(value, list):
@@ -119,6 +122,18 @@ def _means_something(key: str, value: Any) -> bool:
     if key == "format":
         return value in FORMATS
     return key in SUPPORTED
+
+
+def _spelled(schema: dict[str, Any]) -> dict[str, Any]:
+    r"""The same schema with keys that have one spelling each.
+
+    To llguidance "\u0061" beside the property "a" is an addition, which may hold anything. Names that match a pattern
+    are not escaped without need.
+    """
+    named = schema.get("properties") or schema.get("required")
+    if named and not schema.get("patternProperties") and schema.get("additionalProperties", True) in (True, {}):
+        return {**schema, "patternProperties": {ANY_NAME: True}, "additionalProperties": False}
+    return schema
 
 
 def _at(path: str) -> str:

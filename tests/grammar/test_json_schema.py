@@ -90,6 +90,18 @@ def test_anything(grammars: Grammars, schema: Any) -> None:
         assert takes(grammars, _schema(schema), text)
 
 
+NAMED = {"type": "object", "properties": {"a": {"type": "integer"}, "é": {"type": "null"}}}
+
+
+@pytest.mark.parametrize("schema", [NAMED, {**NAMED, "additionalProperties": True}, {**NAMED, "required": ["a"]}])
+def test_an_escaped_name_is_no_other_property(grammars: Grammars, schema: dict[str, Any]) -> None:
+    r"""Whoever reads {"a": 1, "\u0061": "x"} finds a text at "a"."""
+    for text in (r'{"a": 1, "\u0061": "x"}', r'{"a": 1, "\u00e9": "x"}', '{"a": "x"}'):
+        assert not takes(grammars, _schema(schema), text)
+    for text in ('{"a": 1, "é": null, "other": "x"}', r'{"a": 1, "an \"other\"\n": 7, "": []}'):
+        assert takes(grammars, _schema(schema), text)
+
+
 VALUE = {"name": "Clara Böhm", "tags": ["a", "b"], "inner": {"deep": {"list": [1, [2.5, {}], []], "none": None}}, "yes": True}
 
 
