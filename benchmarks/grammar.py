@@ -69,7 +69,7 @@ pair ::= string ":" ws value ws
 value ::= root | string | number | "true" | "false" | "null" | "[" ws (value ws ("," ws value ws)*)? "]"
 string ::= "\"" ([^"\\\x00-\x1f] | "\\" ["\\/bfnrt])* "\""
 number ::= "-"? [0-9]+ ("." [0-9]+)?
-ws ::= | " " | "\n" [ \t]{0,20}
+ws ::= "" | " " | "\n" [ \t]{0,20}
 """
 
 
@@ -338,7 +338,8 @@ def hostile(engine: Callable[[Vocabulary, int], Engine], name: str, vocabulary: 
     process.start()
     theirs.close()
     try:
-        outcome = str(ours.recv()) if ours.poll(HOSTILE_S + 20) else f"more than {HOSTILE_S:g} s"
+        ours.recv()  # it has read the vocabulary
+        outcome = str(ours.recv()) if ours.poll(HOSTILE_S) else f"more than {HOSTILE_S:g} s"
     except EOFError:
         process.join()
         outcome = f"the process dies ({process.exitcode})"
@@ -350,6 +351,7 @@ def hostile(engine: Callable[[Vocabulary, int], Engine], name: str, vocabulary: 
 def _compile_alone(engine: Callable[[Vocabulary, int], Engine], name: str, vocabulary: Vocabulary, size: int, pipe: Any) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))
     made = engine(vocabulary, size)
+    pipe.send("ready")
     before, begin = memory_mb(), time.perf_counter()
     try:
         made.masks([made.matcher(made.compile(HOSTILE[name]))])

@@ -77,7 +77,7 @@ class Matcher:
             self._accepted += text
             self._masks = None
             if text and not self._llg.consume_tokens(list(text)):
-                self._revive(output_fits=False)
+                self._revive()
 
     def legal(self, draft: Sequence[int]) -> int:
         begin = self._begin(draft)
@@ -174,13 +174,14 @@ class Matcher:
         Row by row with another automaton, so that a row has a mask if and only if it had one without the draft.
         """
         masks.zero_()
-        self._revive()
-        if self.error is not None or self._fill(text, masks):
-            return
-        if masks[0].any():
+        for _ in range(2):  # the first may meet a lexer that is nearly full
             self._revive()
-        else:
-            self.error = reason(self._llg)
+            if self.error is not None or self._fill(text, masks):
+                return
+            if masks[0].any():
+                self._revive()
+                return
+        self.error = reason(self._llg)
 
     def _fill(self, text: tuple[int, ...], masks: Tensor) -> bool:
         """Masks as far as they can be computed, and zero beyond; False: the automaton gave up."""
@@ -193,16 +194,21 @@ class Matcher:
                 return False
         return not text or self._llg.rollback(len(text))
 
-    def _revive(self, output_fits: bool = True) -> None:
+    def _revive(self) -> None:
         """Replace an automaton that gave up by one that has seen the same output; an error if there is none.
 
-        output_fits  it gave up because of what was tried behind the output. Otherwise only a lexer that filled up, perhaps
-                     with what others had put there, is worth another attempt
+        Perhaps it gave up because of what was tried behind the output; or the lexer is full, perhaps of what others had put
+        there, which tokens that cannot be read may be the first to show.
         """
         full = FULL_LEXER in reason(self._llg)
-        llg = self._compiled.renewed() if full else self._compiled.matcher() if output_fits else None
-        if llg is not None:
-            self._llg = llg
-            llg.consume_tokens(self._accepted)
-        if llg is None or llg.is_error():
+        if not full and self._replace(self._compiled.matcher()):
+            return
+        llg = self._compiled.renewed()
+        if llg is None or not self._replace(llg):
             self.error = reason(self._llg)
+
+    def _replace(self, llg: LLMatcher) -> bool:
+        """Whether the other automaton can read the output."""
+        self._llg = llg
+        llg.consume_tokens(self._accepted)
+        return not llg.is_error()

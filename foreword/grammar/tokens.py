@@ -13,6 +13,9 @@ from foreword.core.vocabulary import Vocabulary
 
 __all__ = ["Tokens"]
 
+# Sets of tokens that are legal as a whole in many places, so that a mask need not look at each. llguidance's own are those of
+# texts in JSON; words and names stand in formats and expressions as well.
+SLICES: Final = (*LLTokenizer.general_slices(), "[a-zA-Z]+", "[a-zA-Z0-9]+")
 # How tokenizers cut text before they merge: a space belongs to what follows it. A line end is a piece of its own, or the end
 # of the signs before it, with some; with others it is whitespace like all.
 WORDS: Final = rb" ?[A-Za-z\x80-\xff]+| ?[0-9]+| ?[^\sA-Za-z0-9\x80-\xff]+"
@@ -47,7 +50,7 @@ class Tokens:
 
     __slots__ = ("_ids", "_pieces", "end_id", "eos_ids", "llg", "spelled", "vocab_size")
 
-    def __init__(self, vocabulary: Vocabulary, vocab_size: int, slices: Sequence[str] | None = None) -> None:
+    def __init__(self, vocabulary: Vocabulary, vocab_size: int, slices: Sequence[str] = SLICES) -> None:
         tokens = list(vocabulary.tokens[:vocab_size])
         tokens += [b""] * (vocab_size - len(tokens))
         self.vocab_size = vocab_size
@@ -55,9 +58,7 @@ class Tokens:
         # An id that ends the answer spells nothing: the same characters within a text are others.
         special = sorted({i for i in (*vocabulary.special_ids, *self.eos_ids) if i < vocab_size})
         spelled = _Spelled(tokens, special, self.eos_ids[0] if self.eos_ids else None)
-        self.llg = LLTokenizer(
-            cast(TokenizerWrapper, spelled), eos_token=list(self.eos_ids) or None, slices=None if slices is None else list(slices)
-        )
+        self.llg = LLTokenizer(cast(TokenizerWrapper, spelled), eos_token=list(self.eos_ids) or None, slices=list(slices))
         self.end_id = self.llg.eos_token  # one more than the vocabulary has, where no id ends an answer
         for token_id in special:
             tokens[token_id] = b""
