@@ -93,9 +93,10 @@ def _outcome(work: Work, sampled: Sampled, line: int, end: int, prompt_logprobs:
     token_ids = sampled.token_ids[line:end]
     accepted = verify(token_ids, state.draft[: work.num_draft])
     run = token_ids[: accepted + 1]
+    if run[-1] < 0 and accepted:  # the next step tells it, by a row that no draft has touched
+        run, accepted = run[:-1], accepted - 1
     failed = run[-1] < 0
-    legal = run[:-1] if failed else run
-    kept, reason, stop_id = state.ending(legal)
+    kept, reason, stop_id = state.ending([] if failed else run)
     wanted = state.params.logprobs is not None
     return Outcome(
         token_ids=tuple(run[:kept]),

@@ -159,6 +159,31 @@ def test_a_grammar_that_gives_up_ends_its_request_alone(checkpoint: Path) -> Non
     assert isinstance(last, Failed) and isinstance(last.error, Unsatisfiable) and "too complex" in last.error.message
 
 
+class Shy(Alternating):
+    """One sequence of tokens, which it forces; its masks give up behind more than one drafted token."""
+
+    def forced(self, max_tokens: int) -> tuple[int, ...]:
+        return tuple(self._allowed(self._seen + i)[0] for i in range(min(max_tokens, self._length - self._seen + 1)))
+
+    def mask(self, draft: tuple[int, ...]) -> Tensor | None:
+        mask = super().mask(draft)
+        assert mask is not None
+        return mask if len(draft) < 2 else torch.zeros_like(mask)
+
+    def _allowed(self, index: int) -> Sequence[int]:
+        return (30 + index,) if index < self._length else (EOS,)
+
+
+def test_a_mask_that_gives_up_behind_a_draft_fails_nobody(checkpoint: Path) -> None:
+    """Whether a request fails is told by a row that no draft has touched, and so the same without drafts."""
+    engine, compiler = engine_with(checkpoint, speculate="grammar", draft_length="fixed", num_speculative_tokens=4)
+    engine.submit(make_request("a", structured=JSON))
+    compiler.begun["a"].set_result(Shy(9))
+    events = run(engine)["a"]
+    assert tokens_of(events) == [*range(30, 39), EOS]
+    assert max(len(event.token_ids) for event in events if isinstance(event, Tokens)) == 2
+
+
 def answer(engine: Engine, compiler: Compiler, delivered: Sequence[int] = (), **params: object) -> list[int]:
     """The tokens of a request whose grammar has 9 tokens; those delivered before are its beginning."""
     engine.submit(make_request("a", structured=JSON, delivered=delivered, **params))
