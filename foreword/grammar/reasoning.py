@@ -7,13 +7,12 @@ from typing import Final
 
 __all__ = ["ReasoningWatch", "ends_in_prompt"]
 
-PROMPT_TAIL: Final = 64  # tokens; a template that closes the reasoning itself does so at the end of the prompt
+PROMPT_TAIL: Final = 4  # tokens behind the end of reasoning that a template itself closes: line ends; a user's text is longer
 
 
 def ends_in_prompt(prompt_ids: Sequence[int], end_ids: Sequence[Sequence[int]]) -> bool:
-    """Whether the reasoning is over before the answer begins: an end sequence is among the last tokens of the prompt."""
-    tail = tuple(prompt_ids[-PROMPT_TAIL:])
-    return any(_index(tail, tuple(end)) is not None for end in end_ids)
+    """Whether the reasoning is over before the answer begins: the prompt ends with an end sequence and hardly anything behind it."""
+    return any(_index(tuple(prompt_ids[-PROMPT_TAIL - len(end) :]), tuple(end)) is not None for end in end_ids)
 
 
 class ReasoningWatch:

@@ -34,5 +34,5 @@ def test_the_first_end_is_found_however_the_output_is_cut(
 def test_an_end_in_the_prompt_counts_near_its_end() -> None:
     assert ends_in_prompt((1, 2, 3), [(2, 3)]) and ends_in_prompt((1, 2, 3, 4), [(9,), (2, 3)])
     assert not ends_in_prompt((1, 2, 4, 3), [(2, 3)])
-    assert ends_in_prompt((7, *[0] * (PROMPT_TAIL - 1)), [(7,)])
-    assert not ends_in_prompt((7, *[0] * PROMPT_TAIL), [(7,)])
+    assert ends_in_prompt((7, 8, *[0] * PROMPT_TAIL), [(7, 8)])
+    assert not ends_in_prompt((7, 8, *[0] * (PROMPT_TAIL + 1)), [(7, 8)])
