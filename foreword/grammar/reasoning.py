@@ -11,7 +11,7 @@ PROMPT_TAIL: Final = 4  # tokens behind the end of reasoning that a template its
 
 
 def ends_in_prompt(prompt_ids: Sequence[int], end_ids: Sequence[Sequence[int]]) -> bool:
-    """Whether the reasoning is over before the answer begins: the prompt ends with an end sequence and hardly anything behind it."""
+    """Whether the reasoning is over before the answer begins: hardly anything stands behind an end sequence in the prompt."""
     return any(_index(tuple(prompt_ids[-PROMPT_TAIL - len(end) :]), tuple(end)) is not None for end in end_ids)
 
 
