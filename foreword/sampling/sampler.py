@@ -18,7 +18,7 @@ __all__ = ["BROKEN", "NOTHING_LEGAL", "Sampled", "Sampler"]
 
 BROKEN = -1  # in place of a token: the logits are not finite
 NOTHING_LEGAL = -2  # in place of a token: what the request asks for masks every one
-PROBE = 64  # ids that nearly always tell whether a row holds a finite value
+PROBE = 64  # ids that nearly always tell whether a row holds any value
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +73,11 @@ class Sampler:
         raw = self._raw(logits[asked], max(rows[i].state.params.logprobs or 0 for i in asked)) if asked else None
         wanted = _wanted(rows)
         limited = [r for r, steps in enumerate(wanted) if may_mask_all(steps)]
-        finite = _finite(logits, limited) if limited else ()
+        alive = _alive(logits, limited) if limited else ()
         for step, line, end in _runs(wanted):
             step.apply(self._ops, logits[line:end], rows[line:end])
         token_ids = self._sample(logits, rows)
-        for r in finite:
+        for r in alive:
             if token_ids[r] == BROKEN and float(logits[r].amax()) == -torch.inf:
                 token_ids[r] = NOTHING_LEGAL
         found: list[TokenLogprob | None] = [None] * len(rows)
@@ -155,10 +155,10 @@ def _runs(wanted: Sequence[tuple[Step, ...]]) -> Iterator[tuple[Step, int, int]]
             yield step, line, end
 
 
-def _finite(logits: Tensor, lines: Sequence[int]) -> list[int]:
-    """Those lines that hold a finite value."""
-    probed = logits[list(lines), :PROBE].isfinite().any(dim=1).tolist()
-    return [line for line, found in zip(lines, probed, strict=True) if found or bool(logits[line].isfinite().any())]
+def _alive(logits: Tensor, lines: Sequence[int]) -> list[int]:
+    """Those lines that are not -inf throughout; one with a NaN is not among them."""
+    highest = logits[:, :PROBE].amax(dim=1).tolist()
+    return [line for line in lines if highest[line] > -torch.inf or float(logits[line].amax()) > -torch.inf]
 
 
 def _ranks(logits: Tensor, value: Tensor, chosen: Tensor) -> list[int]:
