@@ -7,7 +7,22 @@ from dataclasses import dataclass, field, replace
 
 from foreword.errors import ForewordError
 
-__all__ = ["DraftUse", "DraftingStats", "Embedded", "Event", "Failed", "StepReport", "StepStats", "TokenLogprob", "Tokens", "cut"]
+__all__ = [
+    "FORCED",
+    "DraftUse",
+    "DraftingStats",
+    "Embedded",
+    "Event",
+    "Failed",
+    "StepReport",
+    "StepStats",
+    "TokenLogprob",
+    "Tokens",
+    "cut",
+]
+
+
+FORCED = "grammar"  # the drafter that does not guess
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +36,7 @@ class DraftUse:
     @property
     def forced(self) -> bool:
         """A grammar left nothing else to say: no guess, and so no part of any figure of acceptance."""
-        return self.drafter == "grammar"
+        return self.drafter == FORCED
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@ class RequestGrammar(Protocol):
     def mask(self, draft: tuple[int, ...]) -> Tensor | None:
         """The ids that may follow output and draft: int32 [ceil(V / 32)], bit i % 32 of word i // 32 for id i.
 
-        None: nothing is constrained there (the model still reasons). `draft` is legal.
+        None: nothing is constrained there (the model still reasons, or the answer is over). `draft` is legal.
         """
 
     def only_end(self, draft: tuple[int, ...]) -> bool:

@@ -93,8 +93,9 @@ class SamplingParams:
     temperature 0 (or below 1e-5) is greedy. top_k 0 or -1 keeps every token, as top_n_sigma 0 or -1 does. max_tokens None
     runs to the end of the context. truncate_prompt_tokens keeps so many last tokens of the prompt; -1: what fits the
     context beside max_tokens. logprob_token_ids asks for the log-probabilities of these ids at each position.
-    prediction is the text that the answer is expected to be much like; it changes no token. Raises InvalidRequest, which
-    names the field and its limit.
+    prediction is the text that the answer is expected to be much like; it changes no token. structured is what the answer
+    must look like: its end ends the answer, whatever ignore_eos and min_tokens say. Raises InvalidRequest, which names the
+    field and its limit.
     """
 
     n: int = 1

@@ -6,7 +6,7 @@ import math
 from array import array
 from operator import mul
 
-__all__ = ["FLOAT_BYTES", "cosine", "finished"]
+__all__ = ["FLOAT_BYTES", "cosine", "finished", "only_value"]
 
 FLOAT_BYTES = 4
 
@@ -21,3 +21,9 @@ def finished(vector: bytes, dimensions: int | None = None, normalize: bool = Tru
 def cosine(first: array[float], second: array[float]) -> float:
     """Of two vectors of length 1; between -1 and 1."""
     return max(-1.0, min(1.0, math.fsum(map(mul, first, second))))
+
+
+def only_value(vector: bytes) -> float:
+    """Of a vector of one."""
+    (value,) = array("f", vector)
+    return value

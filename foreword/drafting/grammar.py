@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Container, Sequence
 
 from foreword.core.draft import Draft
+from foreword.core.events import FORCED
 from foreword.core.request import RequestState
 from foreword.drafting.base import Ask
 
@@ -17,7 +18,7 @@ class GrammarDrafter:
     Keeps no state: the grammar belongs to the request.
     """
 
-    name = "grammar"
+    name = FORCED
 
     def start(self, state: RequestState) -> None: ...
 

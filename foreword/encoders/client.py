@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from foreword.config import Config
+from foreword.core.vectors import only_value
 from foreword.encoders.child import Child
 from foreword.encoders.inputs import BATCH_TOKENS, Pair, pairs_of, texts_of
 from foreword.encoders.messages import Done, EncoderInfo, Failure, Input, Work
@@ -77,7 +78,7 @@ class EncoderClient:
         """The score of each pair: (token ids, type ids) as `texts.encode_pair` makes them. Raises as `encode`."""
         info = self._known()
         vectors = await self._computed(await _away_from_loop(len(pairs), lambda: pairs_of(info, pairs)))
-        return [memoryview(vector).cast("f")[0] for vector in vectors]
+        return [only_value(vector) for vector in vectors]
 
     async def close(self) -> None:
         """End the process and wait until it is gone."""

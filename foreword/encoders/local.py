@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from foreword.config import Config
+from foreword.core.vectors import only_value
 from foreword.encoders.base import Encoder
 from foreword.encoders.inputs import Pair, batches, pairs_of, texts_of
 from foreword.encoders.loader import load_encoder
@@ -40,7 +41,7 @@ class LocalEncoder:
 
     def rank(self, pairs: Sequence[Pair]) -> list[float]:
         """The score of each pair. Raises InvalidRequest."""
-        return [score_of(vector) for vector in self._all(pairs_of(self.info, pairs))]
+        return [only_value(vector) for vector in self._all(pairs_of(self.info, pairs))]
 
     @torch.inference_mode()
     def compute(self, inputs: Sequence[Input]) -> list[bytes]:
@@ -77,11 +78,6 @@ def load_local(config: Config, ops: Ops | None = None) -> LocalEncoder:
 def encoder_threads(config: Config) -> int:
     """As many as the generating engine may have."""
     return config.threads or probe("cpu").cores
-
-
-def score_of(vector: bytes) -> float:
-    """The only value of a vector of one."""
-    return memoryview(vector).cast("f")[0]
 
 
 def _info(path: Path, encoder: Encoder, parameters: int, recipe: Recipe) -> EncoderInfo:

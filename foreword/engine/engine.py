@@ -177,6 +177,10 @@ class Engine:
             if outcome.ended:
                 self.drafting.finish(work.state.id, _learnable(work.state, outcome))
 
+    def close(self) -> None:
+        """Compile no more: the end of the process would wait for it."""
+        self.grammars.close()
+
     def check(self) -> None:
         """Assert the integrity of all bookkeeping; for tests, and cheap enough for idle moments."""
         self.scheduler.check()

@@ -42,7 +42,10 @@ def _run(connection: Connection) -> int:
         connection.send(Refused(error))
         return 1
     connection.send(Ready(engine.info))
-    return _serve(engine, connection)
+    try:
+        return _serve(engine, connection)
+    finally:
+        engine.close()
 
 
 def _serve(engine: Engine, connection: Connection) -> NoReturn:

@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import TypeVar
 
-from foreword.core.events import DraftingStats, DraftUse, StepStats, Tokens
+from foreword.core.events import FORCED, DraftingStats, DraftUse, StepStats, Tokens
 from foreword.core.request import Request
 from foreword.errors import ForewordError
 from foreword.metrics import log
@@ -36,7 +36,6 @@ SECONDS = {
     "spec_realised_step_seconds_total": "realised_seconds",
     "spec_exploration_seconds_total": "exploring_seconds",
 }
-FORCED = "grammar"  # the drafter that does not guess
 EMBEDDING_TOTALS = ("embedding_inputs_total", "embedding_tokens_total", "embedding_seconds")
 BY_DRAFTER = (
     "spec_drafts_total",

@@ -148,11 +148,11 @@ def _wanted(rows: Sequence[SampleRow]) -> list[tuple[Step, ...]]:
 
 def _runs(wanted: Sequence[tuple[Step, ...]]) -> Iterator[tuple[Step, int, int]]:
     """(step, line, end) in the pipeline's order: consecutive rows that asked for the step."""
-    if not any(wanted):
-        return
+    asked = {step for steps in wanted for step in steps}
     for step in PIPELINE:
-        for line, end in spans([step in steps for steps in wanted]):
-            yield step, line, end
+        if step in asked:
+            for line, end in spans([step in steps for steps in wanted]):
+                yield step, line, end
 
 
 def _alive(logits: Tensor, lines: Sequence[int]) -> list[int]:

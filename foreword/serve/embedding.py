@@ -18,11 +18,12 @@ from foreword.errors import EngineDead, Unsupported
 from foreword.serve.engine_vectors import EngineVectors
 from foreword.serve.errors import naming
 from foreword.serve.schema.embeddings import Text
+from foreword.serve.schema.ranking import RankingBody
 from foreword.serve.sse import unless_disconnected
-from foreword.serve.state import Caller, Server
+from foreword.serve.state import Caller, Server, away_from_loop
 from foreword.text.embedding import check_input, embedding_requests
 
-__all__ = ["Embedder", "Reading", "Scorer", "counted", "embedder_of", "ids_of", "scorer_of"]
+__all__ = ["Embedder", "Reading", "Scorer", "counted", "embedder_of", "ids_of", "scorer_of", "scores_of"]
 
 T = TypeVar("T")
 
@@ -227,6 +228,21 @@ async def counted(
     finally:
         server.admission.release(num_inputs)
         server.recorder.embedding_ended(kind, reason, num_inputs, num_tokens, time.monotonic() - started)
+
+
+async def scores_of(
+    server: Server,
+    request: Request,
+    scorer: Scorer,
+    pairs: Sequence[tuple[str, str]],
+    names: Sequence[tuple[str, str]],
+    body: RankingBody,
+) -> list[float] | None:
+    """Of each pair, whose texts are called `names`; None if the client went away. Raises InvalidRequest, Overloaded."""
+    server.admission.check(len(pairs))
+    await away_from_loop(request, lambda: scorer.read(pairs, names, body.truncate_prompt_tokens))
+    caller = Caller(request.state.tenant, body.priority or 0)
+    return await counted(server, request, "rank", len(pairs), scorer.num_tokens, lambda: scorer.score(caller))
 
 
 def _info(encoder: EncoderClient) -> EncoderInfo:

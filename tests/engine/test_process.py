@@ -18,6 +18,7 @@ from foreword.config import Config
 from foreword.core.events import Failed, Tokens
 from foreword.core.params import SamplingParams, Speculation
 from foreword.core.request import Request
+from foreword.core.structured import StructuredOutput
 from foreword.core.vocabulary import Vocabulary
 from foreword.engine.client import ProcessClient
 from foreword.engine.messages import Remove
@@ -110,6 +111,19 @@ async def test_how_much_was_delivered_reaches_the_engine(checkpoint: Path) -> No
     for message in sent:
         _handle(engine, message)
     assert heard == [("a", 5), ("b", None)]
+
+
+async def test_grammars_that_wait_do_not_hold_up_the_end(checkpoint: Path) -> None:
+    """Many seconds of compilation are in the queue: the process ends by itself, before it is killed for that."""
+    vocabulary = Vocabulary(tuple(bytes([i]) for i in range(256)), (), ())
+    client = ProcessClient(config_of(checkpoint), unused_ids=(), vocabulary=lambda: vocabulary)
+    await client.start()
+    for number in range(400):
+        schema = {"properties": {f"{number} {name}": {"type": "integer"} for name in range(1500)}}
+        client.submit(make_request(str(number), structured=StructuredOutput.json_schema(schema)))
+    await asyncio.sleep(0.5)  # some have reached the engine
+    await client.close()
+    assert client._process is not None and client._process.returncode == 0
 
 
 async def test_a_bad_request_ends_alone(client: ProcessClient) -> None:

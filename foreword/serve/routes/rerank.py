@@ -8,10 +8,10 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from foreword.serve.embedding import counted, scorer_of
+from foreword.serve.embedding import scorer_of, scores_of
 from foreword.serve.respond import CLIENT_CLOSED
 from foreword.serve.schema.ranking import RerankBody
-from foreword.serve.state import Caller, ServerDep, away_from_loop
+from foreword.serve.state import ServerDep
 from foreword.serve.wire import Json
 
 __all__ = ["router"]
@@ -25,12 +25,9 @@ router = APIRouter()
 async def rerank(body: RerankBody, request: Request, server: ServerDep) -> Response:
     """Documents by how well they answer a query, best first."""
     scorer, documents = scorer_of(server, body.model), body.texts()
-    server.admission.check(len(documents))
     pairs = [(body.query, text) for text in documents]
     names = [("query", f"documents[{index}]") for index in range(len(documents))]
-    await away_from_loop(request, lambda: scorer.read(pairs, names, body.truncate_prompt_tokens))
-    caller = Caller(request.state.tenant, body.priority or 0)
-    scores = await counted(server, request, "rank", len(pairs), scorer.num_tokens, lambda: scorer.score(caller))
+    scores = await scores_of(server, request, scorer, pairs, names, body)
     if scores is None:
         return Response(status_code=CLIENT_CLOSED)
     return Json(

@@ -7,10 +7,10 @@ import uuid
 
 from fastapi import APIRouter, Request, Response
 
-from foreword.serve.embedding import counted, scorer_of
+from foreword.serve.embedding import scorer_of, scores_of
 from foreword.serve.respond import CLIENT_CLOSED
 from foreword.serve.schema.ranking import ScoreBody
-from foreword.serve.state import Caller, ServerDep, away_from_loop
+from foreword.serve.state import ServerDep
 from foreword.serve.wire import Json
 
 __all__ = ["router"]
@@ -23,10 +23,7 @@ router = APIRouter()
 async def score(body: ScoreBody, request: Request, server: ServerDep) -> Response:
     """How well the texts of each pair go together."""
     scorer, (pairs, names) = scorer_of(server, body.model), body.pairs()
-    server.admission.check(len(pairs))
-    await away_from_loop(request, lambda: scorer.read(pairs, names, body.truncate_prompt_tokens))
-    caller = Caller(request.state.tenant, body.priority or 0)
-    scores = await counted(server, request, "rank", len(pairs), scorer.num_tokens, lambda: scorer.score(caller))
+    scores = await scores_of(server, request, scorer, pairs, names, body)
     if scores is None:
         return Response(status_code=CLIENT_CLOSED)
     return Json(

@@ -11,7 +11,7 @@ from foreword.errors import InvalidRequest
 from foreword.serve.schema.base import Body
 from foreword.serve.schema.embeddings import MAX_INPUTS, PoolingBody
 
-__all__ = ["RerankBody", "ScoreBody"]
+__all__ = ["RankingBody", "RerankBody", "ScoreBody"]
 
 Pair = tuple[str, str]
 Texts = str | list[str] | None
@@ -22,6 +22,8 @@ class DocumentBody(Body):
 
 
 class RankingBody(PoolingBody):
+    """What both have in common."""
+
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         **PoolingBody.unsupported,
         "use_activation": (True,),
