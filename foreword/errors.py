@@ -8,11 +8,15 @@ ForewordError                 500
 │   ├── Unsupported           400  known elsewhere, not available here
 │   └── Unsatisfiable         400  what was asked for leaves no token that could come next
 ├── Unauthorized              401
+├── Forbidden                 403
 ├── ModelNotFound             404
+├── DeadlineExceeded          408
 ├── PayloadTooLarge           413
-├── Overloaded                429
+├── Overloaded                429  the queue is full
+│   └── RateLimited           429  this caller's limits are reached
 ├── RequestFailed             500  one request ended by an error of ours
-└── EngineDead                503
+├── EngineDead                503
+└── ShuttingDown              503
 """
 
 from typing import Any
@@ -21,13 +25,17 @@ __all__ = [
     "CheckpointError",
     "ConfigError",
     "ContextLengthExceeded",
+    "DeadlineExceeded",
     "EngineDead",
+    "Forbidden",
     "ForewordError",
     "InvalidRequest",
     "ModelNotFound",
     "Overloaded",
     "PayloadTooLarge",
+    "RateLimited",
     "RequestFailed",
+    "ShuttingDown",
     "Unauthorized",
     "Unsatisfiable",
     "Unsupported",
@@ -41,11 +49,13 @@ class ForewordError(Exception):
     kind    OpenAI's `error.type`
     code    OpenAI's `error.code`, or None
     param   name of the offending field, or None
+    retry_after_s  after so many seconds another try has a chance; None: nothing is known of that
     """
 
     status = 500
     kind = "server_error"
     code: str | None = None
+    retry_after_s: float | None = None
 
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -97,6 +107,14 @@ class Unauthorized(ForewordError):
     code = "invalid_api_key"
 
 
+class Forbidden(ForewordError):
+    """The API key is known, and may not do this."""
+
+    status = 403
+    kind = "permission_error"
+    code = "forbidden"
+
+
 class ModelNotFound(ForewordError):
     """The `model` field names a model that is not served here."""
 
@@ -113,12 +131,33 @@ class PayloadTooLarge(ForewordError):
     code = "payload_too_large"
 
 
+class DeadlineExceeded(ForewordError):
+    """The request took longer than it may."""
+
+    status = 408
+    kind = "timeout_error"
+    code = "deadline_exceeded"
+
+
 class Overloaded(ForewordError):
-    """The queue is full; try again later."""
+    """The queue is full, or the request waited too long in it; try again later."""
 
     status = 429
     kind = "rate_limit_error"
     code = "overloaded"
+
+    def __init__(self, message: str, param: str | None = None, retry_after_s: float = 1.0) -> None:
+        super().__init__(message, param)
+        self.retry_after_s = retry_after_s
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.message, self.param, self.retry_after_s)
+
+
+class RateLimited(Overloaded):
+    """The caller's own limit of requests, tokens or concurrency is reached."""
+
+    code = "rate_limit_exceeded"
 
 
 class RequestFailed(ForewordError):
@@ -130,3 +169,11 @@ class EngineDead(ForewordError):
 
     status = 503
     code = "engine_dead"
+
+
+class ShuttingDown(ForewordError):
+    """The server is about to end and takes nothing new."""
+
+    status = 503
+    code = "shutting_down"
+    retry_after_s = 1.0

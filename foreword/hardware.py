@@ -9,8 +9,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from foreword.config import Machine
 from foreword.errors import ConfigError
+from foreword.resolve import Machine
 
 __all__ = ["Hardware", "machine", "probe"]
 

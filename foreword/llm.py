@@ -21,7 +21,7 @@ from typing import Any
 
 from rich.progress import Progress
 
-from foreword.config import Config, EngineInfo
+from foreword.config import Config
 from foreword.core.events import Embedded, Event, Failed, StepStats, Tokens
 from foreword.core.params import SamplingParams
 from foreword.core.request import Request
@@ -34,6 +34,7 @@ from foreword.grammar.check import GrammarChecker
 from foreword.metrics.recorder import Recorder
 from foreword.outputs import CompletionOutput, EmbeddingOutput, RequestOutput, StreamPiece
 from foreword.prepare import prepare
+from foreword.resolve import EngineInfo
 from foreword.text.answer import Answer, Delta
 from foreword.text.embedding import check_input, embedding_requests
 from foreword.text.prepare import make_requests

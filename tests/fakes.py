@@ -12,10 +12,12 @@ from itertools import cycle
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
-from foreword.config import Config, EngineInfo, Machine, ModelFacts, resolve
+from foreword.config import Config
 from foreword.core.events import DraftUse, Embedded, Event, Failed, StepStats, TokenLogprob, Tokens
+from foreword.core.readiness import Readiness
 from foreword.core.request import Request, RequestState
 from foreword.errors import EngineDead, ForewordError
+from foreword.resolve import EngineInfo, Machine, ModelFacts, resolve
 from foreword.text.checkpoint import TokenizerFiles
 from foreword.text.decoding import ALPHABET
 from foreword.text.tokenizer import Tokenizer
@@ -88,11 +90,20 @@ class FakeClient:
         self.stats = StepStats()
         self.alive = False
         self.on_step: Callable[[StepStats], None] | None = None
+        self.on_restart: Callable[[str], None] | None = None
         self.submitted: list[Request] = []
         self.finished: list[tuple[str, int]] = []
         self.aborted: list[str] = []
         self.live: set[str] = set()
         self._info = info or engine_info()
+
+    @property
+    def readiness(self) -> Readiness:
+        if self.alive:
+            return Readiness("ok")
+        return (
+            Readiness("loading", "the engine is still loading") if self.info is None else Readiness("dead", "the engine is gone")
+        )
 
     async def start(self) -> EngineInfo:
         self.info, self.alive = self._info, True

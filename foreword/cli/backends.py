@@ -9,13 +9,13 @@ from types import TracebackType
 from fastapi import FastAPI
 
 from foreword.cli.banner import model_name
-from foreword.config import EngineInfo
 from foreword.encoders.client import EncoderClient
 from foreword.encoders.recipe import read_decoder_recipe
 from foreword.engine.client import ProcessClient
 from foreword.errors import ConfigError
 from foreword.metrics.recorder import Recorder
 from foreword.prepare import Prepared
+from foreword.resolve import EngineInfo
 from foreword.serve.app import create_app
 
 __all__ = ["Backends"]

@@ -8,9 +8,10 @@ import shlex
 from pathlib import Path
 
 from foreword.cli.terminal import bytes_text, count_text
-from foreword.config import Config, EngineInfo
+from foreword.config import Config
 from foreword.demo import MODEL
 from foreword.encoders.client import EncoderInfo
+from foreword.resolve import EngineInfo
 
 __all__ = [
     "address",

@@ -14,11 +14,12 @@ from rich.console import Console
 
 from foreword.cli.options import ENGINE_GROUPS, add_config_options, read_config
 from foreword.cli.terminal import bytes_text, count_text
-from foreword.config import Config, ModelFacts, Resolved, kv_bytes_per_token, resolve
+from foreword.config import Config
 from foreword.engine.load import FIT_DRAFTER, this_machine
 from foreword.errors import ForewordError
 from foreword.models.loader import read_facts
 from foreword.prepare import directories, read_vocabulary
+from foreword.resolve import ModelFacts, Resolved, kv_bytes_per_token, resolve
 
 __all__ = ["Finding", "add_arguments", "findings", "run"]
 

@@ -23,11 +23,12 @@ from foreword.cli.backends import Backends
 from foreword.cli.banner import address, banner
 from foreword.cli.options import add_config_options, read_config
 from foreword.cli.terminal import errors, loading_bar, set_up_logging
-from foreword.config import Config, EngineInfo
+from foreword.config import Config
 from foreword.engine.client import ProcessClient
 from foreword.errors import ConfigError
 from foreword.metrics.recorder import Recorder
 from foreword.prepare import Prepared, prepare
+from foreword.resolve import EngineInfo
 
 __all__ = ["add_arguments", "run"]
 

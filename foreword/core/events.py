@@ -64,11 +64,12 @@ class Tokens:
     logprobs         one per token if asked for, else empty
     prompt_logprobs  with the first event if asked for: None for the first prompt token
     draft            the draft that was verified for them, or None
-    finish_reason    "stop" or "length" on the last event, else None
+    finish_reason    "stop", "length" or "repetition" on the last event, else None
     stop_id          the stop token id that ended it (it is in token_ids), or None
     num_cached       prompt tokens found in the prefix cache
     scheduled_s      time.monotonic() when the request first ran
     hashes           64-bit hashes of the raw logits, one per token, in test mode
+    repeating        length of the pattern that the answer was found to repeat, on the one event in which it was; else 0
     """
 
     request_id: str
@@ -82,6 +83,7 @@ class Tokens:
     num_cached: int = 0
     scheduled_s: float = 0.0
     hashes: tuple[int, ...] = ()
+    repeating: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +136,7 @@ class StepStats:
 
     stage_seconds  seconds of this step by stage: schedule, assemble, forward, sample, draft, commit
     drafter_errors exceptions caught in drafters, by drafter
+    faults         errors that were kept to the request they belong to, by stage; "nonfinite" for logits that are no numbers
     """
 
     step: int = 0
@@ -149,6 +152,7 @@ class StepStats:
     stage_seconds: Mapping[str, float] = field(default_factory=dict)
     drafter_errors: Mapping[str, int] = field(default_factory=dict)
     drafting: DraftingStats = DraftingStats()
+    faults: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

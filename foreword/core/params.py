@@ -19,6 +19,7 @@ GREEDY_BELOW = 1e-5
 MAX_LOGPROB_IDS = 128
 MAX_REPEAT = 256  # tokens; DRY counts a longer repeat as this long
 MAX_BREAKERS, MAX_BREAKER_LENGTH = 64, 40
+ON_RUNAWAY = ("warn", "stop", "off")  # what becomes of an answer that repeats itself
 BREAKERS = ("\n", ":", '"', "*")  # as llama.cpp's
 
 
@@ -94,8 +95,9 @@ class SamplingParams:
     runs to the end of the context. truncate_prompt_tokens keeps so many last tokens of the prompt; -1: what fits the
     context beside max_tokens. logprob_token_ids asks for the log-probabilities of these ids at each position.
     prediction is the text that the answer is expected to be much like; it changes no token. structured is what the answer
-    must look like: its end ends the answer, whatever ignore_eos and min_tokens say. Raises InvalidRequest, which names the
-    field and its limit.
+    must look like: its end ends the answer, whatever ignore_eos and min_tokens say. on_runaway is what becomes of an answer
+    that repeats itself: "warn", "stop" or "off"; None: what the server does. Raises InvalidRequest, which names the field and
+    its limit.
     """
 
     n: int = 1
@@ -133,6 +135,7 @@ class SamplingParams:
     speculation: Speculation = Speculation()
     prediction: str | None = None
     structured: StructuredOutput | None = None
+    on_runaway: str | None = None
 
     def __post_init__(self) -> None:
         self._coerce()
@@ -150,6 +153,8 @@ class SamplingParams:
                 raise InvalidRequest(f"{name} must be {told}, got {getattr(self, name)!r:.80}", name)
         self._check_ids()
         self._check_breakers()
+        if self.on_runaway not in (None, *ON_RUNAWAY):
+            raise InvalidRequest(f"on_runaway must be one of {', '.join(ON_RUNAWAY)}, got {self.on_runaway!r:.80}", "on_runaway")
         if self.truncate_prompt_tokens == 0:
             raise InvalidRequest("truncate_prompt_tokens must be -1 or at least 1, got 0", "truncate_prompt_tokens")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:

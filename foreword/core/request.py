@@ -38,6 +38,9 @@ class Request:
     reasoning_end_ids  token sequences of which any ends the reasoning, for a grammar that begins behind it; empty: at once
     pooling        the request wants no tokens but its prompt as one vector: one of POOLINGS
     arrival_s      time.monotonic() where the request entered
+    start_by_s     time.monotonic() at which it fails if it has not run at all by then; None: it may wait
+    deadline_s     time.monotonic() at which it fails, whatever it has; None: it may take its time
+    account        whose share of the engine it takes: those that wait are served in turn, account by account
     """
 
     id: str
@@ -54,6 +57,9 @@ class Request:
     reasoning_end_ids: tuple[tuple[int, ...], ...] = ()
     pooling: str | None = None
     arrival_s: float = 0.0
+    start_by_s: float | None = None
+    deadline_s: float | None = None
+    account: str = ""
 
 
 class RequestState:

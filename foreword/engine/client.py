@@ -14,12 +14,14 @@ from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from typing import Any, Protocol
 
-from foreword.config import Config, EngineInfo
+from foreword.config import Config
 from foreword.core.events import Event, Failed, StepReport, StepStats, Tokens
+from foreword.core.readiness import Readiness
 from foreword.core.request import Request
 from foreword.core.vocabulary import Vocabulary
 from foreword.engine.messages import Loading, Ready, Refused, Remove, Start
 from foreword.errors import ConfigError, EngineDead
+from foreword.resolve import EngineInfo
 
 __all__ = ["EngineClient", "ProcessClient"]
 
@@ -32,15 +34,22 @@ class EngineClient(Protocol):
 
     info     None until start() returned
     stats    of the newest step
-    alive    a step could run now; once it was True, False means that the engine is gone and every
-             open stream has got a Failed(EngineDead)
+    alive    requests are taken: true from the first start on, also while a dead engine is replaced, which streams see as a
+             pause; once it was True, False means that the engine is gone for good and every open stream has got a
+             Failed(EngineDead)
     on_step  called in the event loop with the stats of every step
+    on_restart  called in the event loop with the reason each time a dead or hung engine is about to be replaced
     """
 
     info: EngineInfo | None
     stats: StepStats
     alive: bool
     on_step: Callable[[StepStats], None] | None
+    on_restart: Callable[[str], None] | None
+
+    @property
+    def readiness(self) -> Readiness:
+        """Whether a step could run now."""
 
     async def start(self) -> EngineInfo:
         """Start the engine; return once it can take requests. Raises ConfigError or CheckpointError."""
@@ -80,6 +89,7 @@ class ProcessClient:
         self.stats = StepStats()
         self.alive = False
         self.on_step: Callable[[StepStats], None] | None = None
+        self.on_restart: Callable[[str], None] | None = None
         self.dead = asyncio.Event()
         self._start = Start(config, unused_ids)
         self._vocabulary: Callable[[], Vocabulary] | None = vocabulary
@@ -91,6 +101,14 @@ class ProcessClient:
         self._outbox: SimpleQueue[Any] = SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._closing = False
+
+    @property
+    def readiness(self) -> Readiness:
+        if self.alive:
+            return Readiness("ok")
+        return (
+            Readiness("loading", "the engine is still loading") if self.info is None else Readiness("dead", "the engine is gone")
+        )
 
     async def start(self) -> EngineInfo:
         loop = asyncio.get_running_loop()

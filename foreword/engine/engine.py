@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
 
-from foreword.config import EngineInfo
 from foreword.core.draft import Draft, Outcome
 from foreword.core.events import Event, Failed, StepReport, StepStats
 from foreword.core.grammar import RequestGrammar
@@ -23,6 +22,7 @@ from foreword.engine.scheduler import Scheduler
 from foreword.engine.stages import Stages
 from foreword.errors import ContextLengthExceeded, ForewordError, InvalidRequest, RequestFailed
 from foreword.grammar.grammars import Grammars
+from foreword.resolve import EngineInfo
 
 __all__ = ["Engine"]
 

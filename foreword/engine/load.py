@@ -14,7 +14,7 @@ import torch
 
 from foreword.cache.blocks import BlockPool
 from foreword.cache.storage import KVStorage
-from foreword.config import Config, EngineInfo, Machine, ModelFacts, Resolved, resolve
+from foreword.config import Config
 from foreword.core.batch import SCRATCH_BLOCK, Chunk, build_batch
 from foreword.drafting.base import Drafter, PassDrafter
 from foreword.drafting.control.controller import Controller
@@ -42,6 +42,7 @@ from foreword.kernels.ops import Ops
 from foreword.kernels.registry import select, why_not_native
 from foreword.models.base import Model, Precision
 from foreword.models.loader import load_model, read_facts, weight_files
+from foreword.resolve import EngineInfo, Machine, ModelFacts, Resolved, resolve
 from foreword.sampling.sampler import Sampler
 
 __all__ = ["FIT_DRAFTER", "load", "this_machine"]

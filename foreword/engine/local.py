@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from foreword.config import Config, EngineInfo
+from foreword.config import Config
 from foreword.core.events import StepReport
 from foreword.core.request import Request
 from foreword.core.vocabulary import Vocabulary
 from foreword.engine.load import load
+from foreword.resolve import EngineInfo
 
 __all__ = ["LocalClient"]
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from foreword.config import Config, EngineInfo, Resolved
+from foreword.config import Config
 from foreword.errors import ForewordError
+from foreword.resolve import EngineInfo, Resolved
 
 __all__ = ["Loading", "Ready", "Refused", "Remove", "Start"]
 

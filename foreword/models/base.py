@@ -9,10 +9,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from foreword.config import ModelFacts
 from foreword.core.batch import Batch
 from foreword.core.kv import KVLayer
 from foreword.kernels.ops import Ops
+from foreword.resolve import ModelFacts
 
 __all__ = ["KV", "Model", "Precision"]
 

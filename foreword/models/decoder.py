@@ -10,7 +10,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from foreword.config import ModelFacts
 from foreword.core.batch import Batch
 from foreword.core.kv import KVLayer
 from foreword.kernels.ops import Ops
@@ -23,6 +22,7 @@ from foreword.layers.rope import Rope, RopeConfig
 from foreword.layers.weights import Weights
 from foreword.models.base import KV, Precision
 from foreword.models.config import ConfigReader
+from foreword.resolve import ModelFacts
 
 __all__ = ["Decoder", "DecoderConfig", "Kind", "Layer", "Parts"]
 

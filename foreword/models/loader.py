@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
-from foreword.config import ModelFacts
 from foreword.errors import CheckpointError
 from foreword.kernels.ops import Ops
 from foreword.models.base import Model, Precision
@@ -24,6 +23,7 @@ from foreword.models.phi3 import Phi3
 from foreword.models.qwen2 import Qwen2
 from foreword.models.qwen3 import Qwen3
 from foreword.models.weights import BodyWeights, CountedWeights, FileWeights, ShapesOnly
+from foreword.resolve import ModelFacts
 
 __all__ = ["ARCHITECTURES", "load_model", "read_facts", "weight_files"]
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from foreword.config import Resolved
 from foreword.core.events import Embedded, Failed
 from foreword.core.request import Request
 from foreword.engine.client import EngineClient
 from foreword.errors import RequestFailed
+from foreword.resolve import Resolved
 
 __all__ = ["EngineVectors"]
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any, TypeVar
 
 from fastapi import Depends, Request
 
-from foreword.config import Config, EngineInfo
+from foreword.config import Config
 from foreword.core.params import SamplingParams
 from foreword.core.request import Request as EngineRequest
 from foreword.encoders.client import EncoderClient
@@ -18,6 +18,7 @@ from foreword.engine.client import EngineClient
 from foreword.errors import EngineDead, InvalidRequest, ModelNotFound, Overloaded, Unsupported
 from foreword.grammar.check import GrammarChecker
 from foreword.metrics.recorder import Recorder
+from foreword.resolve import EngineInfo
 from foreword.text.prepare import make_requests, resolve_seed
 from foreword.text.template import ChatTemplate
 from foreword.text.tokenizer import Tokenizer

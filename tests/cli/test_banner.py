@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from foreword.cli.banner import address, banner, curl_line, loading_line, model_name, parse_loading_line, speculation_line
-from foreword.config import Config, EngineInfo, Resolved
+from foreword.config import Config
 from foreword.demo import MODEL
+from foreword.resolve import EngineInfo, Resolved
 
 RESOLVED = Resolved(
     device="cpu", dtype="bfloat16", weight_dtype="bfloat16", quantization=None, weight_format="bfloat16",

@@ -12,7 +12,6 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from foreword.config import ModelFacts
 from foreword.errors import CheckpointError
 from foreword.kernels.ops import Blocks, Matrix
 from foreword.layers.weights import Weights
@@ -21,6 +20,7 @@ from foreword.models.gguf.reader import GGUF, TensorInfo
 from foreword.models.gguf.rope import TENSORS as ROPE_TENSORS
 from foreword.models.mapped import MappedFile
 from foreword.models.weights import ScopedWeights
+from foreword.resolve import ModelFacts
 
 __all__ = ["GGUFWeights", "check_kinds", "file_name", "read_factors", "with_kept"]
 
