@@ -16,9 +16,9 @@ from foreword.encoders.recipe import DECODER_RECIPE, Recipe
 from foreword.engine.client import EngineClient
 from foreword.grammar.check import GrammarChecker
 from foreword.metrics.recorder import Recorder
-from foreword.serve.auth import ApiKeys
+from foreword.serve.auth import ApiKeys, Authentication
 from foreword.serve.errors import add_error_handlers
-from foreword.serve.middleware import Authentication, BodyLimit, LastResort, RequestIds
+from foreword.serve.middleware import BodyLimit, LastResort, RequestIds
 from foreword.serve.routes import chat, completions, docs, embeddings, health, metrics, models, rerank, score, tokenize
 from foreword.serve.state import Admission, Server
 from foreword.text.template import ChatTemplate

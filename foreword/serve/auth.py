@@ -5,9 +5,13 @@ from __future__ import annotations
 import hashlib
 import hmac
 
-from foreword.errors import Unauthorized
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-__all__ = ["OPEN_PATHS", "ApiKeys"]
+from foreword.errors import ForewordError, Unauthorized
+from foreword.serve.errors import error_response
+
+__all__ = ["OPEN_PATHS", "ApiKeys", "Authentication"]
 
 OPEN_PATHS = frozenset({"/health", "/live", "/metrics", "/version", "/docs", "/openapi.json"})
 
@@ -39,3 +43,19 @@ class ApiKeys:
         if not any(matches):
             raise Unauthorized("the API key is not known")
         return "" if self._shared else hashlib.sha256(self._keys[matches.index(True)]).hexdigest()[:16]
+
+
+class Authentication:
+    """Refuses callers without a key, and says for the others which tenant they are."""
+
+    def __init__(self, app: ASGIApp, keys: ApiKeys) -> None:
+        self._app = app
+        self._keys = keys
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
+            try:
+                scope.setdefault("state", {})["tenant"] = self._keys.tenant(Headers(scope=scope).get("authorization"))
+            except ForewordError as error:
+                return await error_response(error)(scope, receive, send)
+        await self._app(scope, receive, send)

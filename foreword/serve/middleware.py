@@ -1,4 +1,4 @@
-"""What surrounds every route: request ids, keys, the limit of a body, and the last resort."""
+"""What surrounds every route: request ids, the limit of a body, and the last resort."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ from collections.abc import Sequence
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from foreword.errors import ForewordError, PayloadTooLarge, RequestFailed
-from foreword.serve.auth import OPEN_PATHS, ApiKeys
+from foreword.errors import PayloadTooLarge, RequestFailed
 from foreword.serve.errors import error_response
 
-__all__ = ["Authentication", "BodyLimit", "LastResort", "RequestIds"]
+__all__ = ["BodyLimit", "LastResort", "RequestIds"]
 
 logger = logging.getLogger("foreword.serve")
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
@@ -64,22 +63,6 @@ class LastResort:
                 raise
             logger.exception("%s %s failed", scope["method"], scope["path"])
             await error_response(RequestFailed("the server failed on this request"))(scope, receive, send)
-
-
-class Authentication:
-    """Refuses callers without a key, and says for the others which tenant they are."""
-
-    def __init__(self, app: ASGIApp, keys: ApiKeys) -> None:
-        self._app = app
-        self._keys = keys
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
-            try:
-                scope.setdefault("state", {})["tenant"] = self._keys.tenant(Headers(scope=scope).get("authorization"))
-            except ForewordError as error:
-                return await error_response(error)(scope, receive, send)
-        await self._app(scope, receive, send)
 
 
 class BodyLimit:
