@@ -9,16 +9,18 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 from foreword.config import Config
+from foreword.core.readiness import Readiness
 from foreword.core.vectors import only_value
 from foreword.encoders.child import Child
 from foreword.encoders.inputs import BATCH_TOKENS, Pair, pairs_of, texts_of
 from foreword.encoders.messages import Done, EncoderInfo, Failure, Input, Work
 from foreword.encoders.texts import EncoderTexts
 from foreword.encoders.turns import Call, Turns
-from foreword.errors import EngineDead, InvalidRequest, Overloaded
+from foreword.errors import EngineDead, InvalidRequest, Overloaded, RequestFailed
 from foreword.models.hub import resolve_path
 
 __all__ = ["EncoderClient", "EncoderInfo", "EncoderTexts"]
@@ -30,25 +32,38 @@ MAX_RESTARTS, RESTART_WINDOW_S = 3, 60.0
 
 
 class EncoderClient:
-    """Runs an encoder in a process of its own; started again when it dies, but not endlessly.
+    """Runs an encoder in a process of its own. When it dies it is started again, unless it does so endlessly.
+
+    Nobody who waits hears of a death: what the process was working on is given to its successor, each input alone, and only
+    one that takes that one down as well is refused.
 
     info   None until start() returned
     texts  makes token ids of texts; None until start() returned
-    alive  work can be done now
+    alive  work is taken; false before the first start, and for good once the process cannot be kept up
     """
 
     def __init__(self, config: Config) -> None:
         self.info: EncoderInfo | None = None
         self.texts: EncoderTexts | None = None
         self.alive = False
+        self._up = False
         self._config = config
         self._turns = Turns()
         self._open: set[Call] = set()
         self._at_work: dict[int, list[tuple[Call, int]]] = {}
+        self._again: deque[tuple[Call, int]] = deque()  # inputs that a process died with
+        self._alone = False  # the process works on one of those
         self._number = 0
         self._child: Child | None = None
         self._serving: asyncio.Task[None] | None = None
         self._deaths: deque[float] = deque(maxlen=MAX_RESTARTS)
+
+    @property
+    def readiness(self) -> Readiness:
+        """Whether it could work now."""
+        if not self.alive:
+            return Readiness("loading" if self.info is None else "dead")
+        return Readiness("ok") if self._up else Readiness("restarting")
 
     async def start(self) -> EncoderInfo:
         """Start the process; return once it can take work. Raises ConfigError or CheckpointError."""
@@ -62,7 +77,7 @@ class EncoderClient:
         except BaseException:
             await self._end()
             raise
-        self.alive = True
+        self.alive = self._up = True
         self._serving = asyncio.create_task(self._serve(), name="encoder")
         return self.info
 
@@ -82,7 +97,7 @@ class EncoderClient:
 
     async def close(self) -> None:
         """End the process and wait until it is gone."""
-        self.alive = False
+        self.alive = self._up = False
         if self._serving is not None:
             self._serving.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -117,14 +132,28 @@ class EncoderClient:
             raise Overloaded(f"{waiting} inputs wait for the encoder, of at most {limit}; try again later")
 
     def _hand_over(self) -> None:
-        """Keep the process busy."""
-        assert self._child is not None
+        """Keep the process busy, if there is one."""
+        if not self._up:
+            return
+        while self._again and self._again[0][0].result.done():
+            self._again.popleft()
+        if self._again:
+            if not self._at_work:
+                self._alone = True
+                self._send([self._again.popleft()])
+            return
         while len(self._at_work) < AHEAD and (taken := self._turns.take(BATCH_TOKENS)):
-            self._number += 1
-            self._at_work[self._number] = taken
-            self._child.send(Work(self._number, tuple(call.inputs[index] for call, index in taken)))
+            self._alone = False
+            self._send(taken)
+
+    def _send(self, taken: list[tuple[Call, int]]) -> None:
+        assert self._child is not None
+        self._number += 1
+        self._at_work[self._number] = taken
+        self._child.send(Work(self._number, tuple(call.inputs[index] for call, index in taken)))
 
     def _received(self, message: Done | Failure) -> None:
+        self._deaths.clear()
         taken = self._at_work.pop(message.number)
         self._hand_over()
         if isinstance(message, Failure):
@@ -145,20 +174,34 @@ class EncoderClient:
             with contextlib.suppress(EOFError, OSError):
                 while True:
                     self._received(await self._child.receive())
-            self.alive = False
-            self._fail_all("the encoder died while it was working on this request")
+            self._up = False
+            self._blame()
             await self._end()
             await self._restart()
+        self.alive = False
+        self._fail_all("the encoder died, and cannot be started again")
+
+    def _blame(self) -> None:
+        """What a process died with is tried again, each input alone; what was alone with it is not."""
+        for call, index in chain(*self._at_work.values()):
+            if self._alone:
+                _fail(call, RequestFailed("the encoder died twice while it worked on this input; it is not tried again"))
+            elif not call.dropped:
+                self._again.append((call, index))
+        self._at_work.clear()
 
     async def _restart(self) -> None:
         if not self._may_restart():
-            LOG.error("the encoder died more than %d times within %g s; it stays down", MAX_RESTARTS, RESTART_WINDOW_S)
+            LOG.error(
+                "the encoder died more than %d times within %g s and did nothing; it stays down", MAX_RESTARTS, RESTART_WINDOW_S
+            )
             return
         LOG.error("the encoder died; it is started again")
         self._child = await Child.launch(self._config)
         try:
             self.info = await self._child.ready()
-            self.alive = True
+            self._up = True
+            self._hand_over()
         except Exception:
             LOG.exception("the encoder cannot be started again")
             await self._end()
@@ -172,6 +215,7 @@ class EncoderClient:
 
     def _fail_all(self, why: str) -> None:
         self._at_work.clear()
+        self._again.clear()
         for call in self._open:
             self._turns.drop(call)
             _fail(call, EngineDead(why))

@@ -17,7 +17,16 @@ from foreword.config import Config
 from foreword.encoders import client as client_module
 from foreword.encoders.client import EncoderClient
 from foreword.encoders.local import LocalEncoder, load_local
-from foreword.errors import CheckpointError, ContextLengthExceeded, EngineDead, InvalidRequest, Overloaded, Unsupported
+from foreword.encoders.turns import Call
+from foreword.errors import (
+    CheckpointError,
+    ContextLengthExceeded,
+    EngineDead,
+    InvalidRequest,
+    Overloaded,
+    RequestFailed,
+    Unsupported,
+)
 from tests.encoders.checkpoints import write_encoder
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")  # one process for all of them
@@ -108,19 +117,40 @@ async def test_what_a_caller_left_behind_is_dropped(client: EncoderClient) -> No
     assert len(await client.encode([[5]])) == 1
 
 
-async def test_its_death_fails_open_calls_and_it_comes_back(client: EncoderClient, local: LocalEncoder) -> None:
+async def test_nobody_hears_of_its_death(client: EncoderClient, local: LocalEncoder) -> None:
+    """What it worked on, what waited, and what comes while it is started again: all are answered, as if nothing had been."""
     ids = ids_of(client, *TEXTS)
-    call = asyncio.ensure_future(client.encode([[5] * 130] * 60))
+    long = [[5, 6 + i] * 60 for i in range(40)]
+    call = asyncio.ensure_future(client.encode(long))
     await asyncio.sleep(0)
     os.kill(pid(client), signal.SIGKILL)
-    with pytest.raises(EngineDead, match="died while"):
-        await call
-    assert not client.alive
-    with pytest.raises(EngineDead, match="not running"):
-        await client.encode(ids)
-    await until_alive(client)
-    assert client._turns.waiting == 0
+    while client.readiness.ready:
+        await asyncio.sleep(0.002)
+    assert client.alive and client.readiness.status == "restarting"
     assert await client.encode(ids) == local.encode(ids)
+    assert await call == local.encode(long)
+    assert client.readiness.ready and client._turns.waiting == 0 and not client._open and not client._again
+
+
+async def test_an_input_that_it_dies_of_is_refused_and_its_neighbours_are_not(client: EncoderClient, local: LocalEncoder) -> None:
+    """The process is killed whenever it has the poison, as if it died of it."""
+    poison, good = [7, 7, 7], [[5, 6 + i] * 40 for i in range(6)]
+    given = client._send
+
+    def send(taken: list[tuple[Call, int]]) -> None:
+        given(taken)
+        if any(list(call.inputs[index].token_ids) == poison for call, index in taken):
+            os.kill(pid(client), signal.SIGKILL)
+
+    client._send = send  # type: ignore[method-assign]
+    try:
+        good_call, bad_call = (asyncio.ensure_future(client.encode(ids)) for ids in (good, [poison]))
+        assert await good_call == local.encode(good)
+        with pytest.raises(RequestFailed, match="died twice"):
+            await bad_call
+    finally:
+        client._send = given  # type: ignore[method-assign]
+    assert await client.encode(good) == local.encode(good)
 
 
 async def test_a_ranker_scores_pairs(tmp_path: Path) -> None:
@@ -155,8 +185,3 @@ async def test_it_is_not_started_again_endlessly(client: EncoderClient, monkeypa
     assert not client.alive and client._child is None
     with pytest.raises(EngineDead):
         await client.encode([[5]])
-
-
-async def until_alive(client: EncoderClient) -> None:
-    while not client.alive:
-        await asyncio.sleep(0.02)
