@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import os
 from ctypes import POINTER, c_char_p, c_float, c_int32, c_int64, c_uint32, c_void_p
 from enum import IntEnum
 from pathlib import Path
@@ -185,6 +186,7 @@ NOT_BUILT = (
     "everything runs in torch, much slower"
 )
 FOLDER = Path(__file__).parents[1]
+ELSEWHERE = "FOREWORD_NATIVE"  # names a library of another build, as one with sanitizers
 
 
 def load_library(folder: Path | None = None) -> tuple[ctypes.CDLL | None, str]:
@@ -212,11 +214,13 @@ def load_library(folder: Path | None = None) -> tuple[ctypes.CDLL | None, str]:
 def library_digest() -> str:
     """Tells builds apart: another compiler or another source may round differently. Empty without the library."""
     path = _path(FOLDER)
-    return "" if path is None else hashlib.blake2b(path.read_bytes(), digest_size=8).hexdigest()
+    return "" if path is None or not path.is_file() else hashlib.blake2b(path.read_bytes(), digest_size=8).hexdigest()
 
 
 def _path(folder: Path) -> Path | None:
-    """The newest library there."""
+    """The newest library there, or the one that the environment names instead of the package's own."""
+    if folder == FOLDER and os.environ.get(ELSEWHERE):
+        return Path(os.environ[ELSEWHERE])
     return max(folder.glob("_native*.so"), key=lambda path: path.stat().st_mtime, default=None)
 
 
