@@ -41,7 +41,12 @@ class _Compiling:
 
 
 class Engine:
-    """Owns every live request. Single-threaded: whoever holds it calls one method at a time."""
+    """Owns every live request. Single-threaded: whoever holds it calls one method at a time.
+
+    num_arrived  requests submitted so far; each has the number that this was before it came
+    at_work      called with the numbers of those that the next piece of a step is about: if it kills the process, it was one
+                 of them
+    """
 
     def __init__(
         self,
@@ -65,7 +70,8 @@ class Engine:
         self._device_memory = device_memory
         self._clock = clock
         self._num_steps = 0
-        self._num_arrived = 0
+        self.num_arrived = 0
+        self.at_work: Callable[[list[int]], None] = _nobody_asks
         self._compiling: dict[str, _Compiling] = {}
         self._refused: list[Event] = []
 
@@ -80,13 +86,13 @@ class Engine:
 
     def submit(self, request: Request) -> None:
         """Take a request; one that cannot be served is answered by a Failed event of the next step."""
+        arrival = self.num_arrived
+        self.num_arrived += 1
         try:
             self._check(request)
         except ForewordError as error:
             self._refused.append(Failed(request.id, error))
             return
-        arrival = self._num_arrived
-        self._num_arrived += 1
         if request.params.structured is None:
             self._start(request, arrival)
         else:
@@ -113,6 +119,7 @@ class Engine:
 
     def step(self) -> StepReport:
         """Advance every request that was planned by at least one row."""
+        self.at_work([*self._being_compiled(), *(state.arrival for state in self.scheduler.running)])
         if self._compiling:
             self._start_compiled()
         events = self._refused
@@ -134,6 +141,10 @@ class Engine:
             else:
                 self._refused.append(Failed(one.request.id, _refusal(one.request.id, error)))
 
+    def _being_compiled(self) -> list[int]:
+        """Numbers of the requests whose grammar is worked on just now."""
+        return [one.arrival for one in self._compiling.values() if one.grammar.running()]
+
     def _step(self) -> list[Event]:
         if not self.drafting.off:
             with self.stages("draft"):
@@ -141,6 +152,7 @@ class Engine:
         with self.stages("schedule"):
             plan = self.scheduler.plan()
         assert plan.work or plan.pooled, "live requests, but none of them can run"
+        self.at_work([*self._being_compiled(), *(work.state.arrival for work in (*plan.work, *plan.pooled))])
         events = self._generate(plan) if plan.work else []
         return events + self._pool(plan) if plan.pooled else events
 
@@ -225,6 +237,10 @@ class Engine:
             drafter_errors=dict(self.drafting.errors),
             drafting=self.drafting.stats(),
         )
+
+
+def _nobody_asks(numbers: list[int]) -> None:
+    pass
 
 
 def _refusal(request_id: str, error: BaseException) -> ForewordError:
