@@ -16,7 +16,7 @@ from foreword.core.events import Tokens
 from foreword.core.params import SamplingParams, Speculation
 from foreword.engine.local import LocalClient
 from foreword.prepare import prepare
-from foreword.text.prepare import make_requests
+from foreword.text.prepare import Defaults, make_requests
 
 OFF = Speculation("off")
 MOST_ROWS = 16
@@ -96,7 +96,7 @@ class Foreword:
     def _submit(self, prompt: Sequence[int], tokens: int, speculation: Speculation = OFF) -> str:
         params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=tokens, speculation=speculation)
         limit = self.client.info.resolved.max_model_len
-        (request,) = make_requests(prompt, params, self.prepared.tokenizer, f"peer-{time.monotonic_ns()}", limit, default_seed=0)
+        (request,) = make_requests(prompt, params, self.prepared.tokenizer, f"peer-{time.monotonic_ns()}", limit, Defaults(0))
         self.client.submit(request)
         return request.id
 

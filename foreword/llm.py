@@ -37,7 +37,7 @@ from foreword.prepare import prepare
 from foreword.resolve import EngineInfo
 from foreword.text.answer import Answer, Delta
 from foreword.text.embedding import check_input, embedding_requests
-from foreword.text.prepare import make_requests
+from foreword.text.prepare import Defaults, make_requests
 from foreword.text.template import ChatTemplate
 
 __all__ = ["LLM", "CompletionOutput", "EmbeddingOutput", "RequestOutput", "StreamPiece"]
@@ -84,6 +84,7 @@ class LLM:
         self.config = prepared.config
         self.tokenizer = prepared.tokenizer
         self.stats = StepStats()
+        self._defaults = Defaults(self.config.seed, self.config.default_max_tokens, self.config.on_runaway)
         self._client = LocalClient(prepared.config, prepared.unused_ids, prepared.tokenizer.vocabulary, on_progress)
         self._encoder = load_local(prepared.config) if prepared.config.embedding_model else None
         self._recipe = read_decoder_recipe(prepared.path)
@@ -223,7 +224,7 @@ class LLM:
             self.tokenizer,
             f"req-{next(self._ids)}",
             self.info.resolved.max_model_len,
-            default_seed=self.config.seed,
+            self._defaults,
             vocab_size=self.info.vocab_size,
         )
         return _Job(text, requests[0].prompt_ids, requests)

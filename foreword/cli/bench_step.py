@@ -17,7 +17,7 @@ from foreword.core.params import SamplingParams
 from foreword.core.request import Request
 from foreword.engine.local import LocalClient
 from foreword.prepare import Prepared, prepare
-from foreword.text.prepare import make_requests
+from foreword.text.prepare import Defaults, make_requests
 
 __all__ = ["step_overhead"]
 
@@ -53,5 +53,5 @@ def _requests(prepared: Prepared, max_model_len: int, examples: Sequence[Example
     found = []
     for number in range(count):
         ids = prepared.tokenizer.encode(examples[number % len(examples)].prompt)[:32]
-        found += make_requests(ids, params, prepared.tokenizer, f"bench-{number}", max_model_len, default_seed=number)
+        found += make_requests(ids, params, prepared.tokenizer, f"bench-{number}", max_model_len, Defaults(number))
     return found

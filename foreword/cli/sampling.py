@@ -13,7 +13,7 @@ __all__ = ["FLAGS", "SamplingFlag", "add_sampling_options", "read_params"]
 
 @dataclass(frozen=True, slots=True)
 class SamplingFlag:
-    """A field of SamplingParams that is also a flag. (`--seed` is a field of Config.)"""
+    """A field of SamplingParams that is also a flag. (`--seed` and `--on-runaway` are fields of Config.)"""
 
     name: str
     type: Any
@@ -55,4 +55,6 @@ def read_params(args: argparse.Namespace) -> SamplingParams:
     values = {item.name: getattr(args, item.name) for item in FLAGS}
     if args.speculation is not None:
         values["speculation"] = Speculation(args.speculation)
-    return SamplingParams(stop=tuple(args.stop), seed=getattr(args, "seed", None), **values)
+    return SamplingParams(
+        stop=tuple(args.stop), seed=getattr(args, "seed", None), on_runaway=getattr(args, "on_runaway", None), **values
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from foreword.core.events import TokenLogprob
+from foreword.core.runaway import Repetition
 from foreword.errors import ForewordError
 
 __all__ = ["Draft", "Outcome"]
@@ -33,8 +34,9 @@ class Outcome:
     logprobs       one per token if asked for
     prompt_logprobs  those of the prompt tokens that this step scored, if asked for
     hashes         one per token in test mode
-    finish_reason  "stop", "length", or None while the request goes on
+    finish_reason  "stop", "length", "repetition", or None while the request goes on
     stop_id        the id that stopped it
+    repeating      the pattern that the answer was found to repeat with these tokens, or None
     error          why the request ends after these tokens, or None
     """
 
@@ -45,6 +47,7 @@ class Outcome:
     hashes: tuple[int, ...] = ()
     finish_reason: str | None = None
     stop_id: int | None = None
+    repeating: Repetition | None = None
     error: ForewordError | None = None
 
     @property

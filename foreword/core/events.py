@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from foreword.core.runaway import Repetition
 from foreword.errors import ForewordError
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "TokenLogprob",
     "Tokens",
     "cut",
+    "without_first",
 ]
 
 
@@ -69,7 +71,7 @@ class Tokens:
     num_cached       prompt tokens found in the prefix cache
     scheduled_s      time.monotonic() when the request first ran
     hashes           64-bit hashes of the raw logits, one per token, in test mode
-    repeating        length of the pattern that the answer was found to repeat, on the one event in which it was; else 0
+    repeating        the pattern that the answer was found to repeat with these tokens; told once in an answer
     """
 
     request_id: str
@@ -83,7 +85,7 @@ class Tokens:
     num_cached: int = 0
     scheduled_s: float = 0.0
     hashes: tuple[int, ...] = ()
-    repeating: int = 0
+    repeating: Repetition | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,4 +182,26 @@ def cut(event: Tokens, kept: int, finish_reason: str) -> Tokens:
         draft=use,
         finish_reason=finish_reason,
         stop_id=None,
+        repeating=event.repeating if event.repeating and event.repeating.num_tokens <= kept else None,
+    )
+
+
+def without_first(event: Tokens, count: int) -> Tokens:
+    """The event without its first `count` tokens, which were delivered before: what is new of it.
+
+    The draft tokens among them were counted when they were delivered.
+    """
+    assert 0 <= count <= len(event.token_ids)
+    use = event.draft
+    if use is not None:
+        left = use.drafted - count
+        use = replace(use, drafted=left, accepted=max(use.accepted - count, 0)) if left > 0 else None
+    return replace(
+        event,
+        index=event.index + count,
+        token_ids=event.token_ids[count:],
+        logprobs=event.logprobs[count:],
+        hashes=event.hashes[count:],
+        draft=use,
+        repeating=event.repeating and event.repeating.behind(count),
     )

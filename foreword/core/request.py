@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from foreword.core.events import TokenLogprob
 from foreword.core.grammar import RequestGrammar
 from foreword.core.params import SamplingParams
+from foreword.core.runaway import Repetition, RunawayGuard
 
 if TYPE_CHECKING:  # whoever only submits requests needs no torch
     from torch import Tensor
 
     from foreword.core.ledger import Ledger
 
-__all__ = ["POOLINGS", "Request", "RequestState"]
+__all__ = ["POOLINGS", "Ending", "Request", "RequestState"]
 
 POOLINGS = ("last", "mean", "cls")
 
@@ -62,6 +63,22 @@ class Request:
     account: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """Where a run of new tokens ends the answer, if it does.
+
+    kept           tokens of the run that belong to the answer
+    finish_reason  "stop", "length" or "repetition"; None: the answer goes on
+    stop_id        the id that stopped it
+    repeating      the pattern that the answer was found to repeat with these tokens, or None
+    """
+
+    kept: int
+    finish_reason: str | None = None
+    stop_id: int | None = None
+    repeating: Repetition | None = None
+
+
 class RequestState:
     """The engine's record of a live request.
 
@@ -81,6 +98,7 @@ class RequestState:
     """
 
     __slots__ = (
+        "_guard",
         "_stop_ids",
         "arrival",
         "block_hashes",
@@ -119,6 +137,8 @@ class RequestState:
         self.lanes: Tensor | None = None
         eos = () if request.params.ignore_eos and grammar is None else request.eos_token_ids
         self._stop_ids = frozenset((*eos, *request.params.stop_token_ids))
+        self._guard = RunawayGuard() if request.params.on_runaway in ("warn", "stop") and not self.pools else None
+        self._watch(request.delivered_ids)
         self.ledger: Ledger | None = None
         self.prompt_logprobs: list[TokenLogprob] = []
         self.scheduled_s: float | None = None
@@ -160,16 +180,32 @@ class RequestState:
         """Ids that end the answer when they are emitted."""
         return self._stop_ids
 
-    def ending(self, run: Sequence[int]) -> tuple[int, str | None, int | None]:
-        """Where a run of new tokens ends the answer: (tokens kept, finish reason, stop id).
+    def ending(self, run: Sequence[int]) -> Ending:
+        """Where a run of new tokens ends the answer; nothing changes.
 
-        The earliest token decides; one that both stops and fills the limit has stopped.
+        The earliest token decides; one that both stops and fills the limit has stopped, and one that fills the limit with a
+        repetition has filled it.
         """
+        end = self._plain_ending(run)
+        found = None if self._guard is None else self._guard.find(run[: end.kept])
+        if found is None:
+            return end
+        if self.params.on_runaway == "stop" and (end.finish_reason is None or found.num_tokens < end.kept):
+            return Ending(found.num_tokens, "repetition", None, found)
+        return replace(end, repeating=found)
+
+    def _plain_ending(self, run: Sequence[int]) -> Ending:
+        """Where stop ids and the limit end the answer."""
         room = self.limit - len(self.tokens)
         for index, token_id in enumerate(run[:room]):
             if token_id in self._stop_ids:
-                return index + 1, "stop", token_id
-        return (room, "length", None) if len(run) >= room else (len(run), None, None)
+                return Ending(index + 1, "stop", token_id)
+        return Ending(room, "length") if len(run) >= room else Ending(len(run))
+
+    def _watch(self, token_ids: Sequence[int]) -> None:
+        """Let the guard see tokens of the answer. It tells of a runaway once."""
+        if self._guard is not None and self._guard.feed(token_ids) is not None:
+            self._guard = None
 
     def _limit(self, max_model_len: int) -> int:
         if self.pools:
@@ -180,6 +216,7 @@ class RequestState:
     def append(self, token_ids: Sequence[int]) -> None:
         """Commit sampled tokens."""
         self.tokens.extend(token_ids)
+        self._watch(token_ids)
         if self.grammar is not None:
             self.grammar.accept(token_ids)
         assert len(self.tokens) <= self.limit

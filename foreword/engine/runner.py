@@ -96,7 +96,8 @@ def _outcome(work: Work, sampled: Sampled, line: int, end: int, prompt_logprobs:
     if run[-1] < 0 and accepted:  # the next step tells it, by a row that no draft has touched
         run, accepted = run[:-1], accepted - 1
     failed = run[-1] < 0
-    kept, reason, stop_id = state.ending([] if failed else run)
+    ending = state.ending([] if failed else run)
+    kept = ending.kept
     wanted = state.params.logprobs is not None
     return Outcome(
         token_ids=tuple(run[:kept]),
@@ -104,9 +105,10 @@ def _outcome(work: Work, sampled: Sampled, line: int, end: int, prompt_logprobs:
         logprobs=tuple(lp for lp in sampled.logprobs[line : line + kept] if lp is not None) if wanted else (),
         prompt_logprobs=prompt_logprobs,
         hashes=tuple(sampled.hashes[line : line + kept]),
-        finish_reason=reason,
-        stop_id=stop_id,
-        error=_failure(state, run[-1], state.num_output + kept) if failed and reason is None else None,
+        finish_reason=ending.finish_reason,
+        stop_id=ending.stop_id,
+        repeating=ending.repeating,
+        error=_failure(state, run[-1], state.num_output + kept) if failed and ending.finish_reason is None else None,
     )
 
 

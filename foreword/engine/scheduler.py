@@ -370,6 +370,7 @@ class Scheduler:
             num_cached=state.num_cached,
             scheduled_s=state.scheduled_s or 0.0,
             hashes=outcome.hashes,
+            repeating=outcome.repeating,
         )
 
     # Bookkeeping

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 __all__ = ["CATALOG", "EMBEDDING_KINDS", "EMBEDDING_REASONS", "PREFIX", "REASONS", "STAGES", "Metric"]
 
 PREFIX = "foreword_"
-REASONS = ("stop", "length", "abort", "error")
+REASONS = ("stop", "length", "repetition", "abort", "error")
 STAGES = ("schedule", "assemble", "forward", "sample", "draft", "commit", "embed")
 EMBEDDING_KINDS = ("embed", "rank")
 EMBEDDING_REASONS = ("done", "abort", "error")

@@ -6,11 +6,22 @@ import logging
 from collections import Counter
 from collections.abc import Sequence
 
-from foreword.core.events import StepStats
+from foreword.core.events import StepStats, Tokens
+from foreword.core.request import Request
+from foreword.core.runaway import Repetition
 from foreword.metrics.answer import Progress
 from foreword.metrics.tally import DraftTally
 
-__all__ = ["Choices", "Interval", "embedding_line", "logger", "request_line", "speculation_line", "throughput_line"]
+__all__ = [
+    "Choices",
+    "Interval",
+    "embedding_line",
+    "logger",
+    "request_line",
+    "runaway_line",
+    "speculation_line",
+    "throughput_line",
+]
 
 logger = logging.getLogger("foreword.metrics")
 
@@ -102,6 +113,15 @@ def request_line(name: str, choices: Choices, now: float) -> str:
     return "; ".join(parts)
 
 
+def runaway_line(request: Request, event: Tokens, found: Repetition) -> str:
+    """That an answer repeats itself, and what becomes of it; never what it repeats."""
+    fate = "it goes on" if event.finish_reason is None else f"it ended: {event.finish_reason}"
+    return (
+        f"request {request.id} runs away: after {event.index + found.num_tokens} tokens it has repeated a pattern of "
+        f"{found.pattern} tokens long enough; {fate} (on_runaway {request.params.on_runaway})"
+    )
+
+
 def _predicted(progress: Progress) -> str:
     count = len(progress.request.prediction_ids)
     return f"{count} predicted, " if count else ""
@@ -110,7 +130,7 @@ def _predicted(progress: Progress) -> str:
 def _ends(choices: Choices) -> str:
     """How many choices were asked for and returned, and why they ended."""
     reasons = Counter(reason for _, reason in choices.ended)
-    returned = reasons["stop"] + reasons["length"]
+    returned = reasons["stop"] + reasons["length"] + reasons["repetition"]
     listed = ", ".join(f"{reason} {count}" if choices.asked > 1 else reason for reason, count in sorted(reasons.items()))
     return f"{listed}; n {choices.asked} asked, {returned} returned"
 

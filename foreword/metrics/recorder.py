@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from foreword.core.events import FORCED, DraftingStats, DraftUse, StepStats, Tokens
 from foreword.core.request import Request
+from foreword.core.runaway import Repetition
 from foreword.errors import ForewordError
 from foreword.metrics import log
 from foreword.metrics.answer import AnswerMetrics, Figures, Progress, metrics_of
@@ -106,6 +107,8 @@ class Recorder:
             self._count_tokens(progress, len(event.token_ids), gap_s)
         if event.draft is not None and event.draft.drafted:
             self._count_draft(event.draft, len(event.token_ids))
+        if event.repeating is not None:
+            self._count_runaway(request, event, event.repeating)
         if event.finish_reason is not None:
             self._end(progress, event.finish_reason, now_s)
 
@@ -227,6 +230,10 @@ class Recorder:
         ):
             if span_s is not None:
                 self._registry.observe(name, span_s)
+
+    def _count_runaway(self, request: Request, event: Tokens, found: Repetition) -> None:
+        self._registry.add("runaway_requests_total", 1)
+        log.logger.warning("%s", log.runaway_line(request, event, found))
 
     def _count_draft(self, use: DraftUse, emitted: int) -> None:
         accepted = min(use.accepted, emitted)

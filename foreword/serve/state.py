@@ -19,7 +19,7 @@ from foreword.errors import EngineDead, InvalidRequest, ModelNotFound, Overloade
 from foreword.grammar.check import GrammarChecker
 from foreword.metrics.recorder import Recorder
 from foreword.resolve import EngineInfo
-from foreword.text.prepare import make_requests, resolve_seed
+from foreword.text.prepare import Defaults, make_requests, resolve_seed
 from foreword.text.template import ChatTemplate
 from foreword.text.tokenizer import Tokenizer
 
@@ -131,6 +131,7 @@ class Server:
             self.tokenizer,
             request_id,
             info.resolved.max_model_len,
+            Defaults(self.config.seed, self.config.default_max_tokens, self.config.on_runaway),
             tenant=caller.tenant,
             priority=caller.priority,
             vocab_size=info.vocab_size,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from itertools import product
 
 from foreword.core.params import SEED_MASK, SamplingParams
@@ -12,7 +13,27 @@ from foreword.core.request import Request
 from foreword.errors import ContextLengthExceeded, InvalidRequest
 from foreword.text.tokenizer import Tokenizer
 
-__all__ = ["bad_words_ids", "dry_breakers", "make_requests", "prediction_ids", "reasoning_end_ids", "resolve_seed"]
+__all__ = ["Defaults", "bad_words_ids", "dry_breakers", "make_requests", "prediction_ids", "reasoning_end_ids", "resolve_seed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Defaults:
+    """What holds for parameters that say nothing themselves.
+
+    seed        None: a random one
+    max_tokens  0: up to the end of the context
+    on_runaway  None: nobody looks whether the answer repeats itself
+    """
+
+    seed: int | None = None
+    max_tokens: int = 0
+    on_runaway: str | None = None
+
+    def fill(self, params: SamplingParams) -> SamplingParams:
+        """The parameters with the defaults where they are silent; min_tokens are granted. Their seed is not touched."""
+        if params.max_tokens is None and self.max_tokens:
+            params = replace(params, max_tokens=max(self.max_tokens, params.min_tokens))
+        return params if params.on_runaway is not None else replace(params, on_runaway=self.on_runaway)
 
 
 def make_requests(
@@ -21,14 +42,14 @@ def make_requests(
     tokenizer: Tokenizer,
     request_id: str,
     max_model_len: int,
-    default_seed: int | None = None,
+    defaults: Defaults = Defaults(),
     tenant: str = "",
     priority: int = 0,
     vocab_size: int | None = None,
 ) -> list[Request]:
     """The `params.n` requests of one prompt: ids "X-0", "X-1", ..., seeds s, s + 1, ... mod 2^64.
 
-    prompt_ids  cut to its end where `truncate_prompt_tokens` says so
+    prompt_ids  cut to its end where `truncate_prompt_tokens` says so; a default of max_tokens takes no room from it
     vocab_size  of the model, which may lie below or above the tokenizer's
 
     Raises ContextLengthExceeded for a prompt that leaves no room for an answer, InvalidRequest for
@@ -42,7 +63,7 @@ def make_requests(
     _check_ids("allowed_token_ids", params.allowed_token_ids or (), limit)
     _check_ids("stop_token_ids", params.stop_token_ids, limit)
     _check_ids("logprob_token_ids", params.logprob_token_ids, limit)
-    seed = resolve_seed(params.seed, default_seed)
+    seed, filled = resolve_seed(params.seed, defaults.seed), defaults.fill(params)
     banned, now = bad_words_ids(params.bad_words, tokenizer), time.monotonic()
     breakers = dry_breakers(params.dry_sequence_breakers, tokenizer) if params.dry else ()
     predicted = prediction_ids(params.prediction, tokenizer, max_model_len)
@@ -51,7 +72,7 @@ def make_requests(
         Request(
             id=f"{request_id}-{index}",
             prompt_ids=prompt,
-            params=params.choice(index, seed),
+            params=filled.choice(index, seed),
             seed=(seed + index) & SEED_MASK,
             eos_token_ids=tokenizer.eos_token_ids,
             bad_words_ids=banned,

@@ -1,10 +1,12 @@
 """The cut: what was never delivered is not counted."""
 
 import pickle
+from dataclasses import replace
 
 import pytest
 
-from foreword.core.events import DraftUse, TokenLogprob, Tokens, cut
+from foreword.core.events import DraftUse, TokenLogprob, Tokens, cut, without_first
+from foreword.core.runaway import Repetition
 from foreword.errors import ContextLengthExceeded
 
 EVENT = Tokens(
@@ -31,3 +33,34 @@ def test_events_and_errors_cross_a_process_boundary() -> None:
     assert pickle.loads(pickle.dumps(EVENT)) == EVENT
     error = pickle.loads(pickle.dumps(ContextLengthExceeded("too long", "prompt")))
     assert (error.message, error.param, error.status) == ("too long", "prompt", 400)
+
+
+@pytest.mark.parametrize(
+    ("count", "draft"),
+    [(0, DraftUse("ngram", 6, 3)), (2, DraftUse("ngram", 4, 1)), (4, DraftUse("ngram", 2, 0))],
+)
+def test_what_was_delivered_before_is_left_out(count: int, draft: DraftUse) -> None:
+    event = without_first(EVENT, count)
+    assert (event.index, event.token_ids, event.hashes) == (4 + count, (5, 6, 7, 8)[count:], (1, 2, 3, 4)[count:])
+    assert [one.token_id for one in event.logprobs] == list(event.token_ids)
+    assert (event.draft, event.finish_reason, event.stop_id) == (draft, "length", 8)
+
+
+def test_a_draft_of_which_nothing_is_new_was_counted_before() -> None:
+    event = replace(EVENT, draft=DraftUse("ngram", drafted=3, accepted=3))
+    assert without_first(event, 2).draft == DraftUse("ngram", 1, 1)
+    assert without_first(event, 3).draft is None
+
+
+@pytest.mark.parametrize(("found_with", "kept", "told"), [(1, 2, 1), (2, 2, 2), (3, 2, None), (None, 2, None)])
+def test_a_cut_keeps_the_repetition_that_was_delivered(found_with: int | None, kept: int, told: int | None) -> None:
+    event = replace(EVENT, repeating=found_with and Repetition(found_with, 7))
+    assert cut(event, kept, "stop").repeating == (told and Repetition(told, 7))
+
+
+@pytest.mark.parametrize(("found_with", "before", "told"), [(1, 2, None), (2, 2, None), (3, 2, 1), (3, 0, 3), (None, 2, None)])
+def test_a_repetition_among_tokens_delivered_before_was_told_before(
+    found_with: int | None, before: int, told: int | None
+) -> None:
+    event = replace(EVENT, repeating=found_with and Repetition(found_with, 7))
+    assert without_first(event, before).repeating == (told and Repetition(told, 7))

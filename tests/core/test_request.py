@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from foreword.core.params import SamplingParams
-from foreword.core.request import Request, RequestState
+from foreword.core.request import Ending, Request, RequestState
 
 
 def state_of(max_model_len: int = 100, delivered: tuple[int, ...] = (), **params: object) -> RequestState:
@@ -26,7 +26,7 @@ def state_of(max_model_len: int = 100, delivered: tuple[int, ...] = (), **params
     ],
 )
 def test_the_earliest_token_decides(params: dict[str, object], run: list[int], ending: tuple[object, ...]) -> None:
-    assert state_of(**params).ending(run) == ending  # type: ignore[arg-type]
+    assert state_of(**params).ending(run) == Ending(*ending)  # type: ignore[arg-type]
 
 
 @given(
@@ -50,10 +50,10 @@ def _runs(tokens: list[int], sizes: list[int]) -> list[list[int]]:
 
 def _follow(state: RequestState, runs: list[list[int]]) -> tuple[list[int], str | None]:
     for run in runs:
-        kept, reason, _ = state.ending(run)
-        state.append(run[:kept])
-        if reason:
-            return state.tokens, reason
+        end = state.ending(run)
+        state.append(run[: end.kept])
+        if end.finish_reason:
+            return state.tokens, end.finish_reason
     return state.tokens, None
 
 

@@ -127,8 +127,8 @@ class Simulation:
         draft = state.draft[: work.num_draft]
         sampled = [next_token([*state.tokens, *draft[:n]], state.request.seed) for n in range(len(draft) + 1)]
         accepted = verify(sampled, draft)
-        kept, reason, stop_id = state.ending(sampled[: accepted + 1])
-        return Outcome(tuple(sampled[:kept]), min(accepted, kept), finish_reason=reason, stop_id=stop_id)
+        end = state.ending(sampled[: accepted + 1])
+        return Outcome(tuple(sampled[: end.kept]), min(accepted, end.kept), finish_reason=end.finish_reason, stop_id=end.stop_id)
 
     def _vector(self, work: Work) -> bytes | None:
         """A mean needs every row, in order and once since the last start."""

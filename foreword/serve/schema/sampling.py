@@ -56,6 +56,7 @@ PASSED_ON = (
     "skip_special_tokens",
     "prompt_logprobs",
     "seed",
+    "on_runaway",
 )
 
 
@@ -163,6 +164,7 @@ class SamplingBody(StructuredBody):
     logprob_token_ids: list[int] | None = None
     prompt_logprobs: int | None = None
     seed: int | None = None
+    on_runaway: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     priority: int | None = None
