@@ -13,6 +13,7 @@ from typing import Any, Protocol, cast
 import httpx
 
 from foreword.cli.options import ENGINE_GROUPS, add_config_options, read_config
+from foreword.cli.stream import Chunk, choices_of, chunks, text_of
 from foreword.core.params import SamplingParams
 from foreword.core.structured import StructuredOutput
 from foreword.errors import ForewordError
@@ -90,22 +91,24 @@ class Remote:
             if response.is_error:
                 response.read()
             _check(response)
-            for line in response.iter_lines():
-                data = line.removeprefix("data: ")
-                if data and data != "[DONE]" and data != line:
-                    yield from _pieces(json.loads(data))
+            for chunk in chunks(response):
+                yield from _pieces(chunk)
 
     def answer(self, prompt: str | Sequence[Message], params: SamplingParams) -> Answer:
         path, body = request_body(self.name, prompt, params)
         with self._asking():
-            got = _check(self._http.post(path, json=body | {"metrics": True})).json()
-        choice = got["choices"][0]
-        text = choice["message"]["content"] if "message" in choice else choice["text"]
-        return Answer(text, choice["finish_reason"], None, got.get("metrics"))
+            response = _check(self._http.post(path, json=body | {"metrics": True}))
+        with _understanding(response):
+            got = response.json()
+            choice = got["choices"][0]
+            text = choice["message"]["content"] if "message" in choice else choice["text"]
+            return Answer(str(text or ""), choice["finish_reason"], None, got.get("metrics"))
 
     def _first_model(self) -> str:
         with self._asking():
-            return str(_check(self._http.get("/v1/models")).json()["data"][0]["id"])
+            response = _check(self._http.get("/v1/models"))
+        with _understanding(response):
+            return str(response.json()["data"][0]["id"])
 
     @contextmanager
     def _asking(self) -> Iterator[None]:
@@ -138,16 +141,31 @@ def _outputs(structured: StructuredOutput) -> dict[str, Any]:
     return body | {name: value for name, value in given.items() if value is not None}
 
 
-def _pieces(chunk: Mapping[str, Any]) -> Iterator[Piece]:
-    if "error" in chunk:
-        raise ForewordError(str(chunk["error"].get("message", chunk["error"])))
-    for choice in chunk.get("choices", ()):
+def _pieces(chunk: Chunk) -> Iterator[Piece]:
+    for choice in choices_of(chunk):
         if "tokens" in choice:
-            yield from (Piece(text, guessed) for text, guessed in choice["tokens"] if text)
-            continue
-        text = choice["delta"].get("content") if "delta" in choice else choice.get("text")
-        if text:
+            yield from _told(choice["tokens"])
+        elif text := text_of(choice):
             yield Piece(text)
+
+
+def _told(tokens: Any) -> Iterator[Piece]:
+    """Pairs of a text and whether it was guessed."""
+    for pair in tokens if isinstance(tokens, list) else ():
+        match pair:
+            case [str(text), bool(guessed)]:
+                yield from (Piece(text, guessed),) if text else ()
+            case _:
+                raise ForewordError(f"the server's stream holds a token that is none: {pair!r:.80}")
+
+
+@contextmanager
+def _understanding(response: httpx.Response) -> Iterator[None]:
+    """An answer that is not OpenAI's is an error in words."""
+    try:
+        yield
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        raise ForewordError(f"{response.url}: what the server answered cannot be read: {response.text[:80]!r}") from None
 
 
 def _check(response: httpx.Response) -> httpx.Response:
@@ -156,6 +174,6 @@ def _check(response: httpx.Response) -> httpx.Response:
         return response
     try:
         message = response.json()["error"]["message"]
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, LookupError, TypeError, RecursionError):
         message = response.text[:200]
     raise ForewordError(f"the server answered {response.status_code}: {message}")

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import json
 import statistics
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -37,8 +36,10 @@ from foreword.cli.bench_common import (
 )
 from foreword.cli.options import read_config
 from foreword.cli.server_process import ServerProcess
+from foreword.cli.stream import Chunk, asynchronous_chunks, choices_of, text_of
 from foreword.cli.terminal import loading_bar, tracked
 from foreword.config import Config
+from foreword.errors import ForewordError
 
 __all__ = ["Call", "Round", "measure_round", "run", "summary"]
 
@@ -147,11 +148,11 @@ async def _call(http: httpx.AsyncClient, body: dict[str, Any]) -> Call:
     try:
         async for chunk in _chunks(http, body):
             now = time.perf_counter()
-            call.num_tokens = (chunk.get("usage") or {}).get("completion_tokens", call.num_tokens)
-            for choice in chunk.get("choices", ()):
+            call.num_tokens = _usage(chunk, call.num_tokens)
+            for choice in choices_of(chunk):
                 finished = finished or choice.get("finish_reason") is not None
-                last = _note(call, choice["delta"].get("content"), started, last, now)
-    except (httpx.HTTPError, ValueError, KeyError) as error:
+                last = _note(call, text_of(choice), started, last, now)
+    except (httpx.HTTPError, ForewordError) as error:
         call.error = f"{type(error).__name__}: {error}"
     call.total_s = time.perf_counter() - started
     if call.error is None and not finished:
@@ -159,7 +160,14 @@ async def _call(http: httpx.AsyncClient, body: dict[str, Any]) -> Call:
     return call
 
 
-def _note(call: Call, text: str | None, started: float, last: float, now: float) -> float:
+def _usage(chunk: Chunk, before: int) -> int:
+    """Tokens of the answer, where the chunk tells."""
+    usage = chunk.get("usage")
+    tokens = usage.get("completion_tokens") if isinstance(usage, dict) else None
+    return tokens if isinstance(tokens, int) else before
+
+
+def _note(call: Call, text: str, started: float, last: float, now: float) -> float:
     """Add a chunk's text; returns the time of the newest text."""
     if not text:
         return last
@@ -171,16 +179,11 @@ def _note(call: Call, text: str | None, started: float, last: float, now: float)
     return now
 
 
-async def _chunks(http: httpx.AsyncClient, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
-    """The JSON objects of a stream. Raises httpx.HTTPStatusError, and ValueError for an error in the stream."""
+async def _chunks(http: httpx.AsyncClient, body: dict[str, Any]) -> AsyncIterator[Chunk]:
+    """The JSON objects of a stream. Raises httpx.HTTPError and ForewordError."""
     async with http.stream("POST", "/v1/chat/completions", json=body) as response:
         response.raise_for_status()
-        async for line in response.aiter_lines():
-            if not line.startswith("data: ") or line == "data: [DONE]":
-                continue
-            chunk = json.loads(line.removeprefix("data: "))
-            if "error" in chunk:
-                raise ValueError(chunk["error"].get("message"))
+        async for chunk in asynchronous_chunks(response):
             yield chunk
 
 

@@ -20,6 +20,7 @@ from foreword.cli.answers import request_body
 from foreword.cli.bench_common import rotated
 from foreword.cli.bench_speculate_prompts import CODE, PROSE, Script, woven
 from foreword.cli.bench_speculate_round import OFF, Call, Cell, Mode, Pair, Round
+from foreword.cli.stream import asynchronous_chunks, choices_of, text_of, token_ids_of
 from foreword.core.params import SamplingParams, Speculation
 from foreword.errors import ForewordError
 from foreword.metrics.catalog import PREFIX
@@ -158,12 +159,12 @@ async def _call(http: httpx.AsyncClient, path: str, body: dict[str, Any], call: 
     text, finished = "", False
     try:
         async for choice in _choices(http, path, body):
-            now, new = time.perf_counter(), choice.get("token_ids", ())
-            text += choice.get("text") or choice.get("delta", {}).get("content") or ""
+            now, new = time.perf_counter(), token_ids_of(choice)
+            text += text_of(choice)
             finished = finished or choice.get("finish_reason") is not None
             ids += new
             last = _note(call, len(new), started, last, now)
-    except (httpx.HTTPError, ValueError, KeyError) as error:
+    except (httpx.HTTPError, ForewordError) as error:
         call.error = f"{type(error).__name__}: {error}"
     if call.error is None and not finished:
         call.error = "the stream ended without a finish_reason"
@@ -182,17 +183,13 @@ def _note(call: Call, count: int, started: float, last: float, now: float) -> fl
     return now
 
 
-async def _choices(http: httpx.AsyncClient, path: str, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
-    """The choices of a stream's chunks. Raises httpx.HTTPStatusError, and ValueError for an error in the stream."""
+async def _choices(http: httpx.AsyncClient, path: str, body: dict[str, Any]) -> AsyncIterator[Mapping[str, Any]]:
+    """The choices of a stream's chunks. Raises httpx.HTTPError and ForewordError."""
     async with http.stream("POST", path, json=body) as response:
         response.raise_for_status()
-        async for line in response.aiter_lines():
-            if line.startswith("data: ") and line != "data: [DONE]":
-                chunk = json.loads(line.removeprefix("data: "))
-                if "error" in chunk:
-                    raise ValueError(chunk["error"].get("message"))
-                for choice in chunk.get("choices", ()):
-                    yield choice
+        async for chunk in asynchronous_chunks(response):
+            for choice in choices_of(chunk):
+                yield choice
 
 
 def tallies_since(before: Counts, after: Counts) -> dict[str, DraftTally]:

@@ -58,8 +58,8 @@ class Tally:
         self.failed += status != 200
         usage = body.get("usage") if isinstance(body, dict) else None
         if isinstance(usage, dict):
-            self.prompt_tokens += usage.get("prompt_tokens") or 0
-            self.generated_tokens += usage.get("completion_tokens") or 0
+            self.prompt_tokens += _whole(usage.get("prompt_tokens"))
+            self.generated_tokens += _whole(usage.get("completion_tokens"))
 
     def summary(self, output: Path) -> str:
         seconds = time.monotonic() - self.started_s
@@ -194,8 +194,13 @@ def _body(response: httpx.Response) -> Any:
     """The JSON of a response; what is none of ours may be a text."""
     try:
         return response.json()
-    except ValueError:
+    except (ValueError, RecursionError):
         return response.text
+
+
+def _whole(value: Any) -> int:
+    """A count that a server tells; one of another make may tell anything."""
+    return value if isinstance(value, int) else 0
 
 
 def _progress() -> Progress:
