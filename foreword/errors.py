@@ -8,7 +8,9 @@ ForewordError                 500
 │   ├── Unsupported           400  known elsewhere, not available here
 │   └── Unsatisfiable         400  what was asked for leaves no token that could come next
 ├── Unauthorized              401
+│   └── ExpiredKey            401
 ├── Forbidden                 403
+│   └── Aborted               403  ended by an operator
 ├── ModelNotFound             404
 ├── DeadlineExceeded          408
 ├── PayloadTooLarge           413
@@ -22,11 +24,13 @@ ForewordError                 500
 from typing import Any
 
 __all__ = [
+    "Aborted",
     "CheckpointError",
     "ConfigError",
     "ContextLengthExceeded",
     "DeadlineExceeded",
     "EngineDead",
+    "ExpiredKey",
     "Forbidden",
     "ForewordError",
     "InvalidRequest",
@@ -107,12 +111,24 @@ class Unauthorized(ForewordError):
     code = "invalid_api_key"
 
 
+class ExpiredKey(Unauthorized):
+    """The API key was known until its time was over."""
+
+    code = "expired_api_key"
+
+
 class Forbidden(ForewordError):
     """The API key is known, and may not do this."""
 
     status = 403
     kind = "permission_error"
     code = "forbidden"
+
+
+class Aborted(Forbidden):
+    """An operator ended the request; clients must not try again by themselves, as they do after a 5xx."""
+
+    code = "aborted"
 
 
 class ModelNotFound(ForewordError):

@@ -8,11 +8,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["CATALOG", "EMBEDDING_KINDS", "EMBEDDING_REASONS", "PREFIX", "REASONS", "STAGES", "Metric"]
+__all__ = ["CATALOG", "EMBEDDING_KINDS", "EMBEDDING_REASONS", "PREFIX", "REASONS", "REJECTIONS", "STAGES", "Metric"]
 
 PREFIX = "foreword_"
 REASONS = ("stop", "length", "repetition", "abort", "error")
 STAGES = ("schedule", "assemble", "forward", "sample", "draft", "commit", "embed")
+REJECTIONS = (
+    "queue",
+    "queue_tokens",
+    "rate_requests",
+    "rate_tokens",
+    "concurrency",
+    "unauthorized",
+    "forbidden",
+    "draining",
+)
 EMBEDDING_KINDS = ("embed", "rank")
 EMBEDDING_REASONS = ("done", "abort", "error")
 
@@ -71,6 +81,7 @@ CATALOG = (
     _counter("prefix_cache_hits_total", "Prompt tokens found in the prefix cache."),
     _counter("preemptions_total", "Requests put back to make room."),
     _counter("requests_finished_total", "Requests that ended, by reason.", "reason"),
+    _counter("requests_rejected_total", "Requests that were refused before any work was done, by reason.", "reason"),
     _counter("engine_restarts_total", "Engines started anew under live requests."),
     _counter("runaway_requests_total", "Requests whose output fell into a repeating pattern."),
     _histogram("time_to_first_token_seconds", "From arrival to the first token.", LATENCY_S),

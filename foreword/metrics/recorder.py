@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from foreword.core.events import FORCED, DraftingStats, DraftUse, StepStats, Tokens
@@ -13,7 +13,7 @@ from foreword.core.runaway import Repetition
 from foreword.errors import ForewordError
 from foreword.metrics import log
 from foreword.metrics.answer import AnswerMetrics, Figures, Progress, metrics_of
-from foreword.metrics.catalog import EMBEDDING_KINDS, EMBEDDING_REASONS, REASONS, STAGES
+from foreword.metrics.catalog import EMBEDDING_KINDS, EMBEDDING_REASONS, REASONS, REJECTIONS, STAGES
 from foreword.metrics.prometheus import Registry
 from foreword.metrics.tally import DraftTally
 
@@ -80,6 +80,7 @@ class Recorder:
     def _start_series(self) -> None:
         self._registry.start("requests_finished_total", REASONS)
         self._registry.start("step_seconds", STAGES)
+        self._registry.start("requests_rejected_total", REJECTIONS)
         for kind in EMBEDDING_KINDS:
             self._registry.start("embedding_requests_total", EMBEDDING_REASONS, kind)
         for name in EMBEDDING_TOTALS:
@@ -124,6 +125,14 @@ class Recorder:
         progress = self._live.get(request.id)
         if progress is not None:
             self._end(progress, "abort", self._clock())
+
+    def rejected(self, reason: str) -> None:
+        """A request was refused; one of the catalog's REJECTIONS."""
+        self._registry.add("requests_rejected_total", 1, reason)
+
+    def live(self) -> Sequence[Progress]:
+        """The choices that are open."""
+        return list(self._live.values())
 
     def returned(self, num_choices: int) -> None:
         """An answer with that many choices was sent."""

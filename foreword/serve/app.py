@@ -6,21 +6,28 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
 from foreword.config import Config
+from foreword.core.events import StepStats
 from foreword.encoders.client import EncoderClient
 from foreword.encoders.recipe import DECODER_RECIPE, Recipe
 from foreword.engine.client import EngineClient
 from foreword.grammar.check import GrammarChecker
 from foreword.metrics.recorder import Recorder
-from foreword.serve.auth import ApiKeys, Authentication
+from foreword.serve.admission import Admission
+from foreword.serve.auth import Authentication, Keyring
+from foreword.serve.draining import Drain, Draining
 from foreword.serve.errors import add_error_handlers
+from foreword.serve.gate import Gate
 from foreword.serve.middleware import BodyLimit, LastResort, RequestIds
+from foreword.serve.probe import Probe
+from foreword.serve.readiness import Health
 from foreword.serve.routes import chat, completions, docs, embeddings, health, metrics, models, rerank, score, tokenize
-from foreword.serve.state import Admission, Server
+from foreword.serve.state import Server
 from foreword.text.template import ChatTemplate
 from foreword.text.tokenizer import Tokenizer
 
@@ -39,35 +46,56 @@ def create_app(
     model_name: str,
     encoder: EncoderClient | None = None,
     recipe: Recipe = DECODER_RECIPE,
+    drain: Drain | None = None,
 ) -> FastAPI:
-    """The application; starting and closing the clients is the caller's. Raises CheckpointError for a broken chat template."""
+    """The application; starting and closing the clients is the caller's, and so is its end (`drain`).
+
+    Raises CheckpointError for a broken chat template.
+    """
+    drain = drain or Drain()
     server = Server(
         config=config,
         client=client,
         tokenizer=tokenizer,
         template=ChatTemplate.of(tokenizer),
         recorder=recorder,
-        admission=Admission(config.max_waiting),
+        admission=Admission(config.max_waiting, config.max_waiting_tokens, recorder.rejected),
+        keys=_keyring(config, recorder),
         model_name=model_name,
         created=int(time.time()),
         grammars=GrammarChecker(tokenizer.vocabulary),
         encoder=encoder,
         recipe=recipe,
     )
-    client.on_step = recorder.step
+    probe = Probe(client, server.probe, config.health_probe)
+
+    def stepped(stats: StepStats) -> None:
+        recorder.step(stats)
+        probe.stepped()
+
+    client.on_step = stepped
     app = FastAPI(title="Foreword", docs_url=None, redoc_url=None, lifespan=_lifespan)
     app.state.server = server
+    app.state.health = Health(client, encoder, drain, probe)
     for module in ROUTES:
         app.include_router(module.router)
     add_error_handlers(app)
-    _add_middleware(app, config)
+    _add_middleware(app, server, drain)
     return app
 
 
-def _add_middleware(app: FastAPI, config: Config) -> None:
+def _keyring(config: Config, recorder: Recorder) -> Keyring:
+    path = Path(config.api_key_file) if config.api_key_file else None
+    return Keyring(config.api_key, path, config.share_prefix_cache, recorder.rejected)
+
+
+def _add_middleware(app: FastAPI, server: Server, drain: Drain) -> None:
     """The last added is the outermost."""
+    config = server.config
     app.add_middleware(BodyLimit, max_bytes=config.max_body_mb * MB)
-    app.add_middleware(Authentication, keys=ApiKeys(config.api_key, config.share_prefix_cache))
+    app.add_middleware(Gate, admission=server.admission)
+    app.add_middleware(Authentication, keys=server.keys, on_refusal=server.recorder.rejected)
+    app.add_middleware(Draining, drain=drain)
     app.add_middleware(LastResort)
     origins = [origin.strip() for origin in config.cors_origins.split(",") if origin.strip()]
     if origins:
@@ -79,15 +107,16 @@ def _add_middleware(app: FastAPI, config: Config) -> None:
 
 @contextlib.asynccontextmanager
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
-    ticking = asyncio.create_task(_tick(app.state.server.recorder))
+    ticking = asyncio.create_task(_tick(app.state.server))
     yield
     ticking.cancel()
     await asyncio.gather(ticking, return_exceptions=True)
     await asyncio.to_thread(app.state.server.grammars.close)
 
 
-async def _tick(recorder: Recorder) -> None:
-    """Lets the recorder write its periodic log lines."""
+async def _tick(server: Server) -> None:
+    """Lets the recorder write its periodic log lines, and looks whether the keys have changed."""
     while True:
         await asyncio.sleep(TICK_S)
-        recorder.tick()
+        server.recorder.tick()
+        await server.keys.refresh()

@@ -1,61 +1,186 @@
-"""API keys."""
+"""API keys: who holds which, and the door where they are asked for."""
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
-import hmac
+import logging
+import os
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
-from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from foreword.errors import ForewordError, Unauthorized
+from foreword.errors import ConfigError, ExpiredKey, ForewordError, Unauthorized
+from foreword.serve.access import Access
 from foreword.serve.errors import error_response
+from foreword.serve.key_file import SALT_BYTES, Key, hash_key, read_key_file
+from foreword.serve.limits import Limits, Meter
 
-__all__ = ["OPEN_PATHS", "ApiKeys", "Authentication"]
+__all__ = ["OPEN_PATHS", "Authentication", "Keyring", "given_key"]
 
+logger = logging.getLogger("foreword.serve")
 OPEN_PATHS = frozenset({"/health", "/live", "/metrics", "/version", "/docs", "/openapi.json"})
+LONGEST_KEY = 512  # bytes; what is longer is nobody's, and is not hashed
+Headers = Sequence[tuple[bytes, bytes]]
+Stamp = tuple[int, int, int]
 
 
-class ApiKeys:
-    """The keys that clients may send; without any, everybody may come in.
+class Keyring:
+    """The keys that open this server: those of the command line, and those of a file, which may change; without any, it is open.
 
-    keys    joined by commas, or None
-    shared  all keys share one namespace of the prefix cache
+    plain      keys joined by commas, or None
+    path       of the key file, or None
+    shared     all keys share one namespace of the prefix cache
+    on_refusal is told why a key's limits refused a request
+    now        Unix time, for what expires; clock: monotonic seconds, for limits
     """
 
-    __slots__ = ("_keys", "_shared")
-
-    def __init__(self, keys: str | None, shared: bool) -> None:
-        self._keys = tuple(key.strip().encode() for key in (keys or "").split(",") if key.strip())
+    def __init__(
+        self,
+        plain: str | None,
+        path: Path | None,
+        shared: bool,
+        on_refusal: Callable[[str], None] | None = None,
+        now: Callable[[], float] = time.time,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Raises ConfigError for a file that cannot be read."""
+        self._plain = _plain_keys(plain)
+        self._path = path
         self._shared = shared
+        self._on_refusal = on_refusal
+        self._now = now
+        self._clock = clock
+        self._meters: dict[str, Meter] = {}
+        self._nobody = Access("", "", Meter())
+        self._stamp = _stamp(path)
+        self._keys: tuple[Key, ...] = ()
+        self._install(() if path is None else read_key_file(path))
 
-    def tenant(self, authorization: str | None) -> str:
-        """Namespace of the caller's prefix cache, from the Authorization header.
+    @property
+    def open(self) -> bool:
+        """Nobody is asked for a key."""
+        return not self._plain and self._path is None
 
-        Raises Unauthorized. The time taken does not depend on how much of a key is right.
+    @property
+    def has_admin(self) -> bool:
+        return any(key.admin for key in self._keys)
+
+    @property
+    def entries(self) -> Sequence[tuple[Key, Meter]]:
+        return [(key, self._meters[key.name]) for key in self._keys]
+
+    def identify(self, given: bytes | None) -> Access:
+        """What this key opens. Raises Unauthorized, ExpiredKey.
+
+        Every entry is compared, so that the time does not tell which of them is nearly right.
         """
-        if not self._keys:
-            return ""
-        scheme, _, given = (authorization or "").partition(" ")
-        if scheme.lower() != "bearer":
+        if self.open:
+            return self._nobody
+        if given is None:
             raise Unauthorized("an API key is required: Authorization: Bearer KEY")
-        matches = [hmac.compare_digest(given.strip().encode("utf-8", "replace"), key) for key in self._keys]
-        if not any(matches):
+        matches = [key.matches(given) for key in self._keys] if len(given) <= LONGEST_KEY else []
+        if True not in matches:
             raise Unauthorized("the API key is not known")
-        return "" if self._shared else hashlib.sha256(self._keys[matches.index(True)]).hexdigest()[:16]
+        key = self._keys[matches.index(True)]
+        if key.expires is not None and self._now() >= key.expires:
+            raise ExpiredKey("the API key has expired")
+        return self._access(key)
+
+    def _access(self, key: Key) -> Access:
+        tenant = "" if self._shared else hashlib.sha256(key.digest).hexdigest()[:16]
+        return Access(key.name, tenant, self._meters[key.name], key.admin, key.models, key.priority)
+
+    async def refresh(self) -> None:
+        """Read the file again if it has changed. One that is broken changes nothing, and is told of once."""
+        if self._path is None:
+            return
+        stamp = await asyncio.to_thread(_stamp, self._path)
+        if stamp != self._stamp:
+            try:
+                await self.reload()
+            except ConfigError as error:
+                logger.error("%s; the keys stay as they were", error)
+
+    async def reload(self) -> None:
+        """Read the file again. Raises ConfigError; then the keys stay as they were."""
+        assert self._path is not None, "no file to read"
+        self._stamp = await asyncio.to_thread(_stamp, self._path)  # before it is read: what changes meanwhile is seen later
+        keys = await asyncio.to_thread(read_key_file, self._path)
+        before, after = ({key.name for key in some} for some in (self._keys[len(self._plain) :], keys))
+        self._install(keys)
+        logger.info("key file read: %d keys, %d of them new, %d gone", len(keys), len(after - before), len(before - after))
+
+    def _install(self, keys: Sequence[Key]) -> None:
+        """Let these keys of the file hold. What a key has taken it keeps, under its name."""
+        self._keys = (*self._plain, *keys)
+        self._meters = {key.name: self._metered(key) for key in self._keys}
+
+    def _metered(self, key: Key) -> Meter:
+        limits = Limits(key.requests_per_minute, key.tokens_per_minute, key.max_concurrency)
+        meter = self._meters.get(key.name)
+        if meter is None:
+            return Meter(limits, self._clock, self._on_refusal)
+        meter.limits = limits
+        return meter
+
+
+def _plain_keys(text: str | None) -> tuple[Key, ...]:
+    """The keys of the command line: without limits, and named "#1", "#2" ..., as no entry of a file can be."""
+    given = [part.strip().encode() for part in (text or "").split(",") if part.strip()]
+    salts = [secrets.token_bytes(SALT_BYTES) for _ in given]
+    return tuple(
+        Key(f"#{index}", salt, hash_key(key, salt), priority=None)
+        for index, (key, salt) in enumerate(zip(given, salts, strict=True), start=1)
+    )
+
+
+def _stamp(path: Path | None) -> Stamp | None:
+    """Changes when the file does; None while there is none."""
+    try:
+        found = os.stat(path) if path is not None else None
+    except OSError:
+        return None
+    return (found.st_mtime_ns, found.st_size, found.st_ino) if found is not None else None
+
+
+def given_key(headers: Headers) -> bytes | None:
+    """The key of `Authorization: Bearer KEY`, or else of `x-api-key`, which Anthropic's clients send; None without either.
+
+    Raises Unauthorized for another scheme, and for more than one: a proxy in front may have looked at the other.
+    """
+    found: Mapping[bytes, list[bytes]] = {
+        wanted: [value for name, value in headers if name == wanted] for wanted in (b"authorization", b"x-api-key")
+    }
+    if any(len(values) > 1 for values in found.values()):
+        raise Unauthorized("more than one API key was sent")
+    if not found[b"authorization"]:
+        return found[b"x-api-key"][0].strip() if found[b"x-api-key"] else None
+    scheme, _, given = found[b"authorization"][0].strip().partition(b" ")
+    if scheme.lower() != b"bearer" or not given.strip():
+        raise Unauthorized("an API key is required: Authorization: Bearer KEY")
+    return given.strip()
 
 
 class Authentication:
-    """Refuses callers without a key, and says for the others which tenant they are."""
+    """Refuses callers without a key, and says for the others what they may do: `request.state.access`."""
 
-    def __init__(self, app: ASGIApp, keys: ApiKeys) -> None:
+    def __init__(self, app: ASGIApp, keys: Keyring, on_refusal: Callable[[str], None]) -> None:
         self._app = app
         self._keys = keys
+        self._on_refusal = on_refusal
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
             try:
-                scope.setdefault("state", {})["tenant"] = self._keys.tenant(Headers(scope=scope).get("authorization"))
+                scope.setdefault("state", {})["access"] = self._identify(scope["headers"])
             except ForewordError as error:
+                self._on_refusal("unauthorized")
                 return await error_response(error)(scope, receive, send)
         await self._app(scope, receive, send)
+
+    def _identify(self, headers: Headers) -> Access:
+        return self._keys.identify(None if self._keys.open else given_key(headers))

@@ -7,20 +7,21 @@ import time
 import uuid
 from array import array
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
 from fastapi import Request
 
 from foreword.core.vectors import cosine, finished
 from foreword.encoders.client import EncoderClient, EncoderInfo, EncoderTexts
-from foreword.errors import EngineDead, Unsupported
+from foreword.errors import DeadlineExceeded, EngineDead, Unsupported
+from foreword.serve.access import Access, Caller
 from foreword.serve.engine_vectors import EngineVectors
 from foreword.serve.errors import naming
 from foreword.serve.schema.embeddings import Text
 from foreword.serve.schema.ranking import RankingBody
 from foreword.serve.sse import unless_disconnected
-from foreword.serve.state import Caller, Server, away_from_loop
+from foreword.serve.state import Server, away_from_loop
 from foreword.text.embedding import check_input, embedding_requests
 
 __all__ = ["Embedder", "Reading", "Scorer", "counted", "embedder_of", "ids_of", "scorer_of", "scores_of"]
@@ -60,17 +61,18 @@ class Embedder(Protocol):
         """float32 [H] of each, not normalized; a caller that is cancelled leaves nothing behind."""
 
 
-def embedder_of(server: Server, name: str | None) -> Embedder:
+def embedder_of(server: Server, name: str | None, access: Access) -> Embedder:
     """The model that `name` means: of None the encoder, if it embeds, or else the decoder.
 
-    Raises ModelNotFound, or Unsupported where it does not embed.
+    Raises ModelNotFound, Forbidden, or Unsupported where it does not embed.
     """
     encoder = server.encoder
     if encoder is None or name not in (None, _info(encoder).name) or (name is None and _info(encoder).kind == "rank"):
-        server.check_model(name)
+        server.check_model(name, access)
         return DecoderEmbedder(server)
     if _info(encoder).kind == "rank":
         raise Unsupported(f"{name} ranks pairs of texts; it has no embeddings", "model")
+    server.check_access(_info(encoder).name, access)
     return EncoderEmbedder(encoder)
 
 
@@ -94,7 +96,8 @@ class DecoderEmbedder:
         requests = embedding_requests(
             inputs, pooling or self._recipe.pooling, f"embd-{uuid.uuid4().hex}", caller.tenant, caller.priority
         )
-        return await EngineVectors(self._server.client, self._resolved).of(requests)
+        accounted = [replace(request, account=caller.account) for request in requests]
+        return await EngineVectors(self._server.client, self._resolved, self._server.config.queue_timeout).of(accounted)
 
 
 class EncoderEmbedder:
@@ -148,15 +151,16 @@ class Scorer(Protocol):
         """Of each pair."""
 
 
-def scorer_of(server: Server, name: str | None) -> Scorer:
+def scorer_of(server: Server, name: str | None, access: Access) -> Scorer:
     """The ranker, or an embedder, whose vectors are compared: of None the encoder, if there is one, or else the decoder.
 
-    Raises ModelNotFound.
+    Raises ModelNotFound, Forbidden.
     """
     encoder = server.encoder
     if encoder is not None and _info(encoder).kind == "rank" and name in (None, _info(encoder).name):
+        server.check_access(_info(encoder).name, access)
         return CrossScorer(encoder)
-    return CosineScorer(embedder_of(server, name))
+    return CosineScorer(embedder_of(server, name, access))
 
 
 class CrossScorer:
@@ -212,37 +216,47 @@ class CosineScorer:
 
 
 async def counted(
-    server: Server, request: Request, kind: str, num_inputs: int, num_tokens: int, work: Callable[[], Coroutine[Any, Any, T]]
+    server: Server,
+    request: Request,
+    caller: Caller,
+    kind: str,
+    num_inputs: int,
+    num_tokens: int,
+    work: Callable[[], Coroutine[Any, Any, T]],
 ) -> T | None:
-    """What `work` yields; None, and everything freed, if the client went away. Raises Overloaded."""
-    server.admission.take(num_inputs)
+    """What `work` yields; None, and everything freed, if the client went away. Raises Overloaded, DeadlineExceeded."""
+    ticket = server.admission.take(num_inputs, num_tokens, caller.meter)
     server.recorder.embedding_began()
     reason, started = "error", time.monotonic()
     try:
-        result = await unless_disconnected(request.receive, work())
+        async with asyncio.timeout(caller.timeout_s):
+            result = await unless_disconnected(request.receive, work())
         reason = "abort" if result is None else "done"
         return result
     except asyncio.CancelledError:
         reason = "abort"
         raise
+    except TimeoutError:
+        raise DeadlineExceeded(f"the request took longer than {caller.timeout_s:g} seconds") from None
     finally:
-        server.admission.release(num_inputs)
+        ticket.release()
         server.recorder.embedding_ended(kind, reason, num_inputs, num_tokens, time.monotonic() - started)
 
 
 async def scores_of(
     server: Server,
     request: Request,
+    access: Access,
     scorer: Scorer,
     pairs: Sequence[tuple[str, str]],
     names: Sequence[tuple[str, str]],
     body: RankingBody,
 ) -> list[float] | None:
     """Of each pair, whose texts are called `names`; None if the client went away. Raises InvalidRequest, Overloaded."""
-    server.admission.check(len(pairs))
+    caller = server.caller(access, body.priority)
+    server.admission.check(len(pairs), caller.meter)
     await away_from_loop(request, lambda: scorer.read(pairs, names, body.truncate_prompt_tokens))
-    caller = Caller(request.state.tenant, body.priority or 0)
-    return await counted(server, request, "rank", len(pairs), scorer.num_tokens, lambda: scorer.score(caller))
+    return await counted(server, request, caller, "rank", len(pairs), scorer.num_tokens, lambda: scorer.score(caller))
 
 
 def _info(encoder: EncoderClient) -> EncoderInfo:

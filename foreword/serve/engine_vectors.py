@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 from foreword.core.events import Embedded, Failed
 from foreword.core.request import Request
@@ -19,11 +21,14 @@ STEPS_AHEAD = 2
 class EngineVectors:
     """Feeds one caller's prompts to the engine: enough to keep it busy, and no more.
 
+    queue_timeout_s  that each may wait for its first step; 0 for no limit
+
     Whoever comes next waits for what the engine has by then, be it a batch of thousands that it came behind.
     """
 
-    def __init__(self, client: EngineClient, resolved: Resolved) -> None:
+    def __init__(self, client: EngineClient, resolved: Resolved, queue_timeout_s: float) -> None:
         self._client = client
+        self._queue_timeout_s = queue_timeout_s
         self._max_tokens = STEPS_AHEAD * resolved.max_num_batched_tokens
         self._max_requests = max(resolved.max_num_seqs // 2, 1)
         self._open: dict[asyncio.Task[bytes], int] = {}
@@ -57,6 +62,8 @@ class EngineVectors:
             task.result()
 
     async def _one(self, request: Request) -> bytes:
+        if self._queue_timeout_s:  # from now: until here it waited for others of its own
+            request = replace(request, start_by_s=time.monotonic() + self._queue_timeout_s)
         async for event in self._client.submit(request):
             if isinstance(event, Failed):
                 raise event.error

@@ -11,6 +11,8 @@ from foreword.core.events import Event, Failed, Tokens, cut
 from foreword.core.request import Request
 from foreword.errors import ForewordError, RequestFailed
 from foreword.metrics.tally import DraftTally
+from foreword.serve.admission import Ticket
+from foreword.serve.limits import Meter
 from foreword.serve.state import Server
 from foreword.text.answer import Answer, Delta
 
@@ -27,9 +29,11 @@ class Generation:
     predicted    what the drafts out of the caller's prediction were worth, of all choices together
     """
 
-    __slots__ = ("_failed", "_open", "_prompt_only", "_queue", "_server", "_tasks", "answers", "predicted")
+    __slots__ = ("_failed", "_meter", "_prompt_only", "_queue", "_server", "_tasks", "_ticket", "answers", "predicted")
 
-    def __init__(self, server: Server, requests: Sequence[Request], prompt_only: bool = False) -> None:
+    def __init__(
+        self, server: Server, requests: Sequence[Request], prompt_only: bool = False, meter: Meter | None = None
+    ) -> None:
         self.answers = [Answer(server.tokenizer, request) for request in requests]
         self.predicted = DraftTally()
         self._server = server
@@ -37,13 +41,13 @@ class Generation:
         self._queue: asyncio.Queue[tuple[int, Delta | ForewordError]] = asyncio.Queue()
         self._tasks: list[asyncio.Task[None]] = []
         self._failed: set[str] = set()
-        self._open = False
+        self._meter = meter or Meter()
+        self._ticket: Ticket | None = None
 
     def start(self) -> None:
         """Submit everything. Raises Overloaded, or EngineDead; then nothing is left behind."""
         self._server.info()
-        self._server.admission.take(len(self.answers))
-        self._open = True
+        self._ticket = self._take_places()
         try:
             for index, answer in enumerate(self.answers):
                 events = self._server.client.submit(answer.request)
@@ -52,6 +56,12 @@ class Generation:
         except BaseException:
             self.close()
             raise
+
+    def _take_places(self) -> Ticket:
+        requests = [answer.request for answer in self.answers]
+        read = {request.id.rpartition("-")[0]: len(request.prompt_ids) for request in requests}  # choices "X-0", "X-1" share one
+        tokens = sum(len(request.prompt_ids) for request in requests)
+        return self._server.admission.take(len(requests), tokens, self._meter, sum(read.values()))
 
     async def deltas(self) -> AsyncIterator[tuple[int, Delta | ForewordError]]:
         """(choice, what is new) as it comes, until each choice has ended with a finish reason or an error."""
@@ -69,10 +79,10 @@ class Generation:
 
     def close(self) -> None:
         """Free at once whatever still runs; closing twice is allowed."""
-        if not self._open:
+        if self._ticket is None:
             return
-        self._open = False
-        self._server.admission.release(len(self.answers))
+        self._ticket.release()
+        self._ticket = None
         for task in self._tasks:
             task.cancel()
         for answer in self.answers:
@@ -106,6 +116,8 @@ class Generation:
         if delta.stopped or self._prompt_only:
             self._server.client.finish(answer.request.id, answer.num_tokens)
         self._server.recorder.delivered(answer.request, delta.event, time.monotonic())
+        if self._ticket is not None:
+            self._ticket.delivered(len(delta.event.token_ids))
         self._count_prediction(delta.event)
         return delta
 

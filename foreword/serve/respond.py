@@ -12,11 +12,11 @@ from foreword.core.params import SamplingParams
 from foreword.serve.generation import Generation
 from foreword.serve.schema.sampling import SamplingBody
 from foreword.serve.sse import AnswerStream, unless_disconnected
-from foreword.serve.state import Caller, Server
+from foreword.serve.state import Server
 from foreword.serve.wire import Json
 from foreword.serve.writer import Head, Wanted, Writer
 
-__all__ = ["caller_of", "head_of", "respond", "wanted_of"]
+__all__ = ["head_of", "respond", "wanted_of"]
 
 CLIENT_CLOSED = 499
 
@@ -41,10 +41,6 @@ def wanted_of(body: SamplingBody, params: SamplingParams) -> Wanted:
         usage=body.wants_usage,
         prediction=params.prediction is not None,
     )
-
-
-def caller_of(request: Request, body: SamplingBody) -> Caller:
-    return Caller(request.state.tenant, body.priority or 0)
 
 
 async def respond(request: Request, generation: Generation, writer: Writer, stream: bool) -> Response:

@@ -3,64 +3,36 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, TypeVar
 
 from fastapi import Depends, Request
 
 from foreword.config import Config
-from foreword.core.params import SamplingParams
+from foreword.core.params import SamplingParams, Speculation
 from foreword.core.request import Request as EngineRequest
 from foreword.encoders.client import EncoderClient
 from foreword.encoders.recipe import DECODER_RECIPE, Recipe
 from foreword.engine.client import EngineClient
-from foreword.errors import EngineDead, InvalidRequest, ModelNotFound, Overloaded, Unsupported
+from foreword.errors import EngineDead, Forbidden, InvalidRequest, ModelNotFound, Unsupported
 from foreword.grammar.check import GrammarChecker
 from foreword.metrics.recorder import Recorder
 from foreword.resolve import EngineInfo
+from foreword.serve.access import Access, Caller
+from foreword.serve.admission import Admission
+from foreword.serve.auth import Keyring
 from foreword.text.prepare import Defaults, make_requests, resolve_seed
 from foreword.text.template import ChatTemplate
 from foreword.text.tokenizer import Tokenizer
 
-__all__ = ["Admission", "Caller", "Server", "ServerDep", "away_from_loop"]
+__all__ = ["Caller", "Server", "ServerDep", "away_from_loop"]
 
 T = TypeVar("T")
 
+MAX_TIMEOUT_S = 86_400.0
 BIG_BODY = 16 * 1024  # bytes of a request above which its text is prepared in a thread
-
-
-@dataclass(frozen=True, slots=True)
-class Caller:
-    """Who asks: the namespace of the prefix cache, and the priority (lower is served first)."""
-
-    tenant: str
-    priority: int
-
-
-class Admission:
-    """Counts open engine requests, one per choice, against a limit."""
-
-    __slots__ = ("_limit", "open")
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self.open = 0
-
-    def check(self, count: int) -> None:
-        """Raises InvalidRequest for more choices than could ever be open, Overloaded for more than can be now."""
-        if count > self._limit:
-            raise InvalidRequest(f"prompts times n is {count}; this server takes at most {self._limit} at once", "n")
-        if self.open + count > self._limit:
-            raise Overloaded(f"{self.open} requests are open of at most {self._limit}; try again later")
-
-    def take(self, count: int) -> None:
-        self.check(count)
-        self.open += count
-
-    def release(self, count: int) -> None:
-        self.open -= count
-        assert self.open >= 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +49,7 @@ class Server:
     template: ChatTemplate
     recorder: Recorder
     admission: Admission
+    keys: Keyring
     model_name: str
     created: int
     grammars: GrammarChecker
@@ -90,15 +63,44 @@ class Server:
             raise EngineDead("the engine is still loading" if info is None else "the engine is not running")
         return info
 
-    def check_model(self, name: str | None) -> None:
-        """Raises unless it is the generating model; None is."""
-        if name in (None, self.model_name):
-            return
-        if name in self.model_names:
+    def probe(self, request_id: str) -> EngineRequest:
+        """A request for one token, which asks nothing of anybody."""
+        info, limits = self.info(), SamplingParams(max_tokens=1, temperature=0.0, seed=0, speculation=Speculation("off"))
+        prompt_ids = self.tokenizer.encode("a", add_special_tokens=False)[:1]
+        limit, size = info.resolved.max_model_len, info.vocab_size
+        return make_requests(prompt_ids, limits, self.tokenizer, request_id, limit, tenant="probe", vocab_size=size)[0]
+
+    def check_model(self, name: str | None, access: Access) -> None:
+        """Raises unless it is the generating model, and one that the caller may use; None is the generating model."""
+        self.check_access(self.model_name if name is None else name, access)
+        if name not in (None, self.model_name):
             raise Unsupported(f"{name} is an encoder; what generates here is {self.model_name!r}", "model")
-        raise ModelNotFound(
-            f"the model {name!r:.200} does not exist; this server serves {' and '.join(map(repr, self.model_names))}", "model"
-        )
+
+    def check_access(self, name: str, access: Access) -> None:
+        """Raises ModelNotFound for a model that is not served, and Forbidden for one that the caller may not use."""
+        if name not in self.model_names:
+            known = " and ".join(map(repr, access.allowed(self.model_names))) or "nothing to this key"
+            raise ModelNotFound(f"the model {name!r:.200} does not exist; this server serves {known}", "model")
+        with self._counting():
+            access.check_model(name)
+
+    def caller(self, access: Access, priority: int | None, timeout_s: float | None = None) -> Caller:
+        """Of one request, with what its body asks for. Raises Forbidden, InvalidRequest."""
+        limit = self.config.request_timeout
+        if timeout_s is not None and not 0 < timeout_s <= (limit or MAX_TIMEOUT_S):
+            raise InvalidRequest(
+                f"timeout must be above 0 and at most {limit or MAX_TIMEOUT_S:g} seconds, got {timeout_s}", "timeout"
+            )
+        with self._counting():
+            return access.caller(priority, timeout_s or limit or None)
+
+    @contextmanager
+    def _counting(self) -> Iterator[None]:
+        try:
+            yield
+        except Forbidden:
+            self.recorder.rejected("forbidden")
+            raise
 
     @property
     def model_names(self) -> tuple[str, ...]:
@@ -125,7 +127,7 @@ class Server:
     def requests(self, prompt_ids: Sequence[int], params: SamplingParams, request_id: str, caller: Caller) -> list[EngineRequest]:
         """One for each choice of one prompt. Raises InvalidRequest."""
         info = self.info()
-        return make_requests(
+        requests = make_requests(
             prompt_ids,
             params,
             self.tokenizer,
@@ -136,6 +138,20 @@ class Server:
             priority=caller.priority,
             vocab_size=info.vocab_size,
         )
+        return [self.accounted(request, caller) for request in requests]
+
+    def accounted(self, request: EngineRequest, caller: Caller) -> EngineRequest:
+        """The request with whose share it takes, and until when it may wait and last."""
+        return replace(
+            request,
+            account=caller.account,
+            start_by_s=_after(request.arrival_s, self.config.queue_timeout),
+            deadline_s=_after(request.arrival_s, caller.timeout_s),
+        )
+
+
+def _after(start_s: float, seconds: float | None) -> float | None:
+    return start_s + seconds if seconds else None
 
 
 async def away_from_loop(request: Request, work: Callable[[], T]) -> T:

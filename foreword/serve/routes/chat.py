@@ -5,10 +5,11 @@ from __future__ import annotations
 from fastapi import APIRouter, Request, Response
 
 from foreword.core.request import Request as EngineRequest
+from foreword.serve.access import AccessDep
 from foreword.serve.chat_writer import ChatWriter
 from foreword.serve.errors import naming
 from foreword.serve.generation import Generation
-from foreword.serve.respond import caller_of, head_of, respond, wanted_of
+from foreword.serve.respond import head_of, respond, wanted_of
 from foreword.serve.schema.chat import ChatBody, plain_messages
 from foreword.serve.state import ServerDep, away_from_loop
 
@@ -18,12 +19,13 @@ router = APIRouter()
 
 
 @router.post("/v1/chat/completions")
-async def chat_completions(body: ChatBody, request: Request, server: ServerDep) -> Response:
+async def chat_completions(body: ChatBody, request: Request, access: AccessDep, server: ServerDep) -> Response:
     """Answer a conversation."""
-    server.check_model(body.model)
+    server.check_model(body.model, access)
     params = server.settle(body.params())
-    wanted, head, caller = wanted_of(body, params), head_of(server, "chatcmpl", params), caller_of(request, body)
-    server.admission.check(params.n)
+    wanted, head = wanted_of(body, params), head_of(server, "chatcmpl", params)
+    caller = server.caller(access, body.priority, body.timeout)
+    server.admission.check(params.n, caller.meter)
     await server.check_structured(params)
 
     def prepare() -> list[EngineRequest]:
@@ -32,5 +34,5 @@ async def chat_completions(body: ChatBody, request: Request, server: ServerDep) 
 
     with naming({"prompt": "messages"}):
         requests = await away_from_loop(request, prepare)
-    generation = Generation(server, requests)
+    generation = Generation(server, requests, meter=caller.meter)
     return await respond(request, generation, ChatWriter(server, generation, params.n, head, wanted), bool(body.stream))

@@ -8,9 +8,10 @@ from dataclasses import replace
 from fastapi import APIRouter, Request, Response
 
 from foreword.core.request import Request as EngineRequest
+from foreword.serve.access import AccessDep
 from foreword.serve.completion_writer import CompletionWriter
 from foreword.serve.generation import Generation
-from foreword.serve.respond import caller_of, head_of, respond, wanted_of
+from foreword.serve.respond import head_of, respond, wanted_of
 from foreword.serve.schema.completion import CompletionBody, Prompt
 from foreword.serve.state import Server, ServerDep, away_from_loop
 
@@ -20,13 +21,13 @@ router = APIRouter()
 
 
 @router.post("/v1/completions")
-async def completions(body: CompletionBody, request: Request, server: ServerDep) -> Response:
+async def completions(body: CompletionBody, request: Request, access: AccessDep, server: ServerDep) -> Response:
     """Continue one or several prompts."""
-    server.check_model(body.model)
+    server.check_model(body.model, access)
     params, prompts = server.settle(body.params()), body.prompts()
     wanted = replace(wanted_of(body, params), logprobs=body.wants_logprobs)
-    head, caller = head_of(server, "cmpl", params), caller_of(request, body)
-    server.admission.check(params.n * len(prompts))
+    head, caller = head_of(server, "cmpl", params), server.caller(access, body.priority, body.timeout)
+    server.admission.check(params.n * len(prompts), caller.meter)
     await server.check_structured(params)
     special = body.add_special_tokens is not False
 
@@ -35,7 +36,7 @@ async def completions(body: CompletionBody, request: Request, server: ServerDep)
         return [one for i, prompt in enumerate(ids) for one in server.requests(prompt, params, f"{head.id}-{i}", caller)]
 
     requests = await away_from_loop(request, prepare)
-    generation = Generation(server, requests, body.prompt_only)
+    generation = Generation(server, requests, body.prompt_only, caller.meter)
     echo = _echo(server, prompts, requests[:: params.n]) if body.echo else None
     writer = CompletionWriter(server, generation, params.n, head, wanted, echo, body.returned)
     return await respond(request, generation, writer, bool(body.stream))

@@ -7,16 +7,18 @@ import time
 import uuid
 from array import array
 from base64 import b64encode
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
+from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
 from foreword.core.vectors import FLOAT_BYTES, finished
 from foreword.errors import InvalidRequest
+from foreword.serve.access import AccessDep
 from foreword.serve.embedding import Reading, counted, embedder_of, ids_of
 from foreword.serve.respond import CLIENT_CLOSED
 from foreword.serve.schema.embeddings import EmbeddingBody
-from foreword.serve.state import Caller, ServerDep, away_from_loop
+from foreword.serve.state import ServerDep, away_from_loop
 from foreword.serve.wire import Json
 
 __all__ = ["router"]
@@ -26,17 +28,21 @@ MANY_VALUES = 1 << 15  # that are written out in a thread: others would wait
 
 
 @router.post("/v1/embeddings")
-async def embeddings(body: EmbeddingBody, request: Request, server: ServerDep) -> Response:
+async def embeddings(body: EmbeddingBody, request: Request, access: AccessDep, server: ServerDep) -> Response:
     """Vectors of texts."""
-    embedder = embedder_of(server, body.model)
+    embedder = embedder_of(server, body.model, access)
+    caller = server.caller(access, body.priority)
     inputs, normalize = body.inputs(), body.normalizes
-    server.admission.check(len(inputs))
+    server.admission.check(len(inputs), caller.meter)
     reading = Reading(body.truncate_prompt_tokens, body.add_special_tokens is not False, body.prompt_name)
     named = {f"input[{index}]": text for index, text in enumerate(inputs)}
     ids = await away_from_loop(request, lambda: ids_of(embedder, named, reading))
-    num_tokens, caller = sum(map(len, ids)), Caller(request.state.tenant, body.priority or 0)
+    num_tokens = sum(map(len, ids))
 
-    vectors = await counted(server, request, "embed", len(ids), num_tokens, lambda: embedder.vectors(ids, body.pooling, caller))
+    def work() -> Coroutine[Any, Any, list[bytes]]:
+        return embedder.vectors(ids, body.pooling, caller)
+
+    vectors = await counted(server, request, caller, "embed", len(ids), num_tokens, work)
     if vectors is None:
         return Response(status_code=CLIENT_CLOSED)
     _check_dimensions(body.dimensions, vectors)

@@ -6,6 +6,7 @@ from typing import Any
 
 from fastapi import APIRouter, Response
 
+from foreword.serve.access import AccessDep
 from foreword.serve.state import Server, ServerDep
 from foreword.serve.wire import Json
 
@@ -15,16 +16,15 @@ router = APIRouter()
 
 
 @router.get("/v1/models")
-async def models(server: ServerDep) -> Response:
-    """The models that are served: what generates, and perhaps an encoder."""
-    return Json({"object": "list", "data": [_card(server, name) for name in server.model_names]})
+async def models(access: AccessDep, server: ServerDep) -> Response:
+    """The models that this caller may use: what generates, and perhaps an encoder."""
+    return Json({"object": "list", "data": [_card(server, name) for name in access.allowed(server.model_names)]})
 
 
 @router.get("/v1/models/{name:path}")
-async def model(name: str, server: ServerDep) -> Response:
+async def model(name: str, access: AccessDep, server: ServerDep) -> Response:
     """Facts of one model."""
-    if name not in server.model_names:
-        server.check_model(name)
+    server.check_access(name, access)
     return Json(_card(server, name))
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
+from foreword.serve.access import AccessDep
 from foreword.serve.embedding import scorer_of, scores_of
 from foreword.serve.respond import CLIENT_CLOSED
 from foreword.serve.schema.ranking import RerankBody
@@ -22,12 +23,12 @@ router = APIRouter()
 @router.post("/v1/rerank")
 @router.post("/v2/rerank")
 @router.post("/rerank")
-async def rerank(body: RerankBody, request: Request, server: ServerDep) -> Response:
+async def rerank(body: RerankBody, request: Request, access: AccessDep, server: ServerDep) -> Response:
     """Documents by how well they answer a query, best first."""
-    scorer, documents = scorer_of(server, body.model), body.texts()
+    scorer, documents = scorer_of(server, body.model, access), body.texts()
     pairs = [(body.query, text) for text in documents]
     names = [("query", f"documents[{index}]") for index in range(len(documents))]
-    scores = await scores_of(server, request, scorer, pairs, names, body)
+    scores = await scores_of(server, request, access, scorer, pairs, names, body)
     if scores is None:
         return Response(status_code=CLIENT_CLOSED)
     return Json(

@@ -7,6 +7,7 @@ import uuid
 
 from fastapi import APIRouter, Request, Response
 
+from foreword.serve.access import AccessDep
 from foreword.serve.embedding import scorer_of, scores_of
 from foreword.serve.respond import CLIENT_CLOSED
 from foreword.serve.schema.ranking import ScoreBody
@@ -20,10 +21,10 @@ router = APIRouter()
 
 @router.post("/v1/score")
 @router.post("/score")
-async def score(body: ScoreBody, request: Request, server: ServerDep) -> Response:
+async def score(body: ScoreBody, request: Request, access: AccessDep, server: ServerDep) -> Response:
     """How well the texts of each pair go together."""
-    scorer, (pairs, names) = scorer_of(server, body.model), body.pairs()
-    scores = await scores_of(server, request, scorer, pairs, names, body)
+    scorer, (pairs, names) = scorer_of(server, body.model, access), body.pairs()
+    scores = await scores_of(server, request, access, scorer, pairs, names, body)
     if scores is None:
         return Response(status_code=CLIENT_CLOSED)
     return Json(

@@ -7,6 +7,7 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from foreword.errors import InvalidRequest
+from foreword.serve.access import AccessDep
 from foreword.serve.errors import naming
 from foreword.serve.schema.chat import plain_messages
 from foreword.serve.schema.tokenize import DetokenizeBody, TokenizeBody
@@ -19,9 +20,9 @@ router = APIRouter()
 
 
 @router.post("/tokenize")
-async def tokenize(body: TokenizeBody, request: Request, server: ServerDep) -> Response:
+async def tokenize(body: TokenizeBody, request: Request, access: AccessDep, server: ServerDep) -> Response:
     """Token ids of a prompt or of a conversation."""
-    server.check_model(body.model)
+    server.check_model(body.model, access)
     body.check()
     ids = await away_from_loop(request, lambda: _ids(server, body))
     answer: dict[str, Any] = {"count": len(ids), "max_model_len": server.info().resolved.max_model_len, "tokens": ids}
@@ -31,9 +32,9 @@ async def tokenize(body: TokenizeBody, request: Request, server: ServerDep) -> R
 
 
 @router.post("/detokenize")
-async def detokenize(body: DetokenizeBody, server: ServerDep) -> Response:
+async def detokenize(body: DetokenizeBody, access: AccessDep, server: ServerDep) -> Response:
     """Text of token ids."""
-    server.check_model(body.model)
+    server.check_model(body.model, access)
     for token_id in body.tokens:
         if not 0 <= token_id < server.tokenizer.vocab_size:
             raise InvalidRequest(f"tokens: id {token_id} is outside the vocabulary of {server.tokenizer.vocab_size}", "tokens")

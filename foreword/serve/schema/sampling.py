@@ -168,6 +168,7 @@ class SamplingBody(StructuredBody):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     priority: int | None = None
+    timeout: float | None = None
     speculation: SpeculationBody | None = None
     prediction: PredictionBody | None = None
     metrics: bool | None = None

@@ -1,0 +1,88 @@
+"""Who asks, and what they may do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Annotated
+
+from fastapi import Depends, Request
+
+from foreword.errors import Forbidden, Unauthorized
+from foreword.serve.limits import Meter
+
+__all__ = ["Access", "AccessDep", "AdminDep", "Caller"]
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who wants one request, and how.
+
+    tenant     namespace of the prefix cache
+    priority   lower is served first
+    timeout_s  seconds that the request may take in all; None: as long as the server allows
+    account    whose share of the engine it takes
+    meter      what it is counted by
+    """
+
+    tenant: str
+    priority: int
+    timeout_s: float | None = None
+    account: str = ""
+    meter: Meter = field(default_factory=Meter)
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """What a key opens; without keys, what everybody may do.
+
+    account   name of the key; "" without keys
+    tenant    namespace of the prefix cache
+    models    names of the models; None: all
+    priority  the best that may be asked for; None: any
+    """
+
+    account: str
+    tenant: str
+    meter: Meter
+    admin: bool = False
+    models: tuple[str, ...] | None = None
+    priority: int | None = None
+
+    def may_use(self, model: str) -> bool:
+        return self.models is None or model in self.models
+
+    def allowed(self, models: Sequence[str]) -> tuple[str, ...]:
+        return tuple(name for name in models if self.may_use(name))
+
+    def check_model(self, model: str) -> None:
+        """Raises Forbidden."""
+        if not self.may_use(model):
+            raise Forbidden(f"this key may not use the model {model!r:.200}", "model")
+
+    def caller(self, priority: int | None = None, timeout_s: float | None = None) -> Caller:
+        """Of one request, with what it asks for. Raises Forbidden for a better priority than this key's."""
+        best = self.priority
+        if best is not None and priority is not None and priority < best:
+            raise Forbidden(f"priority: this key may ask for {best} and above, which is served later, got {priority}", "priority")
+        chosen = max(0, best or 0) if priority is None else priority
+        return Caller(self.tenant, chosen, timeout_s, self.account, self.meter)
+
+
+def _access(request: Request) -> Access:
+    access: Access = request.state.access
+    return access
+
+
+def _admin(request: Request) -> Access:
+    """Raises Forbidden for all but operators, and Unauthorized where a server has no keys at all."""
+    access = _access(request)
+    if not access.account:
+        raise Unauthorized("an admin key is required")
+    if not access.admin:
+        raise Forbidden("this key may not use the admin routes")
+    return access
+
+
+AccessDep = Annotated[Access, Depends(_access)]
+AdminDep = Annotated[Access, Depends(_admin)]

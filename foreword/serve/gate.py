@@ -1,0 +1,49 @@
+"""Refusing at the door, before anything is read, what could not be served now; and telling limited keys what they have left."""
+
+from __future__ import annotations
+
+from starlette.datastructures import MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from foreword.errors import ForewordError
+from foreword.serve.access import Access
+from foreword.serve.admission import Admission
+from foreword.serve.errors import error_response
+from foreword.serve.limits import Meter
+
+__all__ = ["Gate"]
+
+QUEUELESS = frozenset({"/tokenize", "/detokenize"})  # the engine is not asked
+
+
+class Gate:
+    """Counts every POST but those of operators: each costs something. Refused here, one costs next to nothing."""
+
+    def __init__(self, app: ASGIApp, admission: Admission) -> None:
+        self._app = app
+        self._admission = admission
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] != "POST" or scope["path"].startswith("/admin/"):
+            return await self._app(scope, receive, send)
+        access: Access = scope["state"]["access"]
+        try:
+            if scope["path"] not in QUEUELESS:
+                self._admission.check(1, access.meter)
+            access.meter.begin()
+        except ForewordError as error:
+            return await error_response(error)(scope, receive, _telling(send, access.meter))
+        await self._app(scope, receive, _telling(send, access.meter))
+
+
+def _telling(send: Send, meter: Meter) -> Send:
+    """`send`, with what is left of the key's limits in the head of the answer."""
+
+    async def send_telling(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            headers = MutableHeaders(scope=message)
+            for name, value in meter.headers().items():
+                headers[name] = value
+        await send(message)
+
+    return send_telling

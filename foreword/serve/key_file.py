@@ -1,0 +1,303 @@
+"""The file of API keys: who may come in, and how much each may take. It holds hashes, never keys.
+
+    keys:
+      - name: alice
+        hash: sha256:SALT:DIGEST
+        requests_per_minute: 60
+
+A key is 32 random bytes. A slow hash (bcrypt, argon2) is for secrets that can be guessed: nobody tries out 2^256 keys, however
+fast the hash, while a slow one would let everybody keep the server busy by sending wrong keys. The salt lets two files, or two
+entries, not be compared.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import hmac
+import os
+import re
+import secrets
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import MISSING, dataclass, field, fields
+from datetime import UTC, datetime
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import yaml
+
+from foreword.errors import ConfigError
+
+__all__ = ["Key", "change_key_file", "dump_keys", "hash_key", "new_secret", "parse_keys", "read_key_file"]
+
+PREFIX = "fw-"  # so that whoever searches code for secrets finds them
+SALT_BYTES, DIGEST_BYTES = 16, 32
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
+HASH = re.compile(rf"sha256:([0-9a-f]{{{2 * SALT_BYTES}}}):([0-9a-f]{{{2 * DIGEST_BYTES}}})")
+MAX_FILE_BYTES = 16 << 20
+MAX_COUNT = 1 << 53
+SHOWN = 60  # characters of a wrong value
+HEAD = "# Written by `foreword keys`; comments are lost when it writes again. docs/serving.md tells what each field means.\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """One entry.
+
+    name      whom requests are accounted to; unique
+    salt, digest  digest is SHA-256 of salt and key
+    admin     may use the routes below /admin
+    models    served names that it may use; None: all
+    expires   Unix time from which it is refused; None: never
+    requests_per_minute, tokens_per_minute, max_concurrency  limits; None: without. Tokens are those of prompts and answers,
+              concurrency counts open choices and texts
+    priority  the best that it may ask for (lower is better), and what it has by default if that is worse than 0; None: any
+    """
+
+    name: str
+    salt: bytes = field(repr=False)
+    digest: bytes = field(repr=False)
+    admin: bool = False
+    models: tuple[str, ...] | None = None
+    expires: float | None = None
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+    max_concurrency: int | None = None
+    priority: int | None = 0
+
+    def matches(self, secret: bytes) -> bool:
+        """In a time that does not tell how much of it is right."""
+        return hmac.compare_digest(hash_key(secret, self.salt), self.digest)
+
+
+def new_secret() -> str:
+    """A key that nobody has seen."""
+    return PREFIX + secrets.token_urlsafe(32)
+
+
+def hash_key(secret: bytes, salt: bytes) -> bytes:
+    return hashlib.sha256(salt + secret).digest()
+
+
+# Reading
+
+
+def read_key_file(path: Path) -> tuple[Key, ...]:
+    """Raises ConfigError, which names the entry and the field."""
+    try:
+        with path.open("rb") as file:
+            text = file.read(MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise _wrong(path, f"cannot be read: {error.strerror or error}") from None
+    if len(text) > MAX_FILE_BYTES:
+        raise _wrong(path, f"is larger than {MAX_FILE_BYTES >> 20} MiB")
+    return parse_keys(text, path)
+
+
+def parse_keys(text: bytes, path: Path) -> tuple[Key, ...]:
+    """The entries of a file's text; `path` is for errors. Raises ConfigError."""
+    try:
+        given = yaml.load(text, Loader=_Loader)
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        raise _wrong(path, f"is not YAML: {_where(error)}") from None
+    if not isinstance(given, dict) or list(given) != ["keys"] or not isinstance(given["keys"], list):
+        raise _wrong(path, "must hold a list called `keys`, and nothing else; `keys: []` lets nobody in")
+    keys = tuple(_entry(path, index, entry) for index, entry in enumerate(given["keys"]))
+    _check_unique(path, "name", [key.name for key in keys], keys)
+    _check_unique(path, "hash", [key.digest for key in keys], keys)
+    return keys
+
+
+class _Loader(yaml.BaseLoader):
+    """Takes every value as text, so that a name may be 123 or `no`, and no field twice."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        mapping: dict[Any, Any] = super().construct_mapping(node, deep)
+        if len(mapping) < len(node.value):
+            raise yaml.constructor.ConstructorError(None, None, "a field is given twice", node.start_mark)
+        return mapping
+
+
+def _where(error: Exception) -> str:
+    """What is wrong, without the lines around it: they may hold a key."""
+    mark = getattr(error, "problem_mark", None)
+    what = getattr(error, "problem", None) or type(error).__name__
+    return f"{what} in line {mark.line + 1}" if mark is not None else str(what)
+
+
+def _entry(path: Path, index: int, given: object) -> Key:
+    where = f"entry {index + 1}"
+    if not isinstance(given, dict):
+        raise _wrong(path, f"{where} must hold `field: value` lines")
+    name = given.get("name")
+    if isinstance(name, str) and NAME.fullmatch(name):
+        where = f"{where} ({name})"
+    for required in ("name", "hash"):
+        if required not in given:
+            raise _wrong(path, f"{where}: {required} is missing")
+    values: dict[str, Any] = {}
+    for field_name, value in given.items():
+        values |= _field(path, where, field_name, value)
+    return Key(**values)
+
+
+def _field(path: Path, where: str, name: object, value: object) -> dict[str, Any]:
+    if not isinstance(name, str) or name not in PARSERS:
+        raise _wrong(path, f"{where}: unknown field {str(name)!r:.{SHOWN}}; known: {', '.join(PARSERS)}")
+    try:
+        parsed = PARSERS[name](value)
+    except ValueError as error:
+        got = "" if name == "hash" else f", got {value!r:.{SHOWN}}"  # somebody may have put the key there
+        raise _wrong(path, f"{where}: {name} must be {error}{got}") from None
+    return parsed if isinstance(parsed, dict) else {name: parsed}
+
+
+def _name(value: object) -> str:
+    if not isinstance(value, str) or not NAME.fullmatch(value):
+        raise ValueError("1 to 64 letters, digits, dots, dashes, underscores or @")
+    return value
+
+
+def _hash(value: object) -> dict[str, bytes]:
+    match = HASH.fullmatch(value) if isinstance(value, str) else None
+    if match is None:
+        raise ValueError(f"sha256:SALT:DIGEST, {2 * SALT_BYTES} and {2 * DIGEST_BYTES} hexadecimal digits")
+    return {"salt": bytes.fromhex(match[1]), "digest": bytes.fromhex(match[2])}
+
+
+def _switch(value: object) -> bool:
+    if value not in ("true", "false"):
+        raise ValueError("true or false")
+    return value == "true"
+
+
+def _models(value: object) -> tuple[str, ...]:
+    if not isinstance(value, list) or not value or not all(isinstance(name, str) and name for name in value):
+        raise ValueError("a list of names of served models")
+    return tuple(value)
+
+
+def parse_moment(value: object) -> float:
+    """Unix time of a date or of a date and time, in UTC unless it says otherwise. Raises ValueError."""
+    try:
+        moment = datetime.fromisoformat(str(value))
+        return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
+    except (ValueError, OverflowError):
+        raise ValueError("a date such as 2030-01-31, or a time such as 2030-01-31T12:00:00Z") from None
+
+
+def _count(value: object) -> int:
+    number = _whole(value)
+    if not 1 <= number <= MAX_COUNT:
+        raise ValueError("a whole number, at least 1")
+    return number
+
+
+def _whole(value: object) -> int:
+    if not isinstance(value, str) or not re.fullmatch(r"[+-]?[0-9]{1,16}", value):
+        raise ValueError("a whole number")
+    return int(value)
+
+
+PARSERS: Mapping[str, Callable[[object], Any]] = MappingProxyType(
+    {
+        "name": _name,
+        "hash": _hash,
+        "admin": _switch,
+        "models": _models,
+        "expires": parse_moment,
+        "requests_per_minute": _count,
+        "tokens_per_minute": _count,
+        "max_concurrency": _count,
+        "priority": _whole,
+    }
+)
+
+
+def _check_unique(path: Path, name: str, values: Sequence[object], keys: Sequence[Key]) -> None:
+    seen: set[object] = set()
+    for value, key in zip(values, keys, strict=True):
+        if value in seen:
+            raise _wrong(path, f"two entries have the same {name}, the second is {key.name}")
+        seen.add(value)
+
+
+def _wrong(path: Path, what: str) -> ConfigError:
+    return ConfigError(f"key file {path} {what}", "api_key_file")
+
+
+# Writing
+
+
+def dump_keys(keys: Sequence[Key]) -> str:
+    """The text of a file with these entries."""
+    entries = [dict(_written(key)) for key in keys]
+    return HEAD + yaml.safe_dump({"keys": entries}, sort_keys=False, width=200)
+
+
+def _written(key: Key) -> Iterator[tuple[str, Any]]:
+    """Fields that say more than their default."""
+    yield "name", key.name
+    yield "hash", f"sha256:{key.salt.hex()}:{key.digest.hex()}"
+    for item in fields(Key):
+        value = getattr(key, item.name)
+        if item.default is not MISSING and value != item.default:
+            yield item.name, _plain(item.name, value)
+
+
+def _plain(name: str, value: Any) -> Any:
+    if name == "expires":
+        return datetime.fromtimestamp(value, UTC).isoformat()
+    return list(value) if isinstance(value, tuple) else value
+
+
+def change_key_file(path: Path, change: Callable[[tuple[Key, ...]], Sequence[Key]]) -> None:
+    """Put the entries that `change` makes of the present ones in their place, all at once; a new file is its owner's alone.
+
+    Two who change it at the same time come one after the other. Raises ConfigError.
+    """
+    path = path.resolve()
+    try:
+        with _locked(path.parent):
+            keys = change(read_key_file(path) if path.exists() else ())
+            _replace(path, dump_keys(keys))
+    except OSError as error:
+        raise _wrong(path, f"cannot be written: {error.strerror or error}") from None
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """The folder's lock leaves nothing behind, as that of a file that is replaced would."""
+    held = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(held)
+
+
+def _replace(path: Path, text: str) -> None:
+    handle, draft = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)  # mode 0600
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            _keep_owner(file.fileno(), path)
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(draft, path)
+    except BaseException:
+        os.unlink(draft)
+        raise
+
+
+def _keep_owner(handle: int, path: Path) -> None:
+    """A file that the server's user or group could read stays so when somebody else, as root, changes it."""
+    if not path.exists():
+        return
+    before = path.stat()
+    if (before.st_uid, before.st_gid) != (os.geteuid(), os.getegid()):
+        os.fchown(handle, before.st_uid, before.st_gid)
+    os.fchmod(handle, before.st_mode & 0o660)
