@@ -17,6 +17,9 @@ from foreword.metrics.recorder import Recorder
 from foreword.prepare import Prepared
 from foreword.resolve import EngineInfo
 from foreword.serve.app import create_app
+from foreword.serve.draining import Drain
+from foreword.serve.entrance import waiting_room
+from foreword.serve.readiness import Health
 
 __all__ = ["Backends"]
 
@@ -50,10 +53,16 @@ class Backends:
             )
         return info
 
-    def application(self, recorder: Recorder) -> FastAPI:
+    def waiting_room(self, drain: Drain) -> FastAPI:
+        """What the server answers until start() has returned."""
+        return waiting_room(Health(self.engine, self.encoder, drain))
+
+    def application(self, recorder: Recorder, drain: Drain | None = None) -> FastAPI:
         """The server's application, with both behind it."""
         prepared = self._prepared
-        return create_app(prepared.config, self.engine, prepared.tokenizer, recorder, self.name, self.encoder, self._recipe)
+        return create_app(
+            prepared.config, self.engine, prepared.tokenizer, recorder, self.name, self.encoder, self._recipe, drain
+        )
 
     async def __aenter__(self) -> Backends:
         return self

@@ -7,35 +7,34 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import errno
 import logging
-import signal
+import resource
 import socket
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-
-import uvicorn
-from fastapi import FastAPI
+from contextlib import AsyncExitStack
 
 from foreword.cli.backends import Backends
 from foreword.cli.banner import address, banner
 from foreword.cli.options import add_config_options, read_config
 from foreword.cli.terminal import errors, loading_bar, set_up_logging
+from foreword.cli.web import Ending, WebServer, first_of
 from foreword.config import Config
-from foreword.engine.client import ProcessClient
 from foreword.errors import ConfigError
 from foreword.metrics.recorder import Recorder
 from foreword.prepare import Prepared, prepare
 from foreword.resolve import EngineInfo
+from foreword.serve.connections import web_config
+from foreword.serve.draining import Drain
+from foreword.serve.entrance import Entrance
 
 __all__ = ["add_arguments", "run"]
 
 logger = logging.getLogger("foreword.serve")
 
-GRACE_S = 8  # for open answers after SIGTERM; `docker stop` kills after 10
 LAST_WORDS_S = 2.0  # a dead engine's errors reach the clients, and /health is seen to be 503
+HANDING_BACK_S = 1.0  # for what could not be finished: its clients are told
+SPARE_FILES = 256  # beside those of the connections
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,6 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     config = read_config(args)
     set_up_logging(config.log_level)
+    allow_files(config.max_connections + SPARE_FILES)
     with bind(config.host, config.port) as listener:
         return asyncio.run(_run(prepare(config), listener))
 
@@ -69,86 +69,67 @@ def _unavailable(error: OSError, host: str, port: int) -> ConfigError:
     return ConfigError(f"cannot listen on {host} port {port}: {error.strerror or error}", "host")
 
 
-class _Server(uvicorn.Server):
-    """uvicorn without its signal handlers: they would raise the signal again and spoil the exit code."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
-@dataclass(frozen=True, slots=True)
-class _Serving:
-    """A server that runs: who ends it, and who tells whether the engine lives."""
-
-    server: _Server
-    client: ProcessClient
-    stop: asyncio.Event
-
-    async def until_end(self, listener: socket.socket, ready: Callable[[], None]) -> int:
-        """Serve until told to stop or until the engine dies; returns the exit code."""
-        task = asyncio.create_task(self.server.serve([listener]))
-        while not self.server.started and not task.done():
-            await asyncio.sleep(0.005)
-        if self.server.started:
-            ready()
-        stopped, dead = (asyncio.create_task(event.wait()) for event in (self.stop, self.client.dead))
-        await asyncio.wait((task, stopped, dead), return_when=asyncio.FIRST_COMPLETED)
-        died = dead.done() and not stopped.done()
-        if died:
-            logger.error("the engine process died; open requests got an error; shutting down")
-            await asyncio.sleep(LAST_WORDS_S)
-        self.server.should_exit = True
-        for waiting in (stopped, dead):
-            waiting.cancel()
-        await task
-        return 1 if died else 0
+def allow_files(count: int) -> None:
+    """Let this process have so many files open, or as many as it may: each connection is one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = count if hard == resource.RLIM_INFINITY else min(count, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    if wanted < count:
+        logger.warning("only %d files may be open (ulimit -n): fewer connections than max_connections can be taken", hard)
 
 
 async def _run(prepared: Prepared, listener: socket.socket) -> int:
-    stop = asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    """Listen, load, serve; returns the exit code."""
+    config, ending, drain = prepared.config, Ending(), Drain()
+    ending.listen()
     started = time.perf_counter()
-    async with contextlib.AsyncExitStack() as stack:
+    async with AsyncExitStack() as stack:
         with loading_bar(f"loading {prepared.path.name}") as progress:
             backends = await stack.enter_async_context(Backends(prepared, progress))
-            info = await _unless(stop, backends)
+            entrance = Entrance(backends.waiting_room(drain))
+            web = WebServer(web_config(entrance, config), listener)
+            await _listen(stack, web, config, listener)
+            info = await _started(backends, ending)
         if info is None:
             return 0
-        return await _serve(prepared.config, listener, backends, info, stop, time.perf_counter() - started)
+        app = backends.application(Recorder(info.resolved.drafters, config.log_interval), drain)
+        async with app.router.lifespan_context(app):
+            entrance.app = app
+            _say_ready(backends, info, config, listener, time.perf_counter() - started)
+            return await _until_end(backends, web, drain, ending, config.drain_timeout)
 
 
-async def _unless(stop: asyncio.Event, backends: Backends) -> EngineInfo | None:
-    """Start the engine; None if we were told to stop before it was ready."""
-    starting = asyncio.create_task(backends.start())
-    stopped = asyncio.create_task(stop.wait())
-    await asyncio.wait((starting, stopped), return_when=asyncio.FIRST_COMPLETED)
-    stopped.cancel()
-    if starting.done():
-        return starting.result()
-    starting.cancel()
-    return None
+async def _listen(stack: AsyncExitStack, web: WebServer, config: Config, listener: socket.socket) -> None:
+    try:
+        await stack.enter_async_context(web)
+    except OSError as error:  # another process listens on what we have bound
+        raise _unavailable(error, config.host, config.port) from None
 
 
-async def _serve(
-    config: Config, listener: socket.socket, backends: Backends, info: EngineInfo, stop: asyncio.Event, load_s: float
-) -> int:
-    app = backends.application(Recorder(info.resolved.drafters, config.log_interval))
+async def _started(backends: Backends, ending: Ending) -> EngineInfo | None:
+    """Facts of the engine; None if the server was told to end before it was ready."""
+    if await first_of(ending.soon.wait(), backends.start()) == 0:
+        return None
+    return backends.engine.info
+
+
+def _say_ready(backends: Backends, info: EngineInfo, config: Config, listener: socket.socket, load_s: float) -> None:
     url = address(config.host, listener.getsockname()[1])
     encoder = backends.encoder.info if backends.encoder is not None else None
-
-    def ready() -> None:
-        for line in banner(config, info, backends.name, url, load_s, encoder):
-            errors().print(line, markup=False)
-
-    try:
-        return await _Serving(_server(app), backends.engine, stop).until_end(listener, ready)
-    except OSError as error:
-        raise _unavailable(error, config.host, listener.getsockname()[1]) from None
+    for line in banner(config, info, backends.name, url, load_s, encoder):
+        errors().print(line, markup=False)
 
 
-def _server(app: FastAPI) -> _Server:
-    return _Server(
-        uvicorn.Config(app, log_config=None, access_log=False, server_header=False, ws="none", timeout_graceful_shutdown=GRACE_S)
-    )
+async def _until_end(backends: Backends, web: WebServer, drain: Drain, ending: Ending, drain_s: float) -> int:
+    """Serve until told to end or until the engine is gone for good; returns the exit code."""
+    if await first_of(ending.soon.wait(), backends.engine.dead.wait(), web.ended()) == 1:
+        logger.error("the engine is gone; open requests got an error; shutting down")
+        await first_of(ending.soon.wait(), timeout_s=LAST_WORDS_S)
+        return 1
+    drain.begin()
+    logger.info("ending: %d requests are open and may finish within %g s", drain.num_open, drain_s)
+    await first_of(drain.emptied(), ending.now.wait(), timeout_s=drain_s)
+    drain.hand_back()
+    await first_of(drain.emptied(), timeout_s=HANDING_BACK_S)
+    return 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -11,16 +12,12 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
-from foreword.errors import ForewordError, InvalidRequest, Overloaded, Unauthorized
+from foreword.errors import ForewordError, InvalidRequest, Unauthorized
 from foreword.serve.wire import Json
 
-__all__ = ["add_error_handlers", "envelope", "error_response", "naming"]
+__all__ = ["add_error_handlers", "envelope", "error_headers", "error_response", "naming"]
 
 logger = logging.getLogger("foreword.serve")
-HEADERS: Mapping[type[ForewordError], dict[str, str]] = {
-    Overloaded: {"Retry-After": "1"},
-    Unauthorized: {"WWW-Authenticate": "Bearer"},
-}
 SHOWN = 80  # characters of an offending value
 
 
@@ -30,7 +27,15 @@ def envelope(error: ForewordError) -> dict[str, Any]:
 
 
 def error_response(error: ForewordError) -> Response:
-    return Json(envelope(error), status_code=error.status, headers=HEADERS.get(type(error)))
+    return Json(envelope(error), status_code=error.status, headers=error_headers(error))
+
+
+def error_headers(error: ForewordError) -> dict[str, str]:
+    """What a client that tries again must know: with which credentials, and after how many whole seconds."""
+    headers = {"WWW-Authenticate": "Bearer"} if isinstance(error, Unauthorized) else {}
+    if error.retry_after_s is not None:
+        headers["Retry-After"] = str(max(math.ceil(error.retry_after_s), 1))
+    return headers
 
 
 @contextmanager

@@ -88,17 +88,20 @@ def test_sigterm_ends_it_with_0_and_takes_the_engine_along(tiny: Path) -> None:
         os.kill(engine, 0)
 
 
-def test_a_dead_engine_ends_it_with_a_failure(plain: ServerProcess) -> None:
+def test_an_engine_that_cannot_be_replaced_ends_it_with_a_failure(tmp_path: Path) -> None:
     """Open requests get an error and /health says 503 before the process goes."""
-    body = {**ASK, "stream": True, "max_tokens": 150, "ignore_eos": True}
-    with httpx.stream("POST", f"{plain.url}/v1/chat/completions", json=body, timeout=60) as response:
-        lines = response.iter_lines()
-        next(lines)
-        os.kill(engine_pid(plain), signal.SIGKILL)
-        rest = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
-    assert "error" in rest[-1]
-    assert httpx.get(f"{plain.url}/health").status_code == 503
-    assert plain.wait(20) == 1
+    path = write_checkpoint(tmp_path / "gone")
+    body = {**ASK, "model": "gone", "stream": True, "max_tokens": 150, "ignore_eos": True}
+    with ServerProcess(Config(model=str(path), speculate="off", max_model_len=192)) as server:
+        with httpx.stream("POST", f"{server.url}/v1/chat/completions", json=body, timeout=60) as response:
+            lines = response.iter_lines()
+            next(lines)
+            (path / "config.json").unlink()
+            os.kill(engine_pid(server), signal.SIGKILL)
+            rest = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+        assert "error" in rest[-1]
+        assert httpx.get(f"{server.url}/health").status_code == 503
+        assert server.wait(60) == 1
 
 
 def test_a_port_in_use_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:

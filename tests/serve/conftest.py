@@ -22,6 +22,7 @@ from foreword.engine.client import EngineClient, ProcessClient
 from foreword.metrics.recorder import Recorder
 from foreword.prepare import prepare
 from foreword.serve.app import create_app
+from foreword.serve.connections import web_config
 from foreword.text.tokenizer import Tokenizer
 from tests.fakes import FakeClient, Script, byte_tokenizer
 
@@ -76,7 +77,7 @@ def running(
     app = create_app(config, client, tokenizer or byte_tokenizer(), Recorder(config.drafter_names()), MODEL, encoder)
     listener = socket.create_server(("127.0.0.1", 0))
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=1))
+    server = uvicorn.Server(web_config(app, config))
 
     async def main() -> None:
         await client.start()

@@ -37,26 +37,14 @@ def test_models(served: Running) -> None:
     assert served.openai.models.retrieve(MODEL).max_model_len == 2048
 
 
-def test_health_live_and_version(served: Running) -> None:
-    assert served.http.get("/health").json() == {"status": "ok"}
+def test_live_and_version(served: Running) -> None:
     assert served.http.get("/live").json() == {"status": "ok"}
     assert served.http.get("/version").json()["version"]
 
 
-def test_health_while_the_engine_is_gone(served: Running) -> None:
-    served.client.alive = False
-    try:
-        reply = served.http.get("/health")
-        assert reply.status_code == 503 and reply.json()["status"] == "dead"
-        assert served.http.get("/live").status_code == 200
-    finally:
-        served.client.alive = True
-
-
-def test_health_while_loading(served: Running) -> None:
+def test_while_the_engine_is_loading(served: Running) -> None:
     info, served.client.info = served.client.info, None
     try:
-        assert served.http.get("/health").json()["status"] == "loading"
         assert served.http.post(CHAT, json={"messages": USER}).status_code == 503
         assert served.http.get("/v1/models").status_code == 200
     finally:

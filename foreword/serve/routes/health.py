@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Request, Response
 
-from foreword.errors import EngineDead
-from foreword.serve.errors import envelope
-from foreword.serve.state import ServerDep
+from foreword.serve.readiness import Health, HealthBody
 from foreword.serve.wire import Json
 
 __all__ = ["router"]
 
 router = APIRouter()
+UNWELL: dict[int | str, dict[str, Any]] = {503: {"model": HealthBody, "description": "No step could run now."}}
 
 
-@router.get("/health")
-async def health(server: ServerDep) -> Response:
+@router.get("/health", response_model=HealthBody, responses=UNWELL)
+async def health(request: Request) -> Response:
     """200 only if a step could run now."""
-    try:
-        server.info()
-    except EngineDead as error:
-        status = "loading" if server.client.info is None else "dead"
-        return Json({"status": status, **envelope(error)}, status_code=error.status)
-    return Json({"status": "ok"})
+    state: Health = request.app.state.health
+    return await state.response()
 
 
 @router.get("/live")

@@ -1,0 +1,176 @@
+"""Connections whose clients cannot make the server wait: for their requests, or until they take their answers."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import math
+import socket
+from dataclasses import dataclass
+from typing import Any
+
+import h11
+import uvicorn
+from starlette.types import ASGIApp
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from foreword.config import Config
+from foreword.errors import DeadlineExceeded, ForewordError, InvalidRequest, Overloaded
+from foreword.serve.errors import envelope, error_headers
+from foreword.serve.wire import json_bytes
+
+__all__ = ["Bounds", "Connection", "web_config"]
+
+MAX_HEAD_BYTES = 32 * 1024  # of a request line and its headers
+SEND_BUFFER_BYTES = 256 * 1024  # of the kernel: what it takes for a client that reads nothing is not noticed
+BODY_TIMES = 10  # a body that trickles may take so many times the time of one that stands still
+LAST_WORDS_S = 1  # after the end of all answers, for connections to close
+REASONS = {400: "Bad Request", 408: "Request Timeout", 429: "Too Many Requests"}
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What one client, and all of them, may take.
+
+    client_timeout_s  to send a request's head; between two parts of its body; to take a part of an answer
+    """
+
+    max_connections: int
+    client_timeout_s: float
+
+
+def web_config(app: ASGIApp, config: Config) -> uvicorn.Config:
+    """uvicorn with bounded connections, and without log lines of its own."""
+    bounds = Bounds(config.max_connections, config.client_timeout)
+    return uvicorn.Config(
+        app,
+        http=functools.partial(Connection, bounds=bounds),  # type: ignore[arg-type]
+        ws="none",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=math.ceil(config.client_timeout),
+        timeout_graceful_shutdown=LAST_WORDS_S,
+        h11_max_incomplete_event_size=MAX_HEAD_BYTES,
+    )
+
+
+class Connection(H11Protocol):
+    """One client. What breaks the protocol or a bound ends the connection, and with it the request that it waits for."""
+
+    def __init__(self, *args: Any, bounds: Bounds, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._bounds = bounds
+        self._owing = "head"  # what the client is about to send: "head", "body" or nothing
+        self._due_s = math.inf  # when it must have gone on, by the loop's clock
+        self._end_s = math.inf  # when it must have sent all of it
+        self._watch: asyncio.TimerHandle | None = None
+        self._stalled: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) > self._bounds.max_connections:
+            return self._end(Overloaded(f"{self._bounds.max_connections} connections are open, which is all that may be"))
+        _notice_dead_peers(transport.get_extra_info("socket"), self._bounds.client_timeout_s)
+        self._expect("head")
+        self._look()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        for timer in (self._watch, self._stalled):
+            if timer is not None:
+                timer.cancel()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._expect(self._owed())
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._expect(self._owed())
+
+    def pause_writing(self) -> None:
+        """The client takes nothing any more, and the kernel no more for it."""
+        super().pause_writing()
+        self._stalled = self.loop.call_later(self._bounds.client_timeout_s, self._give_up)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._stalled is not None:
+            self._stalled.cancel()
+            self._stalled = None
+
+    def send_400_response(self, msg: str) -> None:
+        """What is no HTTP is told so, and cut off."""
+        self._end(InvalidRequest("this is no HTTP/1.1 request that the server understands, or its headers are too long"))
+
+    def _should_upgrade(self) -> bool:
+        """Never: what asks for another protocol is answered in this one."""
+        return False
+
+    def _owed(self) -> str:
+        state = self.conn.their_state
+        if state is h11.SEND_BODY:
+            return "body"
+        begun = self.cycle is None or bool(self.conn.trailing_data[0])
+        return "head" if state is h11.IDLE and begun else ""
+
+    def _expect(self, owing: str) -> None:
+        """Set the time by which the client must have gone on. A head has no parts: it must be whole by then."""
+        now, wait_s = self.loop.time(), self._bounds.client_timeout_s
+        if owing != self._owing or self._due_s == math.inf:
+            self._owing = owing
+            self._end_s = now + wait_s * (BODY_TIMES if owing == "body" else 1) if owing else math.inf
+            self._due_s = min(now + wait_s, self._end_s)
+        elif owing == "body":
+            self._due_s = min(now + wait_s, self._end_s)
+
+    def _look(self) -> None:
+        """Now and then: one timer a connection is enough, since it need not be exact."""
+        now, wait_s = self.loop.time(), self._bounds.client_timeout_s
+        if self.flow.read_paused and self._owing == "body":
+            self._due_s = now + wait_s  # it is the server that does not read
+        if now >= self._due_s:
+            return self._end(DeadlineExceeded(f"the request was not sent within {wait_s:g} s") if self._begun() else None)
+        self._watch = self.loop.call_at(min(self._due_s, now + wait_s), self._look)
+
+    def _begun(self) -> bool:
+        return self._owing == "body" or bool(self.conn.trailing_data[0])
+
+    def _give_up(self) -> None:
+        self.transport.abort()
+
+    def _end(self, error: ForewordError | None) -> None:
+        """Say why, unless an answer has begun, and close; whoever works on a request finds its client gone."""
+        if self.transport.is_closing():
+            return
+        begun = self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete
+        if error is not None and not begun:
+            self.transport.write(_message(error))
+        if self.cycle is not None:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        self.transport.close()
+
+
+def _message(error: ForewordError) -> bytes:
+    """A whole response, for where no request was read."""
+    body = json_bytes(envelope(error))
+    headers = {
+        "Content-Type": "application/json",
+        "Content-Length": str(len(body)),
+        "Connection": "close",
+        **error_headers(error),
+    }
+    lines = [f"HTTP/1.1 {error.status} {REASONS[error.status]}", *(f"{name}: {value}" for name, value in headers.items()), "", ""]
+    return "\r\n".join(lines).encode() + body
+
+
+def _notice_dead_peers(client: socket.socket, timeout_s: float) -> None:
+    """Notice a client that vanished without a word while its answer is computed; buffer little for one that is slow."""
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    if hasattr(socket, "TCP_KEEPIDLE"):
+        client.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, max(int(timeout_s), 1))
+        client.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, max(int(timeout_s / 4), 1))
+        client.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4)

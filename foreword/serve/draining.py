@@ -1,0 +1,120 @@
+"""How a server ends: nobody new comes in, who is in may finish, and what is left then is handed back."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterator
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from foreword.errors import ShuttingDown
+from foreword.serve.auth import OPEN_PATHS
+from foreword.serve.errors import error_response
+from foreword.serve.sse import last_words
+
+__all__ = ["Drain", "Draining"]
+
+LAST_WORDS_S = 1.0  # a client may take to read why its answer ends
+
+
+class Drain:
+    """Which requests are open, and whether the server is about to end.
+
+    began  no new requests are taken
+    """
+
+    __slots__ = ("_empty", "_open", "began")
+
+    def __init__(self) -> None:
+        self.began = False
+        self._open: set[asyncio.Timeout] = set()
+        self._empty = asyncio.Event()
+        self._empty.set()
+
+    @property
+    def num_open(self) -> int:
+        return len(self._open)
+
+    def begin(self) -> None:
+        """Refuse new requests from now on."""
+        self.began = True
+
+    async def emptied(self) -> None:
+        """Wait until no request is open."""
+        await self._empty.wait()
+
+    def hand_back(self) -> None:
+        """End what is still open: it gets an error that says so."""
+        for limit in self._open:
+            limit.reschedule(asyncio.get_running_loop().time())
+
+    @contextlib.contextmanager
+    def counting(self, limit: asyncio.Timeout) -> Iterator[None]:
+        """A request is open, and ends when its limit expires."""
+        self._open.add(limit)
+        self._empty.clear()
+        try:
+            yield
+        finally:
+            self._open.discard(limit)
+            if not self._open:
+                self._empty.set()
+
+
+class Draining:
+    """Counts the requests, and refuses or ends them when the time has come; health and metrics stay readable."""
+
+    def __init__(self, app: ASGIApp, drain: Drain) -> None:
+        self._app = app
+        self._drain = drain
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
+            return await self._app(scope, receive, send)
+        if self._drain.began:
+            return await _refuse(scope, receive, send)
+        response, limit = _Response(send), asyncio.timeout(None)
+        with self._drain.counting(limit):
+            try:
+                async with limit:
+                    await self._app(scope, receive, response.send)
+            except TimeoutError:
+                if not limit.expired():
+                    raise
+                await response.end(scope, receive)
+
+
+class _Response:
+    """What was sent of a response, in case it has to be ended early."""
+
+    __slots__ = ("_ended", "_send", "_started", "_streams")
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._started = self._streams = self._ended = False
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self._started = True
+            self._streams = Headers(raw=message["headers"]).get("content-type", "").startswith("text/event-stream")
+        else:
+            self._ended = not message.get("more_body", False)
+        await self._send(message)
+
+    async def end(self, scope: Scope, receive: Receive) -> None:
+        """Say why there is no more: as a response, or as the last event of a stream. A client that reads nothing is left."""
+        error = ShuttingDown("the server is ending, and the answer was not finished in time; ask again")
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LAST_WORDS_S):
+                if not self._started:
+                    await error_response(error)(scope, receive, self._send)
+                elif self._streams and not self._ended:
+                    await self._send({"type": "http.response.body", "body": last_words(error), "more_body": False})
+
+
+async def _refuse(scope: Scope, receive: Receive, send: Send) -> None:
+    response = error_response(ShuttingDown("the server is ending and takes no new requests"))
+    response.headers["Connection"] = "close"
+    await response(scope, receive, send)
