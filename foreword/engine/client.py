@@ -3,30 +3,34 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
-import socket
-import subprocess
-import sys
-import threading
+import logging
+import time
 from collections.abc import AsyncIterator, Callable
-from multiprocessing.connection import Connection
-from queue import SimpleQueue
-from typing import Any, Protocol
+from dataclasses import replace
+from functools import partial
+from typing import Any, Final, Protocol
 
 from foreword.config import Config
 from foreword.core.events import Event, Failed, StepReport, StepStats, Tokens
 from foreword.core.readiness import Readiness
 from foreword.core.request import Request
 from foreword.core.vocabulary import Vocabulary
+from foreword.engine.child import Child
+from foreword.engine.live import LiveRequests
 from foreword.engine.messages import Loading, Ready, Refused, Remove, Start
-from foreword.errors import ConfigError, EngineDead
+from foreword.engine.spawning import Spawner
+from foreword.engine.suspects import Patience
+from foreword.engine.watch import Finding, Watch, cpu_seconds
+from foreword.errors import ConfigError, EngineDead, ForewordError
 from foreword.resolve import EngineInfo
 
 __all__ = ["EngineClient", "ProcessClient"]
 
-CLOSE_TIMEOUT_S = 10.0
-ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE"}  # torch's threads that spin take the cores from those they wait for
+logger = logging.getLogger(__name__)
+
+ENTRY: Final = "foreword.engine.process"
+LOOK_S: Final = 0.25
+RETRY_S: Final = 0.5  # after a start that failed: what it lacked may be there again
 
 
 class EngineClient(Protocol):
@@ -71,11 +75,12 @@ class EngineClient(Protocol):
 
 
 class ProcessClient:
-    """Runs the engine in a process of its own and talks to it over a socket pair.
+    """Runs the engine in a process of its own, and replaces it under the requests that are open when it dies or hangs.
 
-    One thread reads, and hands a whole step's events to the event loop at once; another writes.
-    `dead` is set when the engine is gone without having been closed. The vocabulary is asked for, in the thread that
-    writes, with the first grammar.
+    `dead` is set when the engine is gone for good without having been closed. The vocabulary is asked for, in the thread that
+    writes, with the first grammar that an engine gets.
+
+    entry  module whose main(fd) the process runs
     """
 
     def __init__(
@@ -84,6 +89,7 @@ class ProcessClient:
         unused_ids: tuple[int, ...],
         vocabulary: Callable[[], Vocabulary],
         on_progress: Callable[[int, int], None] | None = None,
+        entry: str = ENTRY,
     ) -> None:
         self.info: EngineInfo | None = None
         self.stats = StepStats()
@@ -91,42 +97,45 @@ class ProcessClient:
         self.on_step: Callable[[StepStats], None] | None = None
         self.on_restart: Callable[[str], None] | None = None
         self.dead = asyncio.Event()
-        self._start = Start(config, unused_ids)
-        self._vocabulary: Callable[[], Vocabulary] | None = vocabulary
+        self._config = config
+        self._unused_ids = unused_ids
+        self._vocabulary = vocabulary
         self._on_progress = on_progress
-        self._queues: dict[str, asyncio.Queue[Event | None]] = {}
-        self._process: subprocess.Popen[bytes] | None = None
-        self._connection: Connection | None = None
+        self._spawner = Spawner(entry)
+        self._child: Child | None = None
+        self._serving = False  # the child takes requests
         self._ready: asyncio.Future[EngineInfo] | None = None
-        self._outbox: SimpleQueue[Any] = SimpleQueue()
-        self._threads: list[threading.Thread] = []
-        self._closing = False
+        self._live = LiveRequests()
+        self._queues: dict[str, asyncio.Queue[Event | None]] = {}
+        self._patience = Patience()
+        self._finding = Finding()
+        self._progress: float | None = None
+        self._restarts = 0
+        self._tasks: list[asyncio.Task[None]] = []
+        self._complained = False
+
+    @property
+    def pid(self) -> int | None:
+        """Of the engine process that lives now."""
+        return self._child.pid if self._child is not None else None
 
     @property
     def readiness(self) -> Readiness:
-        if self.alive:
-            return Readiness("ok")
-        return (
-            Readiness("loading", "the engine is still loading") if self.info is None else Readiness("dead", "the engine is gone")
-        )
+        if self.info is None:
+            return Readiness("loading", "the engine is still loading", self._progress)
+        if not self.alive:
+            return Readiness("dead", "the engine is gone", restarts=self._restarts)
+        if not self._serving:
+            return Readiness("restarting", "the engine is being replaced", self._progress, self._restarts)
+        if not self._finding.ready:
+            return Readiness("unresponsive", self._finding.detail, restarts=self._restarts)
+        return Readiness("ok", restarts=self._restarts)
 
     async def start(self) -> EngineInfo:
-        loop = asyncio.get_running_loop()
-        self._ready = loop.create_future()
-        ours, theirs = socket.socketpair()
-        command = [sys.executable, "-m", "foreword.engine.process", str(theirs.fileno())]
-        self._process = subprocess.Popen(
-            command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, process_group=0, env={**ENVIRONMENT, **os.environ}
-        )
-        theirs.close()
-        self._connection = Connection(os.dup(ours.fileno()))
-        ours.close()
-        self._send(self._start)
-        for run in (self._read, self._write):
-            thread = threading.Thread(target=run, args=(loop, self._connection), name=f"engine-{run.__name__}", daemon=True)
-            thread.start()
-            self._threads.append(thread)
-        self.info = await self._ready
+        self._tasks.append(asyncio.create_task(self._watch()))
+        self.info = await self._launch()
+        self.alive = self._serving = True
+        self._tasks.append(asyncio.create_task(self._supervise()))
         return self.info
 
     def submit(self, request: Request) -> AsyncIterator[Event]:
@@ -134,10 +143,8 @@ class ProcessClient:
             raise EngineDead("the engine is not running")
         queue: asyncio.Queue[Event | None] = asyncio.Queue()
         self._queues[request.id] = queue
-        if request.params.structured is not None and self._vocabulary is not None:
-            self._send(self._vocabulary)
-            self._vocabulary = None
-        self._send(request)
+        self._live.add(request)
+        self._send_due()
         return self._events(request.id, queue)
 
     def finish(self, request_id: str, num_tokens: int) -> None:
@@ -148,27 +155,25 @@ class ProcessClient:
 
     def _remove(self, message: Remove) -> None:
         queue = self._queues.pop(message.request_id, None)
-        if queue is not None:
-            queue.put_nowait(None)
-            if self.alive:
-                self._send(message)
+        if queue is None:
+            return
+        queue.put_nowait(None)
+        if message.request_id in self._live:
+            self._live.remove(message.request_id)
+            self._send(message)
+            self._send_due()
 
     async def close(self) -> None:
-        self._closing = True
         self.alive = False
-        if self._process is None or self._connection is None:
-            return
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self._connection.fileno())) as ours:
-            ours.shutdown(socket.SHUT_RDWR)
-        try:
-            await asyncio.to_thread(self._process.wait, CLOSE_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            await asyncio.to_thread(self._process.wait)
-        self._send(None)
-        for thread in self._threads:
-            await asyncio.to_thread(thread.join)
-        self._connection.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._ready is not None:
+            self._ready.cancel()
+        if self._child is not None:
+            await self._child.close(self._spawner)
+        await self._spawner.close()
+        self._fail_all("the engine was shut down")
 
     async def _events(self, request_id: str, queue: asyncio.Queue[Event | None]) -> AsyncIterator[Event]:
         try:
@@ -182,59 +187,169 @@ class ProcessClient:
             if self._queues.get(request_id) is queue:
                 self.abort(request_id)
 
+    # What the engine is told
+
     def _send(self, message: Any) -> None:
-        self._outbox.put(message)
+        if self._child is not None and self._serving:
+            self._child.send(message)
 
-    # Threads
+    def _send_due(self) -> None:
+        """Send it the requests that it may have and has not."""
+        if self._child is None or not self._serving:
+            return
+        for request in self._live.due():
+            if request.params.structured is not None and not self._child.knows_vocabulary:
+                self._child.knows_vocabulary = True
+                self._child.send(self._vocabulary)
+            self._child.send(request)
 
-    def _write(self, loop: asyncio.AbstractEventLoop, connection: Connection) -> None:
-        """Writing may block while the engine works: never in the event loop."""
-        with contextlib.suppress(OSError):  # a dead engine is noticed by the reader
-            while (message := self._outbox.get()) is not None:
-                connection.send(message() if callable(message) else message)
+    # What it says
 
-    def _read(self, loop: asyncio.AbstractEventLoop, connection: Connection) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens any more
-            with contextlib.suppress(EOFError, OSError):
-                while True:
-                    loop.call_soon_threadsafe(self._received, connection.recv())
-            loop.call_soon_threadsafe(self._lost)
-
-    # In the event loop
-
-    def _received(self, message: StepReport | Loading | Ready | Refused) -> None:
+    def _received(self, child: Child, message: StepReport | Loading | Ready | Refused) -> None:
+        if child is not self._child:
+            return  # it was replaced
         if isinstance(message, StepReport):
             self._report(message)
         elif isinstance(message, Loading):
-            if self._on_progress is not None:
-                self._on_progress(message.done, message.total)
+            self._loading(message)
         elif self._ready is not None and not self._ready.done():
-            self._settle(self._ready, message)
+            if isinstance(message, Ready):
+                self._ready.set_result(message.info)
+            else:
+                self._ready.set_exception(message.error)
 
-    def _settle(self, ready: asyncio.Future[EngineInfo], message: Ready | Refused) -> None:
-        if isinstance(message, Ready):
-            self.alive = not self._closing
-            ready.set_result(message.info)
-        else:
-            ready.set_exception(message.error)
+    def _loading(self, message: Loading) -> None:
+        self._progress = message.done / message.total if message.total else None
+        if self._on_progress is not None and self.info is None:
+            self._on_progress(message.done, message.total)
 
     def _report(self, report: StepReport) -> None:
         self.stats = report.stats
         if self.on_step is not None:
-            self.on_step(report.stats)
+            self._call(partial(self.on_step, report.stats))
         for event in report.events:
-            queue = self._queues.get(event.request_id)
-            if queue is not None:
-                queue.put_nowait(event)
+            new = self._live.take(event)
+            if new is not None:
+                self._patience.delivered()
+                self._deliver(new)
+            if isinstance(new, Failed) and not isinstance(event, Failed):
+                self._send(Remove(new.request_id))
+        self._send_due()
 
-    def _lost(self) -> None:
-        """The engine hung up: fail everything that is open."""
+    def _deliver(self, event: Event) -> None:
+        queue = self._queues.get(event.request_id)
+        if queue is not None:
+            queue.put_nowait(event)
+
+    def _call(self, callback: Callable[[], None]) -> None:
+        """Whoever listens may fail; it is told once, and no event is lost."""
+        try:
+            callback()
+        except Exception:
+            if not self._complained:
+                logger.exception("a callback of the engine failed; further failures are not told")
+            self._complained = True
+
+    # Life and death
+
+    async def _launch(self) -> EngineInfo:
+        """Start a process and wait until it takes requests. Raises ConfigError or CheckpointError if it never will."""
+        self._ready = asyncio.get_running_loop().create_future()
+        self._progress = None
+        self._child = child = await Child.launch(self._spawner, self._received)
+        child.send(self._start_message())
+        ended = asyncio.create_task(child.ended.wait())
+        await asyncio.wait((self._ready, ended), return_when=asyncio.FIRST_COMPLETED)
+        ended.cancel()
+        if not self._ready.done():
+            raise ConfigError(f"the engine process ended while it was loading: {await child.bury(self._spawner)}")
+        return self._ready.result()
+
+    def _start_message(self) -> Start:
+        if self.info is None:
+            return Start(self._config, self._unused_ids)
+        trace = self._config.trace  # what the last engine wrote is wanted more than ever
+        config = self._config if trace is None else replace(self._config, trace=f"{trace}.{self._restarts}")
+        return Start(config, self._unused_ids, self.info.resolved)
+
+    async def _supervise(self) -> None:
+        """Replace the engine whenever it ends, until that makes no sense any more."""
+        try:
+            while self._child is not None:
+                await self._child.ended.wait()
+                if not await self._replace(self._child):
+                    break
+        except Exception:
+            logger.exception("the engine could not be replaced")
         self.alive = False
-        self._send(None)
-        if self._ready is not None and not self._ready.done():
-            self._ready.set_exception(ConfigError("the engine process ended while it was loading; its last words are above"))
-        queues, self._queues = self._queues, {}
-        for request_id, queue in queues.items():
-            queue.put_nowait(Failed(request_id, EngineDead("the engine died while it was working on this request")))
-        if not self._closing:
-            self.dead.set()
+        self._fail_all("the engine died and could not be replaced")
+        self.dead.set()
+
+    async def _replace(self, child: Child) -> bool:
+        """The engine ended: start another, and let those that are open go on with it. False if that makes no sense."""
+        self._serving = False
+        noticed_s = time.monotonic()
+        why = await child.bury(self._spawner)
+        for failed in self._live.died(child.board.working_for()):
+            self._deliver(failed)
+            logger.error("request %s: %s", failed.request_id, failed.error)
+        self._restarts += 1
+        self.stats = StepStats()
+        if self.on_restart is not None:
+            self._call(partial(self.on_restart, why))
+        logger.error("the engine died: %s; %d open requests wait for its replacement", why, len(self._live))
+        if not self._patience.died(noticed_s - child.began_s, blamed=self._live.alone is not None):
+            logger.error("it has died too often, and nobody had anything of it")
+            return False
+        if not await self._launch_again():
+            return False
+        logger.warning("the engine is back after %.1f s", time.monotonic() - noticed_s)
+        self._serving = True
+        self._send_due()
+        return True
+
+    async def _launch_again(self) -> bool:
+        """Try a few times. False if it does not start, or is another engine than before."""
+        assert self.info is not None
+        while True:
+            try:
+                info = await self._launch()
+            except ForewordError as error:
+                logger.error("the engine could not be started again: %s", error)
+                if not self._patience.failed_to_start():
+                    return False
+                await asyncio.sleep(RETRY_S)
+                continue
+            self._patience.started()
+            if info.fingerprint != self.info.fingerprint:
+                logger.error("model or machine changed: a replacement would not go on with the same tokens")
+                return False
+            return True
+
+    def _fail_all(self, message: str) -> None:
+        for failed in self._live.fail(EngineDead(message)):
+            self._deliver(failed)
+
+    # Watching
+
+    async def _watch(self) -> None:
+        """Look at the engine a few times a second; one that hangs is killed, and so replaced."""
+        child: Child | None = None
+        while True:
+            if child is not self._child and self._child is not None:
+                child = self._child
+                watch = Watch(self._config.hang_timeout, partial(self._cpu_seconds, child.pid))
+            if child is not None:
+                self._look(child, watch)
+            await asyncio.sleep(LOOK_S)
+
+    def _look(self, child: Child, watch: Watch) -> None:
+        before, self._finding = self._finding, watch.look(time.monotonic(), child.board.glance())
+        if self._finding.hung:
+            child.kill(self._finding.detail)
+        elif before.ready and not self._finding.ready:
+            logger.warning("the engine does not answer: %s", self._finding.detail)
+
+    def _cpu_seconds(self, pid: int) -> float | None:
+        """On a GPU the host waits in a step, and uses no time."""
+        return cpu_seconds(pid) if self.info is not None and self.info.resolved.device == "cpu" else None

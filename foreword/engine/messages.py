@@ -8,7 +8,9 @@ from foreword.config import Config
 from foreword.errors import ForewordError
 from foreword.resolve import EngineInfo, Resolved
 
-__all__ = ["Loading", "Ready", "Refused", "Remove", "Start"]
+__all__ = ["BOARD", "Loading", "Ready", "Refused", "Remove", "Start"]
+
+BOARD = b"b"  # to the engine, before all messages: goes along with the file descriptor of its board
 
 
 @dataclass(frozen=True, slots=True)
