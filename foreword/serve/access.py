@@ -8,10 +8,10 @@ from typing import Annotated
 
 from fastapi import Depends, Request
 
-from foreword.errors import Forbidden, Unauthorized
+from foreword.errors import Forbidden
 from foreword.serve.limits import Meter
 
-__all__ = ["Access", "AccessDep", "AdminDep", "Caller"]
+__all__ = ["Access", "AccessDep", "Caller"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +60,11 @@ class Access:
         if not self.may_use(model):
             raise Forbidden(f"this key may not use the model {model!r:.200}", "model")
 
+    def check_admin(self) -> None:
+        """Raises Forbidden."""
+        if not self.admin:
+            raise Forbidden("this key may not use the admin routes")
+
     def caller(self, priority: int | None = None, timeout_s: float | None = None) -> Caller:
         """Of one request, with what it asks for. Raises Forbidden for a better priority than this key's."""
         best = self.priority
@@ -74,15 +79,4 @@ def _access(request: Request) -> Access:
     return access
 
 
-def _admin(request: Request) -> Access:
-    """Raises Forbidden for all but operators, and Unauthorized where a server has no keys at all."""
-    access = _access(request)
-    if not access.account:
-        raise Unauthorized("an admin key is required")
-    if not access.admin:
-        raise Forbidden("this key may not use the admin routes")
-    return access
-
-
 AccessDep = Annotated[Access, Depends(_access)]
-AdminDep = Annotated[Access, Depends(_admin)]

@@ -26,14 +26,14 @@ from foreword.serve.gate import Gate
 from foreword.serve.middleware import BodyLimit, LastResort, RequestIds
 from foreword.serve.probe import Probe
 from foreword.serve.readiness import Health
-from foreword.serve.routes import chat, completions, docs, embeddings, health, metrics, models, rerank, score, tokenize
+from foreword.serve.routes import admin, chat, completions, docs, embeddings, health, metrics, models, rerank, score, tokenize
 from foreword.serve.state import Server
 from foreword.text.template import ChatTemplate
 from foreword.text.tokenizer import Tokenizer
 
 __all__ = ["create_app"]
 
-ROUTES = (chat, completions, embeddings, rerank, score, models, tokenize, health, metrics, docs)
+ROUTES = (chat, completions, embeddings, rerank, score, models, tokenize, health, metrics, docs, admin)
 TICK_S = 1.0
 MB = 1_000_000
 
@@ -74,6 +74,7 @@ def create_app(
         probe.stepped()
 
     client.on_step = stepped
+    client.on_restart = recorder.restarted
     app = FastAPI(title="Foreword", docs_url=None, redoc_url=None, lifespan=_lifespan)
     app.state.server = server
     app.state.health = Health(client, encoder, drain, probe)

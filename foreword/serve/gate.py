@@ -26,7 +26,9 @@ class Gate:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["method"] != "POST" or scope["path"].startswith("/admin/"):
             return await self._app(scope, receive, send)
-        access: Access = scope["state"]["access"]
+        access: Access | None = scope.get("state", {}).get("access")
+        if access is None:  # a path that is open to everybody, and takes no POST
+            return await self._app(scope, receive, send)
         try:
             if scope["path"] not in QUEUELESS:
                 self._admission.check(1, access.meter)

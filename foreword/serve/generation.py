@@ -52,6 +52,7 @@ class Generation:
             for index, answer in enumerate(self.answers):
                 events = self._server.client.submit(answer.request)
                 self._server.recorder.arrived(answer.request)
+                self._server.generating[answer.request.id] = self
                 self._tasks.append(asyncio.create_task(self._follow(index, answer, events)))
         except BaseException:
             self.close()
@@ -86,9 +87,20 @@ class Generation:
         for task in self._tasks:
             task.cancel()
         for answer in self.answers:
+            self._server.generating.pop(answer.request.id, None)
             if not answer.finished and answer.request.id not in self._failed:
                 self._server.client.abort(answer.request.id)
                 self._server.recorder.aborted(answer.request)
+
+    def abort(self, request_id: str, error: ForewordError) -> None:
+        """End one choice with an error, of which its caller is told; one that has ended stays as it is."""
+        index = next(index for index, answer in enumerate(self.answers) if answer.request.id == request_id)
+        answer = self.answers[index]
+        if answer.finished or request_id in self._failed:
+            return
+        self._tasks[index].cancel()
+        self._server.client.abort(request_id)
+        self._fail(index, answer.request, error)
 
     async def _follow(self, index: int, answer: Answer, events: AsyncIterator[Event]) -> None:
         """Hand on the events of one choice; whatever happens, its last item ends it."""

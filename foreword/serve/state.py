@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Annotated, Any, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any, Protocol, TypeVar
 
 from fastapi import Depends, Request
 
@@ -16,7 +16,7 @@ from foreword.core.request import Request as EngineRequest
 from foreword.encoders.client import EncoderClient
 from foreword.encoders.recipe import DECODER_RECIPE, Recipe
 from foreword.engine.client import EngineClient
-from foreword.errors import EngineDead, Forbidden, InvalidRequest, ModelNotFound, Unsupported
+from foreword.errors import EngineDead, Forbidden, ForewordError, InvalidRequest, ModelNotFound, Unsupported
 from foreword.grammar.check import GrammarChecker
 from foreword.metrics.recorder import Recorder
 from foreword.resolve import EngineInfo
@@ -35,11 +35,19 @@ MAX_TIMEOUT_S = 86_400.0
 BIG_BODY = 16 * 1024  # bytes of a request above which its text is prepared in a thread
 
 
+class Abortable(Protocol):
+    """The choices of one HTTP request."""
+
+    def abort(self, request_id: str, error: ForewordError) -> None:
+        """End one choice with an error, of which its caller is told."""
+
+
 @dataclass(frozen=True, slots=True)
 class Server:
     """One served model, and perhaps an encoder beside it.
 
     created  Unix time at which it began
+    generating  what generates, by the id of each of its choices
     recipe   how the generating model makes vectors of texts
     """
 
@@ -55,6 +63,7 @@ class Server:
     grammars: GrammarChecker
     encoder: EncoderClient | None = None
     recipe: Recipe = DECODER_RECIPE
+    generating: dict[str, Abortable] = field(default_factory=dict)
 
     def info(self) -> EngineInfo:
         """Facts of the running engine. Raises EngineDead while there is none."""
@@ -83,6 +92,11 @@ class Server:
             raise ModelNotFound(f"the model {name!r:.200} does not exist; this server serves {known}", "model")
         with self._counting():
             access.check_model(name)
+
+    def check_admin(self, access: Access) -> None:
+        """Raises Forbidden for all but operators."""
+        with self._counting():
+            access.check_admin()
 
     def caller(self, access: Access, priority: int | None, timeout_s: float | None = None) -> Caller:
         """Of one request, with what its body asks for. Raises Forbidden, InvalidRequest."""

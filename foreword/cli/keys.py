@@ -1,0 +1,149 @@
+"""`foreword keys new|list|revoke`: the file of API keys that `foreword serve --api-key-file` reads.
+
+A new key is printed once, alone on stdout; the file holds its hash. A running server sees a change within seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import secrets
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from foreword.cli.options import environment_name
+from foreword.errors import ConfigError
+from foreword.serve.key_file import (
+    SALT_BYTES,
+    Key,
+    change_key_file,
+    dump_keys,
+    hash_key,
+    new_secret,
+    parse_keys,
+    parse_moment,
+    read_key_file,
+)
+
+__all__ = ["add_arguments"]
+
+VARIABLE = environment_name("api_key_file")
+SPANS_S = {"h": 3600, "d": 86_400}
+LIMITS = {
+    "requests_per_minute": "requests that it may send a minute",
+    "tokens_per_minute": "tokens that it may use a minute, of prompts and answers",
+    "max_concurrency": "choices and texts that it may have open",
+    "priority": "the best priority that it may ask for; lower is served first (default: 0)",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+    new = actions.add_parser("new", help="make a key, print it, and add its hash to the file")
+    listing = actions.add_parser("list", help="the keys of the file, without their hashes")
+    revoke = actions.add_parser("revoke", help="take a key out of the file")
+    for sub in (new, listing, revoke):
+        sub.add_argument("--file", metavar="FILE", help=f"the key file (default: ${VARIABLE})")
+    for sub in (new, revoke):
+        sub.add_argument("name", metavar="NAME", help="whose key it is")
+    new.add_argument("--admin", action="store_true", help="it may use the routes below /admin")
+    new.add_argument("--models", metavar="LIST", help="models that it may use, joined by commas (default: all)")
+    new.add_argument("--expires", metavar="WHEN", help="a date, a date and time, or from now: 90d, 12h (default: never)")
+    for name, help_ in LIMITS.items():
+        new.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N", help=help_)
+    new.set_defaults(run=run_new)
+    listing.set_defaults(run=run_list)
+    revoke.set_defaults(run=run_revoke)
+
+
+def run_new(args: argparse.Namespace) -> int:
+    path, secret, salt = _path(args), new_secret(), secrets.token_bytes(SALT_BYTES)
+    limits = {name: getattr(args, name) for name in LIMITS if getattr(args, name) is not None}
+    models = tuple(name.strip() for name in args.models.split(",")) if args.models is not None else None
+    expires = _moment(args.expires, time.time()) if args.expires else None
+    key = Key(args.name, salt, hash_key(secret.encode(), salt), admin=args.admin, models=models, expires=expires, **limits)
+    parse_keys(dump_keys([key]).encode(), path)  # what cannot be read again is not written
+    change_key_file(path, _adding(key))
+    print(secret)
+    print(f"added {key.name} to {path}; the key is shown only this once", file=sys.stderr)
+    return 0
+
+
+def run_list(args: argparse.Namespace) -> int:
+    rows = [[column.name for column in COLUMNS], *(_row(key) for key in read_key_file(_path(args)))]
+    widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
+    for row in rows:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    return 0
+
+
+def run_revoke(args: argparse.Namespace) -> int:
+    path = _path(args)
+    change_key_file(path, _removing(args.name, path))
+    print(f"revoked {args.name}", file=sys.stderr)
+    return 0
+
+
+def _path(args: argparse.Namespace) -> Path:
+    given = args.file or os.environ.get(VARIABLE)
+    if not given:
+        raise ConfigError(f"which key file? Name it with --file or {VARIABLE}", "file")
+    return Path(given)
+
+
+def _moment(text: str, now: float) -> float:
+    """Unix time of "90d", "12h", a date or a time."""
+    span = re.fullmatch(r"([0-9]{1,6})([hd])", text)
+    if span is not None:
+        return float(int(now) + int(span[1]) * SPANS_S[span[2]])
+    try:
+        return parse_moment(text)
+    except ValueError as error:
+        raise ConfigError(f"expires must be {error}, or from now, such as 90d or 12h, got {text!r:.60}", "expires") from None
+
+
+def _adding(key: Key) -> Callable[[tuple[Key, ...]], Sequence[Key]]:
+    def change(present: tuple[Key, ...]) -> Sequence[Key]:
+        if key.name in {other.name for other in present}:
+            raise ConfigError(f"there is a key {key.name} already; revoke it first, or take another name", "name")
+        return (*present, key)
+
+    return change
+
+
+def _removing(name: str, path: Path) -> Callable[[tuple[Key, ...]], Sequence[Key]]:
+    def change(present: tuple[Key, ...]) -> Sequence[Key]:
+        left = [key for key in present if key.name != name]
+        if len(left) == len(present):
+            raise ConfigError(f"key file {path} has no key {name!r:.80}", "name")
+        return left
+
+    return change
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    name: str
+    text: Callable[[Key], str]
+
+
+def _shown(name: str) -> Callable[[Key], str]:
+    return lambda key: "-" if getattr(key, name) is None else str(getattr(key, name))
+
+
+COLUMNS = (
+    Column("name", lambda key: key.name),
+    Column("admin", lambda key: "yes" if key.admin else "no"),
+    Column("models", lambda key: "all" if key.models is None else ",".join(key.models)),
+    Column("expires", lambda key: "never" if key.expires is None else datetime.fromtimestamp(key.expires, UTC).isoformat()),
+    *(Column(name, _shown(name)) for name in LIMITS),
+)
+
+
+def _row(key: Key) -> list[str]:
+    return [column.text(key) for column in COLUMNS]

@@ -1,0 +1,107 @@
+"""Routes below /admin, for operators: what is open, by whom, and which keys there are. Never a text, a key or a hash.
+
+They exist where the key file has a key with `admin: true`, and are no part of /docs.
+"""
+
+from __future__ import annotations
+
+import time
+from datetime import UTC, datetime
+from typing import Any
+
+from fastapi import APIRouter, Depends, HTTPException, Response
+
+from foreword.errors import Aborted, ConfigError, InvalidRequest
+from foreword.metrics.answer import Progress
+from foreword.serve.access import AccessDep
+from foreword.serve.key_file import Key
+from foreword.serve.limits import Meter
+from foreword.serve.state import ServerDep
+from foreword.serve.wire import Json
+
+__all__ = ["router"]
+
+
+def _operator(access: AccessDep, server: ServerDep) -> None:
+    """Raises Forbidden for ordinary keys, and 404 where no key could be an operator's."""
+    if not server.keys.has_admin:
+        raise HTTPException(404)
+    server.check_admin(access)
+
+
+router = APIRouter(dependencies=[Depends(_operator)], include_in_schema=False)
+
+
+@router.get("/admin/requests")
+async def requests(server: ServerDep) -> Response:
+    """The choices that are open, the oldest first."""
+    now = time.monotonic()
+    choices = sorted(server.recorder.live(), key=lambda progress: progress.arrived_s)
+    return Json(
+        {
+            "open": server.admission.open,
+            "open_prompt_tokens": server.admission.open_tokens,
+            "requests": [_choice(progress, now) for progress in choices],
+        }
+    )
+
+
+def _choice(progress: Progress, now: float) -> dict[str, Any]:
+    request = progress.request
+    return {
+        "id": request.id,
+        "account": request.account,
+        "state": "running" if progress.computed else "waiting",
+        "age_s": round(now - progress.arrived_s, 3),
+        "priority": request.priority,
+        "prompt_tokens": len(request.prompt_ids),
+        "generated_tokens": progress.num_tokens,
+        "max_tokens": request.params.max_tokens,
+        "drafters": sorted(progress.drafters),
+    }
+
+
+@router.post("/admin/requests/{name}/abort")
+async def abort(name: str, server: ServerDep) -> Response:
+    """End a choice by its id, or all choices of an answer by the answer's; their callers get an error that says so."""
+    found = [progress.request.id for progress in server.recorder.live() if _means(name, progress.request.id)]
+    if not found:
+        raise HTTPException(404)
+    for request_id in found:
+        server.generating[request_id].abort(request_id, Aborted("an operator of this server ended the request"))
+    return Json({"aborted": found})
+
+
+def _means(name: str, request_id: str) -> bool:
+    return request_id == name or request_id.startswith(f"{name}-")
+
+
+@router.post("/admin/keys/reload")
+async def reload(server: ServerDep) -> Response:
+    """Read the key file again, now. 400 for one that is broken; then the keys stay as they were."""
+    try:
+        await server.keys.reload()
+    except ConfigError as error:
+        raise InvalidRequest(f"{error}; the keys stay as they were") from None
+    return Json({"keys": len(server.keys.entries)})
+
+
+@router.get("/admin/keys")
+async def keys(server: ServerDep) -> Response:
+    """The keys by name, their limits, and what was used since the server began."""
+    return Json({"keys": [_key(key, meter) for key, meter in server.keys.entries]})
+
+
+def _key(key: Key, meter: Meter) -> dict[str, Any]:
+    expires = None if key.expires is None else datetime.fromtimestamp(key.expires, UTC).isoformat()
+    return {
+        "name": key.name,
+        "admin": key.admin,
+        "models": key.models,
+        "expires": expires,
+        "requests_per_minute": key.requests_per_minute,
+        "tokens_per_minute": key.tokens_per_minute,
+        "max_concurrency": key.max_concurrency,
+        "priority": key.priority,
+        "usage": meter.usage(),
+    }
