@@ -184,6 +184,11 @@ class Recorder:
         self._interval.prefix_hits += _growth(before.prefix_cache_hits_total, stats.prefix_cache_hits_total)
         self._stats = stats
 
+    def restarted(self, reason: str) -> None:
+        """The engine died or hung, and is replaced: its successor counts from zero, and runs nothing yet."""
+        self._registry.add("engine_restarts_total", 1)
+        self._stats = StepStats()
+
     def _count_decisions(self, before: DraftingStats, now: DraftingStats) -> None:
         """What was decided about drafts since the step before."""
         for drafter, lengths in now.lengths.items():

@@ -316,6 +316,16 @@ def test_decisions_about_drafts(clock: Clock) -> None:
     assert series["spec_exploration_seconds_total",] == 0.25
 
 
+def test_a_replaced_engine_is_counted_and_its_successor_begins_at_zero(clock: Clock) -> None:
+    recorder = Recorder((), clock=clock)
+    recorder.step(StepStats(step=3, preemptions_total=5, requests_running=7))
+    recorder.restarted("it was killed")
+    assert scrape(recorder)["requests_running",] == 0
+    recorder.step(StepStats(step=4, preemptions_total=6))
+    series = scrape(recorder)
+    assert (series["engine_restarts_total",], series["preemptions_total",]) == (1, 5 + 6)
+
+
 def test_decisions_outlive_the_engine(clock: Clock) -> None:
     recorder = Recorder(("ngram", "draft"), clock=clock)
     recorder.step(StepStats(step=5, drafting=DECIDED_MORE))
