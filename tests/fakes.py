@@ -82,7 +82,7 @@ class Script:
 
 
 class FakeClient:
-    """Implements foreword.engine.client.EngineClient; honours eos, stop ids, max_tokens and the context as the engine does."""
+    """Implements foreword.engine.client.EngineClient; answers end where the engine ends them."""
 
     def __init__(self, script: Script | Callable[[Request], Script] | None = None, info: EngineInfo | None = None) -> None:
         self.script = script or Script()
@@ -169,29 +169,24 @@ def _play(script: Script, request: Request, max_model_len: int) -> Iterator[Even
     ids = [*text, *([] if request.params.ignore_eos else [script.eos])]
     if request.params.ignore_eos:
         ids = [ids[i % len(ids)] for i in range(max_model_len)]
-    room = max_model_len - len(request.prompt_ids)
-    limit = min(room, request.params.max_tokens or room)
-    index = 0
+    state = RequestState(request, 0, max_model_len)
     for size in cycle(script.bursts):
-        if script.fail_after is not None and index >= script.fail_after:
+        if script.fail_after is not None and state.num_output >= script.fail_after:
             yield Failed(request.id, script.error)
             return
-        if script.hang_after is not None and index >= script.hang_after:
+        if script.hang_after is not None and state.num_output >= script.hang_after:
             return
-        event = _burst(script, request, ids, index, size, limit)
+        event = _burst(script, state, ids, size)
         yield event
-        index += len(event.token_ids)
+        state.append(event.token_ids)
         if event.finish_reason is not None:
             return
 
 
-def _burst(script: Script, request: Request, ids: list[int], index: int, size: int, limit: int) -> Tokens:
-    chosen = ids[index : min(index + size, limit)]
-    stops = {*request.params.stop_token_ids, *(() if request.params.ignore_eos else request.eos_token_ids)}
-    stop_at = next((i for i, token in enumerate(chosen) if token in stops), None)
-    if stop_at is not None:
-        chosen = chosen[: stop_at + 1]
-    ended = index + len(chosen) == limit
+def _burst(script: Script, state: RequestState, ids: list[int], size: int) -> Tokens:
+    request, index = state.request, state.num_output
+    end = state.ending(ids[index : index + size])
+    chosen = ids[index : index + end.kept]
     return Tokens(
         request_id=request.id,
         index=index,
@@ -199,8 +194,9 @@ def _burst(script: Script, request: Request, ids: list[int], index: int, size: i
         logprobs=tuple(_logprob(i, request, script) for i in chosen) if request.params.logprobs is not None else (),
         prompt_logprobs=_prompt_logprobs(request) if index == 0 else (),
         draft=DraftUse(script.drafter, size, min(size - 1, len(chosen))) if size > 1 else None,
-        finish_reason="stop" if stop_at is not None else "length" if ended else None,
-        stop_id=None if stop_at is None else chosen[-1],
+        finish_reason=end.finish_reason,
+        stop_id=end.stop_id,
+        repeating=end.repeating,
         num_cached=script.num_cached,
         scheduled_s=time.monotonic(),
     )
