@@ -30,7 +30,7 @@ from foreword.serve.key_file import (
     read_key_file,
 )
 
-__all__ = ["add_arguments"]
+__all__ = ["add_arguments", "run"]
 
 VARIABLE = environment_name("api_key_file")
 SPANS_S = {"h": 3600, "d": 86_400}
@@ -56,12 +56,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     new.add_argument("--expires", metavar="WHEN", help="a date, a date and time, or from now: 90d, 12h (default: never)")
     for name, help_ in LIMITS.items():
         new.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N", help=help_)
-    new.set_defaults(run=run_new)
-    listing.set_defaults(run=run_list)
-    revoke.set_defaults(run=run_revoke)
 
 
-def run_new(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int:
+    return {"new": _new, "list": _list, "revoke": _revoke}[args.action](args)
+
+
+def _new(args: argparse.Namespace) -> int:
     path, secret, salt = _path(args), new_secret(), secrets.token_bytes(SALT_BYTES)
     limits = {name: getattr(args, name) for name in LIMITS if getattr(args, name) is not None}
     models = tuple(name.strip() for name in args.models.split(",")) if args.models is not None else None
@@ -74,7 +75,7 @@ def run_new(args: argparse.Namespace) -> int:
     return 0
 
 
-def run_list(args: argparse.Namespace) -> int:
+def _list(args: argparse.Namespace) -> int:
     rows = [[column.name for column in COLUMNS], *(_row(key) for key in read_key_file(_path(args)))]
     widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
     for row in rows:
@@ -82,7 +83,7 @@ def run_list(args: argparse.Namespace) -> int:
     return 0
 
 
-def run_revoke(args: argparse.Namespace) -> int:
+def _revoke(args: argparse.Namespace) -> int:
     path = _path(args)
     change_key_file(path, _removing(args.name, path))
     print(f"revoked {args.name}", file=sys.stderr)
