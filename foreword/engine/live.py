@@ -28,14 +28,13 @@ class LiveRequest:
     number  the engine's name for it: how many requests it was sent before; None: it has not got it
     """
 
-    __slots__ = ("_began", "_repeats", "delivered", "number", "request")
+    __slots__ = ("_began", "delivered", "number", "request")
 
     def __init__(self, request: Request) -> None:
         self.request = request
         self.number: int | None = None
         self.delivered: list[int] = []
         self._began: tuple[int, float] | None = None  # num_cached and scheduled_s, as they were told first
-        self._repeats = False
 
     def resumed(self) -> Request:
         """What an engine is sent: all that was delivered but the last few tokens is output already."""
@@ -62,14 +61,11 @@ class LiveRequest:
         return self._as_told(event)
 
     def _as_told(self, event: Tokens) -> Tokens:
-        """What was said once stays as it is, and what is said once is not said again."""
+        """What was said of its beginning stays as it is."""
         if self._began is None:
             self._began = event.num_cached, event.scheduled_s
         if self._began != (event.num_cached, event.scheduled_s):
             event = replace(event, num_cached=self._began[0], scheduled_s=self._began[1])
-        if event.repeating:
-            event = replace(event, repeating=None) if self._repeats else event
-            self._repeats = True
         return event
 
     def _changed(self, event: Tokens) -> Failed:
