@@ -24,6 +24,7 @@ class AnswerMetrics:
     prompt_tokens_per_second  over the prompt tokens that were not cached, of the first choice
     mean_acceptance_length    delivered tokens per step that verified a draft
     cached_tokens             of each prompt once
+    repeating_tokens          length of the pattern that a choice was found to repeat, of the first that was
     seed                      of the first choice
     """
 
@@ -36,6 +37,7 @@ class AnswerMetrics:
     mean_acceptance_length: float | None = None
     verify_steps: int | None = None
     cached_tokens: int | None = None
+    repeating_tokens: int | None = None
     seed: int | None = None
 
     def as_dict(self) -> dict[str, Any]:
@@ -52,6 +54,7 @@ class Figures:
     later_tokens  that came after the first burst
     prompt_rate   prompt tokens computed per second, from the first step to the first token
     num_cached    prompt tokens found in the prefix cache; None: the prompt was not computed
+    repeating     length of the pattern that it was found to repeat; None: it was not
     """
 
     prompt: str
@@ -62,6 +65,7 @@ class Figures:
     later_tokens: int
     prompt_rate: float | None
     num_cached: int | None
+    repeating: int | None
     tally: DraftTally
 
 
@@ -83,6 +87,7 @@ def metrics_of(choices: Sequence[Figures]) -> AnswerMetrics:
         mean_acceptance_length=tally.mean_length,
         verify_steps=tally.verify_steps or None,
         cached_tokens=sum(cached.values()) if cached else None,
+        repeating_tokens=next((choice.repeating for choice in choices if choice.repeating), None),
         seed=choices[0].seed,
     )
 
@@ -114,6 +119,7 @@ class Progress:
         "last_s",
         "num_cached",
         "num_tokens",
+        "repeating",
         "request",
         "scheduled_s",
         "tally",
@@ -129,6 +135,7 @@ class Progress:
         self.first_burst = 0
         self.num_tokens = 0
         self.num_cached = 0
+        self.repeating: int | None = None
         self.tally = DraftTally()
         self.drafters: set[str] = set()
 
@@ -138,6 +145,8 @@ class Progress:
             self.computed = True
             self.scheduled_s = event.scheduled_s or None
             self.num_cached = event.num_cached
+        if event.repeating is not None:
+            self.repeating = event.repeating.pattern
         if event.draft is not None and event.draft.drafted and not event.draft.forced:
             self._count_draft(event.draft, len(event.token_ids))
         if not event.token_ids:
@@ -171,6 +180,7 @@ class Progress:
             later_tokens=self.num_tokens - self.first_burst,
             prompt_rate=self._prompt_rate(),
             num_cached=self.num_cached if self.computed else None,
+            repeating=self.repeating,
             tally=self.tally,
         )
 

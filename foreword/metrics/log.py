@@ -117,8 +117,8 @@ def runaway_line(request: Request, event: Tokens, found: Repetition) -> str:
     """That an answer repeats itself, and what becomes of it; never what it repeats."""
     fate = "it goes on" if event.finish_reason is None else f"it ended: {event.finish_reason}"
     return (
-        f"request {request.id} runs away: after {event.index + found.num_tokens} tokens it has repeated a pattern of "
-        f"{found.pattern} tokens long enough; {fate} (on_runaway {request.params.on_runaway})"
+        f"request {request.id} runs away: {event.index + found.num_tokens} tokens so far, and their end repeats a pattern "
+        f"of length {found.pattern}; {fate} (on_runaway {request.params.on_runaway})"
     )
 
 

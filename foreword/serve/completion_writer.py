@@ -38,11 +38,14 @@ class CompletionWriter(Writer):
         self._echo = None if echo is None else [text for text in echo for _ in range(per_prompt)]
 
     def chosen(self) -> Sequence[int]:
-        """For each prompt the best by mean log-probability, the best first where not all are returned."""
+        """For each prompt the best by mean log-probability, the best first where not all are returned.
+
+        What was ended as a repetition comes last: nothing is likelier than a loop that has begun.
+        """
         if self._returned == self.per_prompt:
             return super().chosen()
         groups = [range(first, first + self.per_prompt) for first in range(0, len(self.answers), self.per_prompt)]
-        ranked = [sorted(group, key=lambda i: -_mean_logprob(self.answers[i])) for group in groups]
+        ranked = [sorted(group, key=lambda i: _worth(self.answers[i]), reverse=True) for group in groups]
         return [i for group in ranked for i in group[: self._returned]]
 
     def whole_choice(self, index: int, answer: Answer) -> dict[str, Any]:
@@ -68,6 +71,7 @@ class CompletionWriter(Writer):
         return {key: values + body[key] for key, values in completion_logprobs(tokens, tokenizer).items()}
 
 
-def _mean_logprob(answer: Answer) -> float:
-    """0 for an answer without a token."""
-    return sum(token.logprob.logprob for token in answer.logprobs) / max(len(answer.logprobs), 1)
+def _worth(answer: Answer) -> tuple[bool, float]:
+    """Whether it came to an end of its own, and its mean log-probability; that is 0 for an answer without a token."""
+    mean = sum(token.logprob.logprob for token in answer.logprobs) / max(len(answer.logprobs), 1)
+    return answer.finish_reason != "repetition", mean
