@@ -294,7 +294,7 @@ class ProcessClient:
             self._deliver(failed)
             logger.error("request %s: %s", failed.request_id, failed.error)
         self._restarts += 1
-        self.stats = StepStats()
+        self.stats, self._finding = StepStats(), Finding()
         if self.on_restart is not None:
             self._call(partial(self.on_restart, why))
         logger.error("the engine died: %s; %d open requests wait for its replacement", why, len(self._live))

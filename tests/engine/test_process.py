@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import pytest_asyncio
 
 from foreword.config import Config
 from foreword.core.events import Failed, Tokens
@@ -25,13 +26,15 @@ from foreword.engine.process import _handle
 from foreword.errors import CheckpointError, ConfigError, InvalidRequest
 from tests.checkpoints import EOS, write_checkpoint
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("process") / "model", "llama", seed=5)
 
 
-@pytest.fixture
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def client(checkpoint: Path) -> AsyncIterator[ProcessClient]:
     client = ProcessClient(config_of(checkpoint), unused_ids=(), vocabulary=no_tokens)
     await client.start()
@@ -97,7 +100,7 @@ async def test_an_abort_frees_everything_at_once(client: ProcessClient) -> None:
 
 
 async def test_leaving_a_stream_early_aborts_it(client: ProcessClient) -> None:
-    stream = client.submit(make_request("a", max_tokens=None))
+    stream = client.submit(make_request("left", max_tokens=None))
     await anext(stream)
     await stream.aclose()  # type: ignore[attr-defined]
     await settled(client)
@@ -171,6 +174,6 @@ async def test_a_missing_checkpoint_is_refused(tmp_path: Path) -> None:
     await client.close()
 
 
-def test_the_client_does_not_import_torch() -> None:
+async def test_the_client_does_not_import_torch() -> None:
     code = "import sys, foreword.engine.client; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
