@@ -66,6 +66,13 @@ class BlockPool:
             self._block_of[digest] = block
             self._hash_of[block] = digest
 
+    def withdraw(self, blocks: Iterable[int]) -> None:
+        """Whatever these blocks hold, it can be found no more."""
+        for block in blocks:
+            digest = self._hash_of.pop(block, None)
+            if digest is not None:
+                del self._block_of[digest]
+
     def release(self, blocks: Iterable[int]) -> None:
         """Give up one reference to each, the last block first: beginnings outlive their continuations."""
         for block in reversed(list(blocks)):

@@ -35,5 +35,8 @@ class RequestGrammar(Protocol):
         None: nothing is constrained there (the model still reasons, or the answer is over). `draft` is legal.
         """
 
+    def renew(self) -> None:
+        """Begin again from the committed output: a step was interrupted, and nobody knows where."""
+
     def only_end(self, draft: tuple[int, ...]) -> bool:
         """Nothing but the end of the answer may follow output and draft."""

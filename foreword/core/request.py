@@ -87,7 +87,8 @@ class RequestState:
     |<------- num_computed: KV is in the cache ------ ... chases len(tokens) + len(draft)
 
     limit         tokens never grows beyond it (context limit and max_tokens)
-    arrival       order of arrival within the engine, breaks ties of priority
+    arrival       order of arrival within the engine, breaks ties of turn
+    turn          when its account is served, breaks ties of priority (engine/shares.py)
     draft         guessed continuation, not yet verified; `drafter` names who guessed it
     blocks        block ids that hold its KV, in order of position
     ledger        what sampling keeps between steps, once it needs to
@@ -116,11 +117,13 @@ class RequestState:
         "request",
         "scheduled_s",
         "tokens",
+        "turn",
     )
 
     def __init__(self, request: Request, arrival: int, max_model_len: int, grammar: RequestGrammar | None = None) -> None:
         self.request = request
         self.arrival = arrival
+        self.turn = 0
         prompt = request.prompt_ids[:1] if request.pooling == "cls" else request.prompt_ids  # the first sees none behind it
         self.num_prompt = len(prompt)
         self.tokens: list[int] = [*prompt, *request.delivered_ids]
@@ -166,9 +169,9 @@ class RequestState:
         return len(self.tokens) - self.num_prompt
 
     @property
-    def rank(self) -> tuple[int, int]:
-        """Order of service: priority, then arrival. The smallest rank always progresses."""
-        return self.request.priority, self.arrival
+    def rank(self) -> tuple[int, int, int]:
+        """Order of service: priority, then the turn of its account, then arrival. The smallest rank always progresses."""
+        return self.request.priority, self.turn, self.arrival
 
     @property
     def num_missing(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
@@ -16,11 +17,13 @@ from foreword.core.vocabulary import Vocabulary
 from foreword.drafting.drafting import Drafting
 from foreword.drafting.policy import Load, Served, StepFacts
 from foreword.engine.assemble import Assembler
+from foreword.engine.containment import Containment
 from foreword.engine.plan import Plan, Work
+from foreword.engine.pooling import Pooled
 from foreword.engine.runner import Runner
 from foreword.engine.scheduler import Scheduler
 from foreword.engine.stages import Stages
-from foreword.errors import ContextLengthExceeded, ForewordError, InvalidRequest, RequestFailed
+from foreword.errors import ContextLengthExceeded, DeadlineExceeded, ForewordError, InvalidRequest, Overloaded, RequestFailed
 from foreword.grammar.grammars import Grammars
 from foreword.resolve import EngineInfo
 
@@ -29,6 +32,8 @@ __all__ = ["Engine"]
 logger = logging.getLogger(__name__)
 
 COMPILING_S = 0.01  # a step that has nothing to do but to wait for a grammar takes so long
+LOOK_S = 0.2  # between two looks at the time limits of requests
+LONGEST_RETRY_S = 60.0  # is asked of a caller
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +75,10 @@ class Engine:
         self._device_memory = device_memory
         self._clock = clock
         self._num_steps = 0
+        self._looked_s = clock()
+        self._faults: Counter[str] = Counter()
+        self._generating = Containment(self._outcomes, self._announce, _ended_by, None, stages, self._faults)
+        self._pooling = Containment(self._pooled, self._announce, _not_pooled, "last", stages, self._faults)
         self.num_arrived = 0
         self.at_work: Callable[[list[int]], None] = _nobody_asks
         self._compiling: dict[str, _Compiling] = {}
@@ -90,19 +99,27 @@ class Engine:
         self.num_arrived += 1
         try:
             self._check(request)
+            if request.params.structured is None:
+                self._start(request, arrival)
+            else:
+                self._compiling[request.id] = _Compiling(request, arrival, self.grammars.begin(request))
         except ForewordError as error:
             self._refused.append(Failed(request.id, error))
-            return
-        if request.params.structured is None:
-            self._start(request, arrival)
-        else:
-            self._compiling[request.id] = _Compiling(request, arrival, self.grammars.begin(request))
+        except Exception:
+            self._refused.append(self._not_started(request.id))
 
     def _start(self, request: Request, arrival: int, grammar: RequestGrammar | None = None) -> None:
         state = RequestState(request, arrival, self.info.resolved.max_model_len, grammar)
+        self.scheduler.add(state)
         if not state.pools:
             self.drafting.start(state)
-        self.scheduler.add(state)
+
+    def _not_started(self, request_id: str) -> Failed:
+        """A request could not even begin, by the error that is being handled."""
+        logger.exception("request %s could not be started", request_id)
+        self._faults["start"] += 1
+        self.remove(request_id)
+        return Failed(request_id, RequestFailed("an error of ours kept this request from being started"))
 
     def remove(self, request_id: str, num_tokens: int | None = None) -> None:
         """Free all that a request holds, at once; it may have ended by itself.
@@ -122,6 +139,10 @@ class Engine:
         self.at_work([*self._being_compiled(), *(state.arrival for state in self.scheduler.running)])
         if self._compiling:
             self._start_compiled()
+        now_s = self._clock()
+        if now_s - self._looked_s >= LOOK_S:
+            self._looked_s = now_s
+            self._end_late(now_s)
         events = self._refused
         self._refused = []
         if not self.scheduler.idle:
@@ -135,11 +156,27 @@ class Engine:
             wait([one.grammar for one in self._compiling.values()], COMPILING_S, FIRST_COMPLETED)
         for one in [one for one in self._compiling.values() if one.grammar.done()]:
             del self._compiling[one.request.id]
-            error = one.grammar.exception()
-            if error is None:
-                self._start(one.request, one.arrival, one.grammar.result())
-            else:
-                self._refused.append(Failed(one.request.id, _refusal(one.request.id, error)))
+            self._start_with_grammar(one)
+
+    def _start_with_grammar(self, one: _Compiling) -> None:
+        request_id, error = one.request.id, one.grammar.exception()
+        if error is not None:
+            self._refused.append(Failed(request_id, _refusal(request_id, error)))
+            return
+        try:
+            self._start(one.request, one.arrival, one.grammar.result())
+        except Exception:
+            self._refused.append(self._not_started(request_id))
+
+    def _end_late(self, now_s: float) -> None:
+        """End those that should have begun, or be done, by now."""
+        states = list(self.scheduler.states.values())
+        late = [(state.request, _late(state.request, now_s, state.scheduled_s is not None)) for state in states]
+        late += [(one.request, _late(one.request, now_s, has_run=False)) for one in self._compiling.values()]
+        for request, error in late:
+            if error is not None:
+                self.remove(request.id)
+                self._refused.append(Failed(request.id, error))
 
     def _being_compiled(self) -> list[int]:
         """Numbers of the requests whose grammar is worked on just now."""
@@ -152,27 +189,44 @@ class Engine:
         with self.stages("schedule"):
             plan = self.scheduler.plan()
         assert plan.work or plan.pooled, "live requests, but none of them can run"
-        self.at_work([*self._being_compiled(), *(work.state.arrival for work in (*plan.work, *plan.pooled))])
         events = self._generate(plan) if plan.work else []
         return events + self._pool(plan) if plan.pooled else events
 
     def _generate(self, plan: Plan) -> list[Event]:
         """The pass over the rows of those that want tokens."""
-        with self.stages("assemble"):
-            batch = self.assembler.build(plan)
-        outcomes = self.runner.run(batch)
+        outcomes = self._generating.run(plan.work)
         with self.stages("commit"):
-            events = self.scheduler.commit(plan, outcomes)
+            events = self._taken(self.scheduler.commit(plan, outcomes))
         if not self.drafting.off:
             with self.stages("draft"):
-                self._tell_drafting(plan, outcomes)
+                self._tell_drafting(plan, outcomes, events)
         return events
+
+    def _outcomes(self, works: Sequence[Work]) -> Sequence[Outcome]:
+        with self.stages("assemble"):
+            batch = self.assembler.build(Plan(tuple(works)))
+        return self.runner.run(batch)
 
     def _pool(self, plan: Plan) -> list[Event]:
         """The pass over the prompts that become vectors; it is no business of the drafters, who measure the other one."""
+        pooled = self._pooling.run(plan.pooled)
         with self.stages("embed"):
-            vectors = self.runner.pooler(plan.pooled, self.assembler.pooled(plan))
-            return self.scheduler.commit_pooled(plan, vectors)
+            for work, one in zip(plan.pooled, pooled, strict=True):
+                work.state.lanes = one.lanes
+            return self._taken(self.scheduler.commit_pooled(plan, [one.error or one.vector for one in pooled]))
+
+    def _pooled(self, works: Sequence[Work]) -> Sequence[Pooled]:
+        with self.stages("embed"):
+            return self.runner.pooler(works, self.assembler.pooled(Plan((), pooled=tuple(works))))
+
+    def _announce(self, works: Sequence[Work]) -> None:
+        self.at_work([*self._being_compiled(), *(work.state.arrival for work in works)])
+
+    def _taken(self, events: list[Event]) -> list[Event]:
+        """The events of a step. After an error all bookkeeping is looked at: only if it is right the engine goes on."""
+        if any(isinstance(event, Failed) and isinstance(event.error, RequestFailed) for event in events):
+            self.scheduler.check()
+        return events
 
     def _drafts(self) -> dict[str, Draft]:
         """Drafts for those that decode. They are made as late as can be: what a step yields is not kept waiting for them."""
@@ -180,14 +234,17 @@ class Engine:
         drafts = self.drafting.propose(decoding, _load(self.scheduler))
         return {state.id: draft for state, draft in zip(decoding, drafts, strict=True) if draft is not None}
 
-    def _tell_drafting(self, plan: Plan, outcomes: Sequence[Outcome]) -> None:
+    def _tell_drafting(self, plan: Plan, outcomes: Sequence[Outcome], events: Sequence[Event]) -> None:
         """What the step did, and which requests are over."""
-        if not self.drafting.resting:
+        if not self.drafting.resting and not self._generating.disturbed:
             served = tuple(_served(work, outcome) for work, outcome in zip(plan.work, outcomes, strict=True))
             self.drafting.measured(StepFacts(served, self.stages.so_far()))
+        failed = {event.request_id for event in events if isinstance(event, Failed)}
         for work, outcome in zip(plan.work, outcomes, strict=True):
-            if outcome.ended:
-                self.drafting.finish(work.state.id, _learnable(work.state, outcome))
+            if work.state.id in failed:
+                self.drafting.finish(work.state.id)
+            elif outcome.ended:
+                self.drafting.finish(work.state.id, _learnable(work.state))
 
     def close(self) -> None:
         """Compile no more: the end of the process would wait for it."""
@@ -236,11 +293,36 @@ class Engine:
             stage_seconds=self.stages.take(),
             drafter_errors=dict(self.drafting.errors),
             drafting=self.drafting.stats(),
+            faults=self._counted_faults(),
         )
+
+    def _counted_faults(self) -> dict[str, int]:
+        lost = self.scheduler.num_faults
+        return {**self._faults, "commit": lost} if lost else dict(self._faults)
 
 
 def _nobody_asks(numbers: list[int]) -> None:
     pass
+
+
+def _ended_by(error: RequestFailed) -> Outcome:
+    return Outcome(error=error)
+
+
+def _not_pooled(error: RequestFailed) -> Pooled:
+    return Pooled(error=error)
+
+
+def _late(request: Request, now_s: float, has_run: bool) -> ForewordError | None:
+    """Why a request has no more time, or None. One that was resumed has run before."""
+    waited_s = now_s - request.arrival_s
+    if request.deadline_s is not None and now_s >= request.deadline_s:
+        return DeadlineExceeded(f"the request was given {request.deadline_s - request.arrival_s:.3g} s, and took longer")
+    if request.start_by_s is None or now_s < request.start_by_s or has_run or request.delivered_ids:
+        return None
+    return Overloaded(
+        f"the request waited {waited_s:.3g} s and could not be started", retry_after_s=min(max(waited_s, 1.0), LONGEST_RETRY_S)
+    )
 
 
 def _refusal(request_id: str, error: BaseException) -> ForewordError:
@@ -267,6 +349,6 @@ def _served(work: Work, outcome: Outcome) -> Served:
     return Served(work.state, work.num_tokens, work.num_draft, work.samples, len(outcome.token_ids), context)
 
 
-def _learnable(state: RequestState, outcome: Outcome) -> Sequence[int]:
+def _learnable(state: RequestState) -> Sequence[int]:
     """The output, if all of it was delivered: where there are stop strings, only the caller knows."""
-    return () if outcome.finish_reason is None or state.params.stop else state.tokens[state.num_prompt :]
+    return () if state.params.stop else state.tokens[state.num_prompt :]

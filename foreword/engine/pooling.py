@@ -7,6 +7,7 @@ pass, and the sums of a mean have one order however the prompt was cut, so that 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
@@ -19,14 +20,28 @@ from foreword.engine.plan import Work
 from foreword.errors import RequestFailed
 from foreword.models.base import Model
 
-__all__ = ["LANES", "Pooler", "add_rows", "mean", "num_pooled"]
+__all__ = ["LANES", "Pooled", "Pooler", "add_rows", "mean", "num_pooled"]
 
 LANES = 32
 NOT_FINITE = "the hidden states of the prompt are not finite"
 
 
+@dataclass(frozen=True, slots=True)
+class Pooled:
+    """What a pass yielded for one prompt.
+
+    vector  float32 [H] in native byte order; None while tokens of the prompt are missing
+    lanes   what RequestState.lanes becomes once the step is taken
+    error   why there is no vector, or None
+    """
+
+    vector: bytes | None = None
+    lanes: Tensor | None = None
+    error: RequestFailed | None = None
+
+
 class Pooler:
-    """The model without its head."""
+    """The model without its head. A pass changes nothing of its requests, so that it may be run again."""
 
     def __init__(self, model: Model, kv: KVStorage) -> None:
         self._model = model
@@ -38,11 +53,8 @@ class Pooler:
         return self._model.compiled_hidden(self._kv)
 
     @torch.inference_mode()
-    def __call__(self, works: Sequence[Work], batch: Batch) -> list[bytes | RequestFailed | None]:
-        """For each piece of work the vector float32 [H], or why there is none; None while tokens of the prompt are missing.
-
-        batch  its chunks in this order, each with num_pooled() sampled rows
-        """
+    def __call__(self, works: Sequence[Work], batch: Batch) -> list[Pooled]:
+        """batch: the chunks of these pieces of work in this order, each with num_pooled() sampled rows."""
         pieces = torch.split(self._hidden(batch), [num_pooled(work) for work in works])
         return [_pool(work, rows) for work, rows in zip(works, pieces, strict=True)]
 
@@ -58,17 +70,28 @@ def _ends(work: Work) -> bool:
     return work.start + work.num_tokens == len(work.state.tokens)
 
 
-def _pool(work: Work, rows: Tensor) -> bytes | RequestFailed | None:
+def _pool(work: Work, rows: Tensor) -> Pooled:
     """rows [num_pooled(work), H]"""
     state = work.state
-    if state.request.pooling == "mean":
-        if work.start == 0:  # also after a preemption
-            state.lanes = torch.zeros(LANES, rows.shape[1], device=rows.device)
-        assert state.lanes is not None
-        add_rows(state.lanes, work.start, rows)
+    lanes = _with_rows(work, rows) if state.request.pooling == "mean" else None
     if not _ends(work):
-        return None
-    return _vector(rows[0] if state.lanes is None else mean(state.lanes, len(state.tokens)))
+        return Pooled(lanes=lanes)
+    values = (rows[0] if lanes is None else mean(lanes, len(state.tokens))).float().cpu()
+    if not bool(torch.isfinite(values).all()):
+        return Pooled(error=RequestFailed(NOT_FINITE))
+    return Pooled(values.numpy().tobytes(), lanes)
+
+
+def _with_rows(work: Work, rows: Tensor) -> Tensor:
+    """The lanes of a request, with these rows added."""
+    before = work.state.lanes
+    if work.start == 0:  # also after a preemption
+        lanes = torch.zeros(LANES, rows.shape[1], device=rows.device)
+    else:
+        assert before is not None
+        lanes = before.clone()
+    add_rows(lanes, work.start, rows)
+    return lanes
 
 
 def add_rows(lanes: Tensor, start: int, rows: Tensor) -> None:
@@ -89,11 +112,3 @@ def mean(lanes: Tensor, count: int) -> Tensor:
         half = lanes.shape[0] // 2
         lanes = lanes[:half] + lanes[half:]
     return lanes[0] / count
-
-
-def _vector(values: Tensor) -> bytes | RequestFailed:
-    """float32 [H] in native byte order."""
-    values = values.float().cpu()
-    if not bool(torch.isfinite(values).all()):
-        return RequestFailed(NOT_FINITE)
-    return values.numpy().tobytes()

@@ -48,14 +48,16 @@ class Runner:
 
     @torch.inference_mode()
     def run(self, batch: StepBatch) -> tuple[Outcome, ...]:
-        """One outcome for each piece of work."""
+        """One outcome for each piece of work. It may be run again, in whole or in parts, and yields the same."""
         if any(row.state.grammar is not None for row in batch.rows):
-            self.grammars.prepare(batch.rows)
+            with self.stages("sample"):
+                self.grammars.prepare(batch.rows)
         with self.stages("forward"):
             logits = self._logits(batch.forward)
         with self.stages("sample"):
             scored = self._score_prompts(batch, logits)
             sampled = self.sampler(_lines(logits, batch.lines), batch.rows)
+            _check(sampled.token_ids, len(batch.rows), logits.shape[1])
             return _match(batch.plan.work, sampled, scored)
 
     def _score_prompts(self, batch: StepBatch, logits: Tensor) -> list[tuple[TokenLogprob, ...]]:
@@ -71,6 +73,14 @@ class Runner:
 
 def _lines(logits: Tensor, lines: Sequence[int]) -> Tensor:
     return logits if len(lines) == logits.shape[0] else logits[list(lines)]
+
+
+def _check(token_ids: Sequence[int], num_rows: int, vocab_size: int) -> None:
+    """What is no id would be an index out of range in the next step, where nobody knows whose it is."""
+    if len(token_ids) != num_rows:
+        raise RuntimeError(f"{len(token_ids)} tokens were sampled of {num_rows} rows")
+    if token_ids and not NOTHING_LEGAL <= min(token_ids) <= max(token_ids) < vocab_size:
+        raise RuntimeError(f"ids from {min(token_ids)} to {max(token_ids)} were sampled; there are {vocab_size}")
 
 
 def _match(works: Sequence[Work], sampled: Sampled, scored: Sequence[tuple[TokenLogprob, ...]]) -> tuple[Outcome, ...]:

@@ -2,12 +2,13 @@
 
 There are no phases. Every running request has tokens whose KV is missing (a long prompt has many, a
 decoding request one) and perhaps a draft; a step computes some of the missing rows of some requests
-within a budget. Requests are served by rank: priority, then arrival. When blocks run out the worst
-rank gives way, and drafts never take a block that anybody else could use.
+within a budget. Requests are served by rank: priority, then the turn of their account, then arrival. When
+blocks run out the worst rank gives way, and drafts never take a block that anybody else could use.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from bisect import insort
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,14 +16,17 @@ from dataclasses import replace
 from itertools import islice
 
 from foreword.cache.blocks import BlockPool
-from foreword.cache.prefix import extend_hashes
 from foreword.core.draft import Draft, Outcome
 from foreword.core.events import DraftUse, Embedded, Event, Failed, Tokens
 from foreword.core.request import RequestState
 from foreword.engine.plan import Plan, Work
-from foreword.errors import ForewordError
+from foreword.engine.prefixes import Prefixes
+from foreword.engine.shares import Shares
+from foreword.errors import ForewordError, RequestFailed
 
 __all__ = ["Scheduler"]
+
+logger = logging.getLogger(__name__)
 
 POOLED_SHARE, LEAST_POOLED = 32, 8  # of the rows of a step, while others wait for tokens
 
@@ -30,8 +34,9 @@ POOLED_SHARE, LEAST_POOLED = 32, 8  # of the rows of a step, while others wait f
 class Scheduler:
     """Owns the live requests and the blocks they hold.
 
-    waiting  by rank; they hold no blocks
-    running  by rank; they hold blocks for what is computed and one more token
+    waiting     by rank; they hold no blocks
+    running     by rank; they hold blocks for what is computed and one more token
+    num_faults  requests that ended because what their step yielded could not be taken
     """
 
     def __init__(
@@ -48,15 +53,16 @@ class Scheduler:
         self.block_size = block_size
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
-        self.prefix_caching = prefix_caching
+        self.prefixes = Prefixes(pool, block_size, prefix_caching)
+        self.shares = Shares()
         self.states: dict[str, RequestState] = {}
         self.waiting: list[RequestState] = []
         self.running: list[RequestState] = []
         self.num_preemptions = 0
         self.prefix_queries = 0
         self.prefix_hits = 0
+        self.num_faults = 0
         self._clock = clock
-        self._computing: dict[bytes, str] = {}
 
     @property
     def idle(self) -> bool:
@@ -66,6 +72,7 @@ class Scheduler:
         """Let a request wait for its turn. Its whole length must fit into the cache."""
         assert self._blocks(state.limit) <= self.pool.num_blocks, "max_model_len exceeds the cache"
         self.states[state.id] = state
+        self.shares.add(state)
         self._wait(state)
 
     def remove(self, request_id: str) -> RequestState | None:
@@ -81,6 +88,8 @@ class Scheduler:
             self._free(state)
         else:
             self.waiting.remove(state)
+        if self.shares.ended(state, self.waiting):
+            self.waiting.sort(key=_rank)
         return state
 
     def draft(self, drafts: Mapping[str, Draft]) -> None:
@@ -113,10 +122,10 @@ class Scheduler:
         """Take the step's outcome: append, publish, release. Rejection is arithmetic on num_computed."""
         events: list[Event] = []
         for work, outcome in zip(plan.work, outcomes, strict=True):
-            events += self._advance(work, outcome)
-            work.state.set_draft((), "")
-            if outcome.ended:
-                self._forget(work.state.id)
+            if isinstance(outcome.error, RequestFailed):
+                events.append(self._fail(work.state, outcome.error))
+            else:
+                events += self._commit(work, outcome)
         return events
 
     def commit_pooled(self, plan: Plan, vectors: Sequence[bytes | ForewordError | None]) -> list[Event]:
@@ -124,12 +133,12 @@ class Scheduler:
         events: list[Event] = []
         for work, vector in zip(plan.pooled, vectors, strict=True):
             state = work.state
+            if isinstance(vector, ForewordError):
+                events.append(self._fail(state, vector))
+                continue
             self._compute(state, work.start + work.num_tokens)
-            if isinstance(vector, bytes):
-                events.append(Embedded(state.id, vector, state.num_cached, state.scheduled_s or 0.0))
-            elif vector is not None:
-                events.append(Failed(state.id, vector))
             if vector is not None:
+                events.append(Embedded(state.id, vector, state.num_cached, state.scheduled_s or 0.0))
                 self._forget(state.id)
         return events
 
@@ -146,7 +155,7 @@ class Scheduler:
             assert len(state.blocks) <= self._blocks(len(state.tokens))
             assert not state.draft or state.decodes
         if self.idle:
-            assert self.pool.num_used == 0 and not self._computing
+            assert self.pool.num_used == 0 and self.prefixes.idle and not len(self.shares)
 
     # Planning
 
@@ -166,8 +175,8 @@ class Scheduler:
         """The first that waits for rows, blocks or a place, and not for somebody else's prompt."""
         candidates = self.waiting if vectors else (state for state in self.waiting if not state.pools)
         for state in islice(candidates, self.max_num_seqs):
-            self._name_blocks(state)
-            if not self._being_computed(state):
+            self.prefixes.name(state)
+            if not self.prefixes.being_computed(state):
                 return state
         return None
 
@@ -221,8 +230,8 @@ class Scheduler:
             if state.pools and (not vector_rows or places <= 0):
                 index += 1
                 continue
-            self._name_blocks(state)
-            if self._being_computed(state):
+            self.prefixes.name(state)
+            if self.prefixes.being_computed(state):
                 index += 1
                 deferred += 1
                 continue
@@ -242,24 +251,17 @@ class Scheduler:
 
     def _fits(self, state: RequestState) -> bool:
         """Whether its known tokens find blocks, with one more for each running request to grow into."""
-        self._name_blocks(state)
-        shared = [digest for digest in self._shareable(state) if not self.pool.is_free(digest)]
+        self.prefixes.name(state)
+        shared = [digest for digest in self.prefixes.shareable(state) if not self.pool.is_free(digest)]
         wanted = self._blocks(len(state.tokens)) - len(shared)
         return wanted + len(self.running) <= self.pool.num_free or not self.running
 
     def _start(self, state: RequestState) -> None:
         """Take what the cache holds of its beginning; the last token is always computed again."""
-        shareable = self._shareable(state)
-        for digest in shareable:
-            block = self.pool.share(digest)
-            assert block is not None
-            state.blocks.append(block)
-        state.num_computed = len(shareable) * self.block_size
-        for digest in state.block_hashes[len(shareable) :]:
-            self._computing.setdefault(digest, state.id)
+        state.num_computed = self.prefixes.share(state) * self.block_size
         if state.scheduled_s is None:
             self._count_start(state)
-        insort(self.running, state, key=lambda s: s.rank)
+        insort(self.running, state, key=_rank)
 
     def _with_drafts(self, work: list[Work]) -> Iterable[Work]:
         """Add drafted rows from what is left of the budget and of the blocks."""
@@ -278,68 +280,46 @@ class Scheduler:
     def _count_start(self, state: RequestState) -> None:
         """Figures of the first start; what is found again after a preemption saved nothing."""
         state.scheduled_s = self._clock()
+        self.shares.started(state)
         state.num_cached = min(state.num_computed, state.num_prompt)
-        if self._reads_cache(state):
+        if self.prefixes.reads(state):
             self.prefix_queries += state.num_prompt
             self.prefix_hits += state.num_cached
 
-    # The prefix cache
-
-    def _reads_cache(self, state: RequestState) -> bool:
-        """Logprobs of a prompt, and their mean, want every row of it."""
-        return self.prefix_caching and state.params.prompt_logprobs is None and state.request.pooling != "mean"
-
-    def _name_blocks(self, state: RequestState) -> None:
-        if self.prefix_caching:
-            extend_hashes(state.block_hashes, state.tokens, self.block_size, state.request.tenant)
-
-    def _shareable(self, state: RequestState) -> list[bytes]:
-        """Hashes of the leading blocks that the cache holds; never that of the last token."""
-        found: list[bytes] = []
-        if self._reads_cache(state):
-            for digest in state.block_hashes[: (len(state.tokens) - 1) // self.block_size]:
-                if not self.pool.holds(digest):
-                    break
-                found.append(digest)
-        return found
-
-    def _being_computed(self, state: RequestState) -> bool:
-        """Whether a running request is just computing the next block of this one's beginning.
-
-        Then it waits a step or two and shares the block: n choices compute their prompt once. Who wants tokens does not wait
-        for a vector, which may take its time.
-        """
-        if not self._reads_cache(state):
-            return False
-        index = len(self._shareable(state))
-        shareable = state.block_hashes[: (len(state.tokens) - 1) // self.block_size]
-        owner = self._computing.get(shareable[index]) if index < len(shareable) else None
-        return owner is not None and (state.pools or not self.states[owner].pools)
-
-    def _publish(self, state: RequestState, before: int) -> None:
-        """Make the blocks that the step completed findable."""
-        if state.num_computed // self.block_size == before // self.block_size:
-            return
-        self._name_blocks(state)
-        done = min(state.num_computed // self.block_size, len(state.block_hashes))
-        for index in range(before // self.block_size, done):
-            self.pool.publish(state.blocks[index], state.block_hashes[index])
-            self._computed(state, state.block_hashes[index])
-
-    def _computed(self, state: RequestState, digest: bytes) -> None:
-        """The request computes this block no longer: it is done, or given up."""
-        if self._computing.get(digest) == state.id:
-            del self._computing[digest]
-
     # Committing
+
+    def _commit(self, work: Work, outcome: Outcome) -> list[Event]:
+        """What a step yielded for one request; if it cannot be taken, that is the end of this request alone."""
+        state = work.state
+        try:
+            events = self._advance(work, outcome)
+        except Exception:
+            logger.exception("request %s ends: what its step yielded cannot be taken", state.id)
+            self.num_faults += 1
+            return [self._lose(state)]
+        state.set_draft((), "")
+        if outcome.ended:
+            self._forget(state.id)
+        return events
+
+    def _lose(self, state: RequestState) -> Failed:
+        return self._fail(state, RequestFailed("what the engine computed for this request could not be taken"))
+
+    def _fail(self, state: RequestState, error: ForewordError) -> Failed:
+        """The end of a request of which a step yielded nothing: as if the step had not been."""
+        self.prefixes.withdraw(state)
+        state.set_draft((), "")
+        self._forget(state.id)
+        return Failed(state.id, error)
 
     def _advance(self, work: Work, outcome: Outcome) -> list[Event]:
         state, output = work.state, work.state.num_output
         state.append(outcome.token_ids)
         self._compute(state, work.start + work.num_tokens + min(outcome.accepted, len(outcome.token_ids)))
         keep = self._blocks(max(len(state.tokens), state.num_computed))
-        self.pool.release(state.blocks[keep:])
+        spare = state.blocks[keep:]
         del state.blocks[keep:]
+        self.pool.release(spare)
         state.prompt_logprobs += outcome.prompt_logprobs
         events: list[Event] = []
         if outcome.token_ids or outcome.finish_reason:
@@ -351,8 +331,7 @@ class Scheduler:
     def _compute(self, state: RequestState, num_computed: int) -> None:
         """The KV of so many tokens is there."""
         before, state.num_computed = state.num_computed, num_computed
-        if self.prefix_caching:
-            self._publish(state, before)
+        self.prefixes.publish(state, before)
 
     def _tokens_event(self, work: Work, outcome: Outcome, index: int) -> Tokens:
         state = work.state
@@ -376,17 +355,20 @@ class Scheduler:
     # Bookkeeping
 
     def _wait(self, state: RequestState) -> None:
-        insort(self.waiting, state, key=lambda s: s.rank)
+        insort(self.waiting, state, key=_rank)
 
     def _free(self, state: RequestState) -> None:
         self.running.remove(state)
-        for digest in state.block_hashes:
-            self._computed(state, digest)
+        self.prefixes.leave(state)
         self.pool.release(state.blocks)
         state.blocks.clear()
 
     def _blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
+
+
+def _rank(state: RequestState) -> tuple[int, int, int]:
+    return state.rank
 
 
 def _work(state: RequestState, num_tokens: int) -> Work:

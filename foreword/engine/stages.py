@@ -10,17 +10,24 @@ __all__ = ["Stages"]
 
 
 class Stages:
-    """Seconds by stage of the current step: schedule, assemble, forward, sample, draft, commit."""
+    """Seconds by stage of the current step: schedule, assemble, forward, sample, draft, commit, embed.
+
+    current  the stage that began last: where an error that is being handled came from
+    """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
         self._seconds: dict[str, float] = {}
+        self.current = ""
 
     @contextmanager
     def __call__(self, stage: str) -> Iterator[None]:
+        self.current = stage
         start = self._clock()
-        yield
-        self._seconds[stage] = self._seconds.get(stage, 0.0) + self._clock() - start
+        try:
+            yield
+        finally:
+            self._seconds[stage] = self._seconds.get(stage, 0.0) + self._clock() - start
 
     def so_far(self) -> dict[str, float]:
         """The stages since the last take()."""

@@ -14,15 +14,17 @@ from typing import Any
 
 from foreword.cache.blocks import BlockPool
 from foreword.core.draft import Draft, Outcome
-from foreword.core.events import Event
+from foreword.core.events import Event, Failed
 from foreword.core.params import SamplingParams, Speculation
 from foreword.core.request import Request, RequestState
 from foreword.core.structured import StructuredOutput
 from foreword.engine.plan import Plan
 from foreword.engine.scheduler import Scheduler
-from foreword.errors import ForewordError, RequestFailed
+from foreword.errors import ForewordError, InvalidRequest, RequestFailed
 
 __all__ = ["TracedScheduler", "replay"]
+
+LOST = Outcome(error=RequestFailed("lost"))
 
 
 class TracedScheduler(Scheduler):
@@ -41,7 +43,7 @@ class TracedScheduler(Scheduler):
             block_size=self.block_size,
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
-            prefix_caching=self.prefix_caching,
+            prefix_caching=self.prefixes.enabled,
         )
 
     def add(self, state: RequestState) -> None:
@@ -65,13 +67,17 @@ class TracedScheduler(Scheduler):
     def commit(self, plan: Plan, outcomes: Sequence[Outcome]) -> list[Event]:
         shown = [asdict(replace(o, logprobs=(), prompt_logprobs=(), hashes=(), error=None)) for o in outcomes]
         for record, outcome in zip(shown, outcomes, strict=True):
-            record["error"] = None if outcome.error is None else outcome.error.message
+            record["error"] = None if outcome.error is None else _error_record(outcome.error)
         self._write("commit", outcomes=shown)
         return super().commit(plan, outcomes)
 
     def commit_pooled(self, plan: Plan, vectors: Sequence[bytes | ForewordError | None]) -> list[Event]:
-        self._write("commit_pooled", ended=[vector is not None for vector in vectors])
+        self._write("commit_pooled", vectors=[_vector_record(vector) for vector in vectors])
         return super().commit_pooled(plan, vectors)
+
+    def _lose(self, state: RequestState) -> Failed:
+        self._write("lost", id=state.id)
+        return super()._lose(state)
 
     def _write(self, what: str, **fields: Any) -> None:
         with self._path.open("a") as file:
@@ -85,7 +91,7 @@ def replay(lines: Iterable[str]) -> Iterator[Plan]:
     assert setup.pop("what") == "setup", "a trace begins with its setup"
     scheduler = Scheduler(BlockPool(setup.pop("num_blocks")), **setup)
     plan = Plan(())
-    for record in records:
+    for record in _with_lost(records):
         what = record.pop("what")
         if what == "add":
             scheduler.add(RequestState(_request(record["request"]), record["arrival"], record["limit"]))
@@ -98,9 +104,26 @@ def replay(lines: Iterable[str]) -> Iterator[Plan]:
             assert _plan_record(plan) == record, f"planned {_plan_record(plan)}, recorded {record}"
             yield plan
         elif what == "commit_pooled":
-            scheduler.commit_pooled(plan, [b"" if ended else None for ended in record["ended"]])
+            scheduler.commit_pooled(plan, [_vector(one) for one in record["vectors"]])
         else:
-            scheduler.commit(plan, [_outcome(outcome) for outcome in record["outcomes"]])
+            outcomes = map(_outcome, record["outcomes"])
+            lost = record.get("lost", ())
+            scheduler.commit(plan, [LOST if work.state.id in lost else o for work, o in zip(plan.work, outcomes, strict=True)])
+
+
+def _with_lost(records: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """The records, where a commit says who was lost in it: that is written behind it."""
+    last: dict[str, Any] | None = None
+    for record in records:
+        if record["what"] == "lost":
+            assert last is not None
+            last.setdefault("lost", []).append(record["id"])
+            continue
+        if last is not None:
+            yield last
+        last = record
+    if last is not None:
+        yield last
 
 
 def _plan_record(plan: Plan) -> dict[str, Any]:
@@ -108,8 +131,29 @@ def _plan_record(plan: Plan) -> dict[str, Any]:
     return {"work": work, "preempted": list(plan.preempted)}
 
 
+def _error_record(error: ForewordError) -> list[Any]:
+    """Whose fault it was decides what becomes of the request's blocks."""
+    return [isinstance(error, RequestFailed), error.message]
+
+
+def _error(record: Sequence[Any]) -> ForewordError:
+    ours, message = record
+    return RequestFailed(message) if ours else InvalidRequest(message)
+
+
+def _vector_record(vector: bytes | ForewordError | None) -> bool | list[Any]:
+    """Whether there is a vector, or why there is none."""
+    return _error_record(vector) if isinstance(vector, ForewordError) else vector is not None
+
+
+def _vector(record: bool | list[Any]) -> bytes | ForewordError | None:
+    if isinstance(record, list):
+        return _error(record)
+    return b"" if record else None
+
+
 def _outcome(record: dict[str, Any]) -> Outcome:
-    error = None if record["error"] is None else RequestFailed(record["error"])
+    error = None if record["error"] is None else _error(record["error"])
     return Outcome(**{**record, "token_ids": tuple(record["token_ids"]), "error": error})
 
 

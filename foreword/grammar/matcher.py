@@ -128,6 +128,12 @@ class Matcher:
         text, ends = self._ends.split(draft[begin:])
         return self._ended or ends or self._behind(text, LLMatcher.is_stopped)
 
+    def renew(self) -> None:
+        self._settle()
+        self._masks = None  # others may have been given its memory
+        if self.error is None:
+            self._revive()
+
     def wanted(self, draft: tuple[int, ...]) -> Wanted | None:
         """The masks that this draft will need; None: nothing to compute."""
         begin = self._begin(draft)

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["CATALOG", "EMBEDDING_KINDS", "EMBEDDING_REASONS", "PREFIX", "REASONS", "REJECTIONS", "STAGES", "Metric"]
+__all__ = ["CATALOG", "EMBEDDING_KINDS", "EMBEDDING_REASONS", "FAULTS", "PREFIX", "REASONS", "REJECTIONS", "STAGES", "Metric"]
 
 PREFIX = "foreword_"
 REASONS = ("stop", "length", "repetition", "abort", "error")
 STAGES = ("schedule", "assemble", "forward", "sample", "draft", "commit", "embed")
+FAULTS = ("start", "assemble", "forward", "sample", "nonfinite", "commit", "embed")
 REJECTIONS = (
     "queue",
     "queue_tokens",
@@ -83,6 +84,9 @@ CATALOG = (
     _counter("requests_finished_total", "Requests that ended, by reason.", "reason"),
     _counter("requests_rejected_total", "Requests that were refused before any work was done, by reason.", "reason"),
     _counter("engine_restarts_total", "Engines started anew under live requests."),
+    _counter(
+        "engine_faults_total", "Errors inside the engine that ended the request they belong to and no other, by stage.", "stage"
+    ),
     _counter("runaway_requests_total", "Requests whose output fell into a repeating pattern."),
     _histogram("time_to_first_token_seconds", "From arrival to the first token.", LATENCY_S),
     _histogram("inter_token_latency_seconds", "Time per token; a burst of m tokens after t counts m times t/m.", TOKEN_S),

@@ -13,7 +13,7 @@ from foreword.core.runaway import Repetition
 from foreword.errors import ForewordError
 from foreword.metrics import log
 from foreword.metrics.answer import AnswerMetrics, Figures, Progress, metrics_of
-from foreword.metrics.catalog import EMBEDDING_KINDS, EMBEDDING_REASONS, REASONS, REJECTIONS, STAGES
+from foreword.metrics.catalog import EMBEDDING_KINDS, EMBEDDING_REASONS, FAULTS, REASONS, REJECTIONS, STAGES
 from foreword.metrics.prometheus import Registry
 from foreword.metrics.tally import DraftTally
 
@@ -80,6 +80,7 @@ class Recorder:
     def _start_series(self) -> None:
         self._registry.start("requests_finished_total", REASONS)
         self._registry.start("step_seconds", STAGES)
+        self._registry.start("engine_faults_total", FAULTS)
         self._registry.start("requests_rejected_total", REJECTIONS)
         for kind in EMBEDDING_KINDS:
             self._registry.start("embedding_requests_total", EMBEDDING_REASONS, kind)
@@ -178,6 +179,8 @@ class Recorder:
             self._registry.observe("step_seconds", seconds, stage)
         for drafter, errors in stats.drafter_errors.items():
             self._registry.add("spec_drafter_errors_total", _growth(before.drafter_errors.get(drafter, 0), errors), drafter)
+        for stage, faults in stats.faults.items():
+            self._registry.add("engine_faults_total", _growth(before.faults.get(stage, 0), faults), stage)
         if self._drafters:
             self._count_decisions(before.drafting, stats.drafting)
         self._interval.prefix_queries += _growth(before.prefix_cache_queries_total, stats.prefix_cache_queries_total)

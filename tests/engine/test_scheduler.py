@@ -245,7 +245,7 @@ def test_a_block_is_found_only_when_its_last_token_is_computed() -> None:
     simulation.add(make_request("a", range(7), max_tokens=8, ignore_eos=True))
     simulation.step()
     (state,) = simulation.scheduler.running
-    simulation.scheduler._name_blocks(state)
+    simulation.scheduler.prefixes.name(state)
     first, second = state.block_hashes
     assert simulation.scheduler.pool.holds(first) and not simulation.scheduler.pool.holds(second)
     simulation.step()

@@ -1,0 +1,95 @@
+"""The prefix cache as the scheduler sees it: whose beginning can be shared, and who is just computing it."""
+
+from __future__ import annotations
+
+from foreword.cache.blocks import BlockPool
+from foreword.cache.prefix import extend_hashes
+from foreword.core.request import RequestState
+
+__all__ = ["Prefixes"]
+
+
+class Prefixes:
+    """Blocks that are found by their content. Switched off, nobody finds any, and nothing is remembered."""
+
+    def __init__(self, pool: BlockPool, block_size: int, enabled: bool) -> None:
+        self.enabled = enabled
+        self._pool = pool
+        self._block_size = block_size
+        self._computing: dict[bytes, RequestState] = {}
+
+    @property
+    def idle(self) -> bool:
+        """Nobody computes anything that others could share."""
+        return not self._computing
+
+    def reads(self, state: RequestState) -> bool:
+        """Logprobs of a prompt, and their mean, want every row of it."""
+        return self.enabled and state.params.prompt_logprobs is None and state.request.pooling != "mean"
+
+    def name(self, state: RequestState) -> None:
+        """Name the blocks that its tokens fill."""
+        if self.enabled:
+            extend_hashes(state.block_hashes, state.tokens, self._block_size, state.request.tenant)
+
+    def shareable(self, state: RequestState) -> list[bytes]:
+        """Hashes of the leading blocks that the cache holds; never that of the last token."""
+        found: list[bytes] = []
+        if self.reads(state):
+            for digest in self._beginning(state):
+                if not self._pool.holds(digest):
+                    break
+                found.append(digest)
+        return found
+
+    def being_computed(self, state: RequestState) -> bool:
+        """Whether a running request is just computing the next block of this one's beginning.
+
+        Then it waits a step or two and shares the block: n choices compute their prompt once. Who wants tokens does not wait
+        for a vector, which may take its time.
+        """
+        if not self.reads(state):
+            return False
+        index = len(self.shareable(state))
+        beginning = self._beginning(state)
+        owner = self._computing.get(beginning[index]) if index < len(beginning) else None
+        return owner is not None and (state.pools or not owner.pools)
+
+    def share(self, state: RequestState) -> int:
+        """Let a request that starts take what is there of its beginning; the rest is its to compute. Returns the blocks taken."""
+        shareable = self.shareable(state)
+        for digest in shareable:
+            block = self._pool.share(digest)
+            assert block is not None
+            state.blocks.append(block)
+        for digest in state.block_hashes[len(shareable) :]:
+            self._computing.setdefault(digest, state)
+        return len(shareable)
+
+    def publish(self, state: RequestState, before: int) -> None:
+        """Make findable what the step completed; `before` it so many tokens were computed."""
+        size = self._block_size
+        if not self.enabled or state.num_computed // size == before // size:
+            return
+        self.name(state)
+        done = min(state.num_computed // size, len(state.block_hashes))
+        for index in range(before // size, done):
+            self._pool.publish(state.blocks[index], state.block_hashes[index])
+            self._computed(state, state.block_hashes[index])
+
+    def leave(self, state: RequestState) -> None:
+        """The request computes nothing any more."""
+        for digest in state.block_hashes:
+            self._computed(state, digest)
+
+    def withdraw(self, state: RequestState) -> None:
+        """An error of ours ended the request: what its blocks hold may be the reason, so nobody else finds it."""
+        self._pool.withdraw(state.blocks)
+
+    def _beginning(self, state: RequestState) -> list[bytes]:
+        return state.block_hashes[: (len(state.tokens) - 1) // self._block_size]
+
+    def _computed(self, state: RequestState, digest: bytes) -> None:
+        """The request computes this block no longer: it is done, or given up."""
+        if self._computing.get(digest) is state:
+            del self._computing[digest]
