@@ -137,6 +137,8 @@ class LLM:
             raise InvalidRequest("a stream has one choice: n must be 1", "n")
         for _, delta in self._run(job.requests):
             yield from (StreamPiece(piece, guessed) for piece, guessed in delta.pieces)
+            if delta.finish_reason is not None:
+                yield StreamPiece("", False, delta.finish_reason)
         self._recorder.returned(1)
 
     def embed(

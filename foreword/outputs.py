@@ -73,7 +73,8 @@ class EmbeddingOutput:
 
 @dataclass(frozen=True, slots=True)
 class StreamPiece:
-    """A piece of streamed text, and whether a drafter had guessed it."""
+    """A piece of streamed text, and whether a drafter had guessed it. The last has no text, but the reason of the end."""
 
     text: str
     guessed: bool
+    finish_reason: str | None = None

@@ -8,6 +8,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
+from types import MappingProxyType
 from typing import Any, Protocol, cast
 
 import httpx
@@ -18,18 +19,23 @@ from foreword.core.params import SamplingParams
 from foreword.core.structured import StructuredOutput
 from foreword.errors import ForewordError
 
-__all__ = ["Answer", "Message", "Piece", "Remote", "Source", "add_source_options", "open_source", "request_body"]
+__all__ = ["ENDED", "Answer", "Message", "Piece", "Remote", "Source", "add_source_options", "open_source", "request_body"]
 
 Message = Mapping[str, str]
 CONNECT_TIMEOUT_S = 10.0
+ENDED: Mapping[str, str] = MappingProxyType(  # what a user should know about the end of an answer
+    {"repetition": "the answer repeated itself and was ended; --on-runaway warn lets it go on"}
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Text of an answer, as it comes; `guessed`: a drafter had guessed it and the model agreed."""
+    """Text of an answer, as it comes; `guessed`: a drafter had guessed it and the model agreed. The last may be empty: it has
+    the reason of the end."""
 
     text: str
     guessed: bool = False
+    finish_reason: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +153,8 @@ def _pieces(chunk: Chunk) -> Iterator[Piece]:
             yield from _told(choice["tokens"])
         elif text := text_of(choice):
             yield Piece(text)
+        if isinstance(reason := choice.get("finish_reason"), str):
+            yield Piece("", finish_reason=reason)
 
 
 def _told(tokens: Any) -> Iterator[Piece]:

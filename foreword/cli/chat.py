@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from rich.console import Console
 from rich.text import Text
 
-from foreword.cli.answers import Message, Source, add_source_options, open_source
+from foreword.cli.answers import ENDED, Message, Source, add_source_options, open_source
 from foreword.cli.sampling import add_sampling_options, read_params
 from foreword.core.params import SamplingParams
 from foreword.errors import InvalidRequest
@@ -60,8 +60,10 @@ def converse(
 def _turn(source: Source, params: SamplingParams, console: Console, messages: list[Message]) -> list[Message]:
     """One answer; returns the conversation with it, or as it was where there is none."""
     parts: list[str] = []
+    word = None
     try:
         for piece in source.stream(messages, params):
+            word = ENDED.get(piece.finish_reason or "")
             console.print(Text(piece.text, style=GUESSED if piece.guessed else ""), end="")
             parts.append(piece.text)
     except InvalidRequest as error:
@@ -70,6 +72,8 @@ def _turn(source: Source, params: SamplingParams, console: Console, messages: li
     except KeyboardInterrupt:
         parts.append(" ...")
     console.print()
+    if word is not None:
+        console.print(f"({word})", markup=False)
     return [*messages, {"role": "assistant", "content": "".join(parts)}]
 
 

@@ -8,9 +8,10 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 
-from foreword.cli.answers import Message, add_source_options, open_source
+from foreword.cli.answers import ENDED, Message, add_source_options, open_source
 from foreword.cli.sampling import add_sampling_options, read_params
 from foreword.cli.structured import add_structured_options, read_structured, read_text
+from foreword.cli.terminal import errors
 
 __all__ = ["add_arguments", "run"]
 
@@ -30,11 +31,15 @@ def run(args: argparse.Namespace) -> int:
     params = replace(read_params(args), prediction=prediction, structured=read_structured(args))
     text = sys.stdin.read() if args.prompt == "-" else args.prompt
     prompt: str | Sequence[Message] = text if args.raw else [{"role": "user", "content": text}]
+    word = None
     with open_source(args) as source:
         if args.json:
             print(json.dumps(asdict(source.answer(prompt, params)), ensure_ascii=False))
             return 0
         for piece in source.stream(prompt, params):
             print(piece.text, end="", flush=True)
+            word = ENDED.get(piece.finish_reason or "")
     print()
+    if word is not None:
+        errors().print(f"foreword generate: {word}", markup=False)
     return 0

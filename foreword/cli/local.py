@@ -29,7 +29,7 @@ class Local:
     def stream(self, prompt: str | Sequence[Message], params: SamplingParams) -> Iterator[Piece]:
         asked: Any = prompt if isinstance(prompt, str) else [dict(message) for message in prompt]
         for piece in self._llm.stream(asked, params):
-            yield Piece(piece.text, piece.guessed)
+            yield Piece(piece.text, piece.guessed, piece.finish_reason)
 
     def answer(self, prompt: str | Sequence[Message], params: SamplingParams) -> Answer:
         if isinstance(prompt, str):

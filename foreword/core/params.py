@@ -92,12 +92,12 @@ class SamplingParams:
     """Parameters of one request; the names are those of OpenAI's API, of vLLM, and of llama.cpp where neither has them.
 
     temperature 0 (or below 1e-5) is greedy. top_k 0 or -1 keeps every token, as top_n_sigma 0 or -1 does. max_tokens None
-    runs to the end of the context. truncate_prompt_tokens keeps so many last tokens of the prompt; -1: what fits the
-    context beside max_tokens. logprob_token_ids asks for the log-probabilities of these ids at each position.
-    prediction is the text that the answer is expected to be much like; it changes no token. structured is what the answer
-    must look like: its end ends the answer, whatever ignore_eos and min_tokens say. on_runaway is what becomes of an answer
-    that repeats itself: "warn", "stop" or "off"; None: what the server does. Raises InvalidRequest, which names the field and
-    its limit.
+    is what the server says, and for the engine the end of the context. truncate_prompt_tokens keeps so many last tokens of
+    the prompt; -1: what fits the context beside max_tokens. logprob_token_ids asks for the log-probabilities of these ids at
+    each position. prediction is the text that the answer is expected to be much like; it changes no token. structured is what
+    the answer must look like: its end ends the answer, whatever ignore_eos and min_tokens say. on_runaway is what becomes of
+    an answer that repeats itself, min_tokens or not: "warn", "stop" or "off"; None is what the server says, and for the engine
+    "off". Raises InvalidRequest, which names the field and its limit.
     """
 
     n: int = 1

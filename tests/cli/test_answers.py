@@ -43,9 +43,9 @@ def test_one_of_ours_tells_what_was_guessed() -> None:
 def test_completion_stream() -> None:
     def handler(request: httpx.Request) -> httpx.Response:
         assert request.url.path == "/v1/completions"
-        return stream_of({"choices": [{"text": "x"}]})
+        return stream_of({"choices": [{"text": "x"}]}, {"choices": [{"text": "", "finish_reason": "repetition"}]})
 
-    assert list(remote(handler).stream("once", SamplingParams())) == [Piece("x")]
+    assert list(remote(handler).stream("once", SamplingParams())) == [Piece("x"), Piece("", finish_reason="repetition")]
 
 
 def test_whole_answer() -> None:

@@ -32,6 +32,7 @@ class Echo:
             raise ContextLengthExceeded("too long")
         yield Piece(f"{len(prompt)} ")
         yield Piece(prompt[-1]["content"], guessed=True)
+        yield Piece("", finish_reason="repetition" if prompt[-1]["content"] == "loop" else "stop")
 
     def answer(self, prompt: str | Sequence[Message], params: SamplingParams) -> Answer:
         return Answer("".join(piece.text for piece in self.stream(prompt, params)), "stop", None, None)
@@ -64,6 +65,12 @@ def test_a_line_that_cannot_be_answered_is_forgotten() -> None:
     shown, source = talk("long", "one")
     assert shown == "too long (/clear starts anew)\n1 one\n"
     assert source.asked[1] == [{"role": "user", "content": "one"}]
+
+
+def test_an_answer_that_was_ended_as_a_runaway_is_told() -> None:
+    shown, source = talk("loop", "one")
+    assert shown == "1 loop\n(the answer repeated itself and was ended; --on-runaway warn lets it go on)\n3 one\n"
+    assert source.asked[1][1] == {"role": "assistant", "content": "1 loop"}
 
 
 def test_markup_in_answers_is_text() -> None:

@@ -24,6 +24,13 @@ def test_the_answer_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None
     assert capsys.readouterr().out == "1 hello\n"
 
 
+def test_a_runaway_is_told_beside_the_answer(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "loop"]) == 0
+    printed = capsys.readouterr()
+    assert printed.out == "1 loop\n"
+    assert printed.err == "foreword generate: the answer repeated itself and was ended; --on-runaway warn lets it go on\n"
+
+
 def test_a_prompt_from_stdin(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("piped"))
     assert main(["generate", "-"]) == 0

@@ -2,6 +2,7 @@
 
 import argparse
 
+from foreword.cli.options import add_config_options
 from foreword.cli.sampling import FLAGS, add_sampling_options, read_params
 from foreword.core.params import SamplingParams, Speculation
 
@@ -27,3 +28,12 @@ def test_every_flag_arrives() -> None:
 def test_other_defaults_are_those_of_the_sampler() -> None:
     plain = SamplingParams(temperature=0.0, max_tokens=512)
     assert all(item.default == getattr(plain, item.name) for item in FLAGS)
+
+
+def test_what_becomes_of_runaways_is_asked_of_a_server_too() -> None:
+    """The option is the engine's, and so a server would not hear of it."""
+    parser = argparse.ArgumentParser()
+    add_sampling_options(parser)
+    add_config_options(parser, ("scheduler",))
+    assert read_params(parser.parse_args(["--on-runaway", "stop"])).on_runaway == "stop"
+    assert read_params(parser.parse_args([])).on_runaway is None

@@ -11,6 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from foreword.core.events import DraftingStats, DraftUse, StepStats, Tokens, cut
 from foreword.core.params import SamplingParams
 from foreword.core.request import Request
+from foreword.core.runaway import Repetition
 from foreword.errors import RequestFailed
 from foreword.metrics.catalog import CATALOG, PREFIX
 from foreword.metrics.recorder import KEPT_ANSWERS, Recorder
@@ -231,6 +232,41 @@ def test_an_end_without_tokens(clock: Clock) -> None:
     assert series["requests_finished_total", "stop"] == 1
     assert series["generation_tokens_total",] == 0
     assert series["time_to_first_token_seconds_count",] == 0
+
+
+def test_a_runaway_is_counted_and_told_while_it_runs(clock: Clock, lines: list[str]) -> None:
+    recorder = Recorder((), clock=clock)
+    asked = request(on_runaway="warn")
+    recorder.arrived(asked)
+    recorder.delivered(asked, tokens(0, 300), 102.0)
+    assert scrape(recorder)["runaway_requests_total",] == 0
+    recorder.delivered(asked, tokens(300, 8, repeating=Repetition(3, 12)), 103.0)
+    assert scrape(recorder)["runaway_requests_total",] == 1
+    (line,) = lines
+    assert line == (
+        "request a runs away: 303 tokens so far, and their end repeats a pattern of length 12; it goes on (on_runaway warn)"
+    )
+    recorder.delivered(asked, tokens(308, 1, reason="length"), 104.0)
+    metrics = recorder.answer_metrics("a")
+    assert metrics is not None and metrics.as_dict()["repeating_tokens"] == 12
+
+
+def test_an_answer_that_was_ended_as_a_runaway_is_returned(clock: Clock, lines: list[str]) -> None:
+    recorder = Recorder((), clock=clock)
+    asked = request(on_runaway="stop")
+    recorder.arrived(asked)
+    recorder.delivered(asked, tokens(0, 260, reason="repetition", repeating=Repetition(260, 4)), 102.0)
+    series = scrape(recorder)
+    assert series["requests_finished_total", "repetition"] == 1
+    assert series["generation_tokens_total",] == 260
+    assert "of length 4; it ended: repetition (on_runaway stop)" in lines[0]
+    assert "request a: repetition; n 1 asked, 1 returned" in lines[1]
+
+
+def test_a_runaway_of_somebody_who_left_is_none(clock: Clock, lines: list[str]) -> None:
+    recorder = Recorder((), clock=clock)
+    recorder.delivered(request(), tokens(0, 8, repeating=Repetition(3, 12)), 103.0)
+    assert scrape(recorder)["runaway_requests_total",] == 0 and not lines
 
 
 def test_ended_answers_are_bounded(clock: Clock) -> None:

@@ -5,7 +5,15 @@ import pytest
 from foreword.core.params import SamplingParams
 from foreword.core.structured import StructuredOutput
 from foreword.errors import ContextLengthExceeded, InvalidRequest
-from foreword.text.prepare import bad_words_ids, dry_breakers, make_requests, prediction_ids, reasoning_end_ids, resolve_seed
+from foreword.text.prepare import (
+    Defaults,
+    bad_words_ids,
+    dry_breakers,
+    make_requests,
+    prediction_ids,
+    reasoning_end_ids,
+    resolve_seed,
+)
 from foreword.text.tokenizer import Tokenizer
 from tests.fakes import EOS, byte_tokenizer
 from tests.text.builders import byte_level_backend
@@ -105,6 +113,35 @@ def test_a_prompt_is_cut_to_its_end(wanted: int, max_tokens: int | None, kept: i
     params = SamplingParams(truncate_prompt_tokens=wanted, max_tokens=max_tokens)
     (request,) = make_requests(list(range(10)), params, TOKENIZER, "x", 100)
     assert request.prompt_ids == tuple(range(10 - kept, 10))
+
+
+@pytest.mark.parametrize(
+    ("asked", "defaults", "max_tokens", "on_runaway"),
+    [
+        ({}, Defaults(), None, None),
+        ({}, Defaults(max_tokens=40, on_runaway="warn"), 40, "warn"),
+        ({"max_tokens": 90, "on_runaway": "off"}, Defaults(max_tokens=40, on_runaway="warn"), 90, "off"),
+        ({"min_tokens": 60}, Defaults(max_tokens=40), 60, None),
+        ({"on_runaway": "stop"}, Defaults(max_tokens=0, on_runaway="off"), None, "stop"),
+    ],
+)
+def test_defaults_hold_for_parameters_that_are_silent(
+    asked: dict[str, Any], defaults: Defaults, max_tokens: int | None, on_runaway: str | None
+) -> None:
+    for request in make_requests([1], SamplingParams(n=2, **asked), TOKENIZER, "x", 100, defaults):
+        assert (request.params.max_tokens, request.params.on_runaway) == (max_tokens, on_runaway)
+
+
+def test_a_default_takes_no_room_from_the_prompt() -> None:
+    """What is cut for the sake of max_tokens is cut for a caller who named them."""
+    params = SamplingParams(truncate_prompt_tokens=-1)
+    (request,) = make_requests([1] * 200, params, TOKENIZER, "x", 100, Defaults(max_tokens=1000))
+    assert (len(request.prompt_ids), request.params.max_tokens) == (99, 1000)
+
+
+def test_the_default_seed() -> None:
+    assert make_requests([1], SamplingParams(), TOKENIZER, "x", 100, Defaults(seed=5))[0].seed == 5
+    assert make_requests([1], SamplingParams(seed=6), TOKENIZER, "x", 100, Defaults(seed=5))[0].seed == 6
 
 
 def test_a_prediction_becomes_tokens_of_every_choice() -> None:
