@@ -42,7 +42,7 @@ def operations(width: int) -> dict[str, Callable[[CpuOps, Tensor], Tensor]]:
     table = randn(64, width // 2 * 2, seed=2)
 
     def rope(ops: CpuOps, x: Tensor) -> Tensor:
-        return ops.rope(x.view(-1, 2, width), table, x[:, 0].to(torch.float32).abs().mul(10).long().clamp(max=63))
+        return ops.rope(x.view(-1, 2, width), table, x[:, 0].to(torch.float32).abs().mul(10).long().clamp(0, 63))
 
     return {
         "norm": lambda ops, x: ops.rms_norm(x[:, :width], weight, 1e-5),
