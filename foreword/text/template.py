@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any, NoReturn
@@ -11,28 +12,33 @@ import jinja2
 from jinja2.ext import Extension, loopcontrols
 from jinja2.nodes import Node
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from foreword.errors import CheckpointError, InvalidRequest, Unsupported
+from foreword.text.sandbox import Budget, GuardedEnvironment
 from foreword.text.tokenizer import Tokenizer
 
 __all__ = ["ChatTemplate", "plain_messages"]
 
 END_MARK = "CONTINUE_FINAL_MESSAGE_TAG "  # the space shows whether the template trims
+MAX_SOURCE = 131_072  # characters
+MAX_REASON = 500  # characters of what a template says against messages
+MAX_DATE = 1_000  # characters of a pattern, whose fields may be wide
+WIDE = re.compile(r"\d{3}")
 RESERVED = frozenset({"messages", "add_generation_prompt", "tools", "documents"})
 
 
 class ChatTemplate:
-    """One model's chat template, compiled once. Templates are foreign code and run in a sandbox.
+    """One model's chat template, compiled once. Templates are foreign code: they run in a sandbox, within a budget.
 
     source     Jinja source; None: the model has none, and every chat is refused
     variables  what every template may ask for: `bos_token`, `eos_token`, ...
     """
 
-    __slots__ = ("_template", "_variables")
+    __slots__ = ("_environment", "_template", "_variables")
 
     def __init__(self, source: str | None, variables: Mapping[str, str]) -> None:
-        self._template = None if source is None else _compile(source)
+        self._environment = _environment()
+        self._template = None if source is None else _compile(self._environment, source)
         self._variables = dict(variables)
 
     @classmethod
@@ -64,9 +70,11 @@ class ChatTemplate:
             plain[-1]["content"] += END_MARK
         given = {**self._variables, "tools": None, "documents": None, **(options or {})}
         try:
-            text = self._template.render(messages=plain, add_generation_prompt=add_generation_prompt, **given)
+            with self._environment.within(Budget.of((plain, given))):
+                text = self._template.render(messages=plain, add_generation_prompt=add_generation_prompt, **given)
         except Exception as error:  # a template may fail in any way on messages that it did not expect
-            raise InvalidRequest(f"the model's chat template refuses these messages: {error}", "messages") from None
+            reason = str(error)[:MAX_REASON] or type(error).__name__
+            raise InvalidRequest(f"the model's chat template refuses these messages: {reason}", "messages") from None
         return _cut_at_mark(text) if continue_final_message else text
 
 
@@ -132,15 +140,25 @@ class _Generation(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-def _compile(source: str) -> jinja2.Template:
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
-    environment.filters["tojson"] = _to_json
+def _environment() -> GuardedEnvironment:
+    environment = GuardedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
+    environment.set_filter("tojson", _to_json)
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+def _compile(environment: GuardedEnvironment, source: str) -> jinja2.Template:
+    """Raises CheckpointError."""
+    if len(source) > MAX_SOURCE:
+        raise CheckpointError(f"the chat template has {len(source)} characters, of at most {MAX_SOURCE}", "chat_template")
     try:
-        return environment.from_string(source)
+        with environment.within(Budget.of(source)):
+            return environment.from_string(source)
     except jinja2.TemplateSyntaxError as error:
         raise CheckpointError(f"the chat template has a syntax error in line {error.lineno}: {error}", "chat_template") from None
+    except Exception as error:  # what is nested too deeply fails in Jinja's code, or in Python's for what Jinja made of it
+        raise CheckpointError(f"the chat template cannot be compiled ({type(error).__name__})", "chat_template") from None
 
 
 def _raise_exception(message: str) -> NoReturn:
@@ -148,6 +166,8 @@ def _raise_exception(message: str) -> NoReturn:
 
 
 def _strftime_now(pattern: str) -> str:
+    if len(pattern) > MAX_DATE or WIDE.search(pattern):
+        raise jinja2.TemplateError("strftime_now writes a date")
     return datetime.now().strftime(pattern)
 
 

@@ -40,6 +40,36 @@ TOOLS = """{%- set ns = namespace(found=false, last=0) -%}
 {%- if tools is not none -%}TOOLS{%- endif -%}
 {%- if enable_thinking is defined and not enable_thinking -%}<think></think>{%- endif -%}
 {{ ns.last }}{{ strftime_now('%Y')[:2] }}{% if add_generation_prompt %}<|im_start|>assistant{% endif %}"""
+MODERN = """{%- macro show(content) -%}
+    {%- if content is string -%}{{- content -}}{%- else -%}{%- for part in content -%}{{ part.text }}{%- endfor -%}{%- endif -%}
+{%- endmacro -%}
+{%- set ns = namespace(last=messages|length - 1, multi=true) -%}
+{%- for message in messages[::-1] -%}
+    {%- set index = (messages|length - 1) - loop.index0 -%}
+    {%- if ns.multi and message.role == 'user' and not (message.content.startswith('<tool>') and message.content is string) -%}
+        {%- set ns.multi = false -%}{%- set ns.last = index -%}
+    {%- endif -%}
+{%- endfor -%}
+{{- bos_token -}}
+{%- if messages[0].role in ['system', 'developer'] -%}
+    {{- '<|sys|>' ~ messages[0].content.strip() ~ '\n' -}}
+    {%- set loop_messages = messages[1:] -%}
+{%- else -%}
+    {%- set loop_messages = messages -%}
+{%- endif -%}
+{%- for message in loop_messages -%}
+    {%- set content = show(message.content) -%}
+    {%- if message.role == 'assistant' and '</think>' in content -%}
+        {%- set content = content.split('</think>')[-1].lstrip('\n') -%}
+    {%- endif -%}
+    {{- '<|' + message.role + '|>' + content + ('<|last|>' if loop.last else '') -}}
+    {%- if loop.previtem is defined and loop.previtem.role != message.role -%}{{- loop.index0 }}/{{ loop.revindex -}}{%- endif -%}
+{%- endfor -%}
+{{- messages | map(attribute='role') | unique | join('+') -}}
+{{- (messages | selectattr('role', 'equalto', 'user') | list)[-1].content | upper -}}
+{{- {'name': 'f', 'n': [1, 2.5, none, true]} | tojson -}}
+{{- '%s has %d' % ('it', messages|length) -}}
+{%- if add_generation_prompt -%}{{- '<|assistant|>\n' -}}{%- endif -%}"""
 TRIMS = "{% for message in messages %}{{ message['role'] + ':' + message['content'] | trim + eos_token }}{% endfor %}"
 PLAIN = [{"role": "system", "content": 'Be <brief> & "exact".'}, {"role": "user", "content": " Hi there \n"}]
 LONG = [*PLAIN, {"role": "assistant", "content": "Hello, ü 👍 "}, {"role": "user", "content": "And?\n\n"}]
@@ -51,7 +81,7 @@ def both(tmp_path: Path, template: str) -> tuple[ChatTemplate, Any]:
     return ChatTemplate.of(Tokenizer.from_directory(tmp_path)), AutoTokenizer.from_pretrained(tmp_path)
 
 
-@pytest.mark.parametrize("template", [CHATML, STRICT, TOOLS], ids=["chatml", "strict", "tools"])
+@pytest.mark.parametrize("template", [CHATML, STRICT, TOOLS, MODERN], ids=["chatml", "strict", "tools", "modern"])
 @pytest.mark.parametrize("messages", [PLAIN, LONG, OPEN], ids=["plain", "long", "open"])
 @pytest.mark.parametrize("options", [{}, {"enable_thinking": False}], ids=["bare", "options"])
 def test_renders_as_transformers(tmp_path: Path, template: str, messages: Any, options: Any) -> None:
