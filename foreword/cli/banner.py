@@ -53,14 +53,14 @@ def banner(
         speculation_line(info),
         *(() if encoder is None else (encoder_line(encoder),)),
         f"address: {url} (docs: {url}/docs, metrics: {url}/metrics)",
-        f"try: {curl_line(url, name, bool(config.api_key))}",
+        f"try: {curl_line(url, name, bool(config.api_key or config.api_key_file))}",
         *(f"warning: {text}" for text in (*open_door(config), *info.warnings)),
     )
 
 
 def open_door(config: Config) -> tuple[str, ...]:
     """A server that others can reach without a key should say so."""
-    if config.api_key or config.host in ("localhost", "::1") or config.host.startswith("127."):
+    if config.api_key or config.api_key_file or config.host in ("localhost", "::1") or config.host.startswith("127."):
         return ()
     return (f"anybody who reaches {config.host} may use this server; --api-key asks for a key",)
 

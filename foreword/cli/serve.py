@@ -13,6 +13,7 @@ import resource
 import socket
 import time
 from contextlib import AsyncExitStack
+from pathlib import Path
 
 from foreword.cli.backends import Backends
 from foreword.cli.banner import address, banner
@@ -27,6 +28,7 @@ from foreword.resolve import EngineInfo
 from foreword.serve.connections import web_config
 from foreword.serve.draining import Drain
 from foreword.serve.entrance import Entrance
+from foreword.serve.key_file import read_key_file
 
 __all__ = ["add_arguments", "run"]
 
@@ -45,6 +47,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     config = read_config(args)
     set_up_logging(config.log_level)
+    if config.api_key_file is not None:
+        read_key_file(Path(config.api_key_file))  # a broken one is told of before a model is loaded
     allow_files(config.max_connections + SPARE_FILES)
     with bind(config.host, config.port) as listener:
         return asyncio.run(_run(prepare(config), listener))

@@ -36,6 +36,11 @@ __all__ = ["create_app"]
 ROUTES = (chat, completions, embeddings, rerank, score, models, tokenize, health, metrics, docs, admin)
 TICK_S = 1.0
 MB = 1_000_000
+EXPOSED = [
+    "X-Request-Id",
+    "Retry-After",
+    *(f"x-ratelimit-{what}-{of}" for what in ("limit", "remaining", "reset") for of in ("requests", "tokens")),
+]
 
 
 def create_app(
@@ -96,12 +101,12 @@ def _add_middleware(app: FastAPI, server: Server, drain: Drain) -> None:
     app.add_middleware(BodyLimit, max_bytes=config.max_body_mb * MB)
     app.add_middleware(Gate, admission=server.admission)
     app.add_middleware(Authentication, keys=server.keys, on_refusal=server.recorder.rejected)
-    app.add_middleware(Draining, drain=drain)
+    app.add_middleware(Draining, drain=drain, on_refusal=server.recorder.rejected)
     app.add_middleware(LastResort)
     origins = [origin.strip() for origin in config.cors_origins.split(",") if origin.strip()]
     if origins:
         app.add_middleware(
-            CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"], expose_headers=["X-Request-Id"]
+            CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"], expose_headers=EXPOSED
         )
     app.add_middleware(RequestIds)
 

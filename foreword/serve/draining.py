@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -66,14 +66,16 @@ class Drain:
 class Draining:
     """Counts the requests, and refuses or ends them when the time has come; health and metrics stay readable."""
 
-    def __init__(self, app: ASGIApp, drain: Drain) -> None:
+    def __init__(self, app: ASGIApp, drain: Drain, on_refusal: Callable[[str], None]) -> None:
         self._app = app
         self._drain = drain
+        self._on_refusal = on_refusal
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
             return await self._app(scope, receive, send)
         if self._drain.began:
+            self._on_refusal("draining")
             return await _refuse(scope, receive, send)
         response, limit = _Response(send), asyncio.timeout(None)
         with self._drain.counting(limit):
