@@ -173,7 +173,7 @@ def test_nothing_leads_out(source: str, said: str) -> None:
         ("{{ ['b', 'a']|sort|join(', ') }}{{ [1, 2]|sum }}{{ 7 // 2 }}{{ 2 ** 10 }}", "a, b331024"),
         ("{{ missing }}{{ missing ~ 'x' }}{{ messages|length == 1 }}{{ messages[:1] == messages }}", "xTrueTrue"),
         (
-            "{% for m in messages recursive %}{{ m.content }}{% if m.content == 'a' %}{{ loop([{'content': 'b'}]) }}{% endif %}{% endfor %}",
+            "{% for m in messages recursive %}{{ m.content }}{{ loop([{'content': 'b'}]) if loop.depth < 2 }}{% endfor %}",
             "ab",
         ),
         ("{{ {'a': [1]}|tojson(indent=1) }}", '{\n "a": [\n  1\n ]\n}'),
