@@ -50,6 +50,7 @@ class CpuOps(NativeSampling):
     def compile(self, forward: Callable[[Batch], Tensor]) -> Callable[[Batch], Tensor]:
         """Recorded over three rows that read and write the scratch block; the result is overwritten by the next call."""
         batch = build_batch([Chunk([0] * TRACE_ROWS, 0, [0] * TRACE_ROWS, TRACE_SAMPLED)], 1, self.row_tile, "cpu")
+        batch.positions.zero_()  # a model may have fewer positions than there are rows here
         self._recorder = Recorder(batch)
         try:
             return Program(self._recorder, forward(batch), self._run, self._draft)
