@@ -13,7 +13,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from foreword import LLM, RequestOutput, SamplingParams, Speculation
 from foreword.config import DRAFTERS
-from foreword.core.runaway import SCALES
+from foreword.core.events import Tokens
+from foreword.core.runaway import SCALES, RunawayGuard
+from foreword.outputs import CompletionOutput
+from foreword.text.prepare import make_requests
 from tests.checkpoints import write_checkpoint
 from tests.features import COLUMNS, RUNAWAY
 from tests.test_exact import fingerprint
@@ -104,6 +107,35 @@ def test_they_end_where_they_should(engines: Engines) -> None:
                     assert end[:-pattern] == end[pattern:], "the last 256 tokens repeat"
                     before = choice.token_ids[-ENOUGH - pattern - 1]
                     assert len(choice.token_ids) == ENOUGH + pattern or before != end[pattern - 1], "and no more do"
+
+
+@pytest.mark.parametrize("drafter", ["off", "suffix"])
+@pytest.mark.parametrize("feature", RUNAWAY)
+def test_an_engine_that_takes_over_ends_them_there_too(engines: Engines, feature: str, drafter: str) -> None:
+    """And tells of it if nobody was told before."""
+    choice = engines.known[feature][0].outputs[0]
+    (found,) = (end.num_tokens for end in [RunawayGuard().feed(choice.token_ids)] if end)
+    for known in (1, 200, len(choice.token_ids) - 1):
+        events = resumed(
+            engines.drafting, replace(params_of(RUNAWAY[feature])[0], speculation=Speculation(drafter)), choice, known
+        )
+        assert [token for event in events for token in event.token_ids] == list(choice.token_ids[known:])
+        assert events[-1].finish_reason == choice.finish_reason
+        told = [event.index + event.repeating.num_tokens for event in events if event.repeating]
+        assert told == ([found] if known < found else [])
+
+
+def resumed(llm: LLM, params: SamplingParams, choice: CompletionOutput, known: int) -> list[Tokens]:
+    """The events of an engine that is told what was delivered before."""
+    ids = tuple(prompts()[0]["prompt_token_ids"])
+    request = make_requests(ids, replace(params, n=1, seed=choice.seed), llm.tokenizer, f"again-{known}", 512)[0]
+    llm._client.submit(replace(request, delivered_ids=choice.token_ids[:known]))
+    events: list[Tokens] = []
+    while not events or events[-1].finish_reason is None:
+        for event in llm._client.step().events:
+            assert isinstance(event, Tokens)
+            events.append(event)
+    return events
 
 
 def test_stop_is_the_beginning_of_warn(engines: Engines) -> None:

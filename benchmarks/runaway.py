@@ -1,0 +1,138 @@
+"""The guard against runaways: what it costs a token, how soon it finds a loop, and on which texts it is wrong.
+
+    python -m benchmarks.runaway [--tokenizer FOLDER ...] [--samples 2000] [--tokens 200000]
+
+Cost: tokens are fed one at a time, asked about first and then taken, as a step without speculation does it; in bursts of
+eight, as one with it; and, to compare, through `RequestState` with and without a guard. The kinds of token are chance, a loop
+that is broken off with the last token that is allowed, and one that repeats patterns of every length. It is one thread of
+Python; nothing is computed by a model. Alarms: the texts of tests/repetitive.py, which repeat themselves for good reason,
+in each tokenizer. Loops: repeating tokens with which a pattern of each length is found. Prints tables and then one JSON line;
+ends with 1 if there was an alarm, or a loop that was found too late.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+from foreword.cli.bench_common import show, show_json
+from foreword.core.params import SamplingParams
+from foreword.core.request import Request, RequestState
+from foreword.core.runaway import SCALES, RunawayGuard
+from foreword.demo import MODEL
+from foreword.text.tokenizer import Tokenizer
+from tests.fakes import byte_tokenizer
+from tests.repetitive import sample
+
+ENOUGH = SCALES[0][1]
+BURST = 8
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--tokenizer", action="append", default=[], metavar="FOLDER", help="one more; may be repeated")
+    parser.add_argument("--samples", type=int, default=2000)
+    parser.add_argument("--tokens", type=int, default=200_000)
+    args = parser.parse_args(arguments)
+    costs = {name: _costs(tokens) for name, tokens in _streams(args.tokens).items()}
+    show(
+        "nanoseconds a token", ("tokens", "one by one", f"in bursts of {BURST}", "request, guarded", "request, off"), _rows(costs)
+    )
+    tokenizers = {"demo": Tokenizer.from_directory(MODEL), "bytes": byte_tokenizer()}
+    tokenizers |= {Path(path).name: Tokenizer.from_directory(path) for path in args.tokenizer}
+    alarms = {name: _alarms(tokenizer, args.samples) for name, tokenizer in tokenizers.items()}
+    show(f"alarms on {args.samples} texts", ("tokenizer", "alarms", "kinds"), [_alarm_row(*item) for item in alarms.items()])
+    late = {pattern: _delay(pattern) for pattern in range(1, SCALES[-1][0] + 1)}
+    worst = [max(late[p] for p in late if p <= longest) for longest, _ in SCALES]
+    rows = [(str(longest), str(delay)) for (longest, _), delay in zip(SCALES, worst, strict=True)]
+    show("repeating tokens with which a loop is found", ("patterns up to", "at most"), rows)
+    show_json({"nanoseconds": costs, "alarms": {name: dict(found) for name, found in alarms.items()}, "worst_delay": worst})
+    on_time = all(delay <= enough for delay, (_, enough) in zip(worst, SCALES, strict=True))
+    return 0 if on_time and not any(alarms.values()) else 1
+
+
+def _streams(count: int) -> dict[str, list[int]]:
+    """None of them is a runaway."""
+    chance = random.Random(1)
+    block = [*[7] * ENOUGH, 8]
+    broken = [token + 2 * start for start in range(count // len(block)) for token in block]
+    lengths = [[1000 * p + i % p for i in range(p + ENOUGH - 1)] for p in range(1, 129)]
+    patterns = [token for loop in lengths for token in loop]
+    return {
+        "chance": [chance.randrange(150_000) for _ in range(count)],
+        "two ids by chance": [chance.randrange(2) for _ in range(count)],
+        "broken off": broken,
+        "every pattern": patterns * max(count // len(patterns), 1),
+    }
+
+
+def _costs(tokens: Sequence[int]) -> tuple[float, float, float, float]:
+    singles = [(token,) for token in tokens]
+    bursts = [tuple(tokens[i : i + BURST]) for i in range(0, len(tokens), BURST)]
+    return (
+        _timed(_guarding(), singles, len(tokens)),
+        _timed(_guarding(), bursts, len(tokens)),
+        _timed(_following("warn", len(tokens)), singles, len(tokens)),
+        _timed(_following("off", len(tokens)), singles, len(tokens)),
+    )
+
+
+def _guarding() -> Callable[[Sequence[int]], None]:
+    guard = RunawayGuard()
+
+    def take(run: Sequence[int]) -> None:
+        assert guard.find(run) is None
+        guard.feed(run)
+
+    return take
+
+
+def _following(mode: str, count: int) -> Callable[[Sequence[int]], None]:
+    params = SamplingParams(on_runaway=mode)
+    state = RequestState(Request("bench", (1,), params, 0), 0, count + 2)
+
+    def take(run: Sequence[int]) -> None:
+        state.append(run[: state.ending(run).kept])
+
+    return take
+
+
+def _timed(take: Callable[[Sequence[int]], None], runs: Iterable[Sequence[int]], count: int) -> float:
+    began = time.perf_counter()
+    for run in runs:
+        take(run)
+    return (time.perf_counter() - began) / count * 1e9
+
+
+def _alarms(tokenizer: Tokenizer, count: int) -> Counter[str]:
+    """How many texts of each kind are taken for runaways."""
+    found: Counter[str] = Counter()
+    for number in range(count):
+        kind, text = sample(number)
+        found[kind] += RunawayGuard().feed(tokenizer.encode(text, add_special_tokens=False)) is not None
+    return +found
+
+
+def _delay(pattern: int) -> int:
+    """Repeating tokens up to the one with which a loop of this length is found, behind a preamble of other tokens."""
+    preamble = range(10_000, 10_000 + pattern)
+    found = RunawayGuard().feed([*preamble, *(i % pattern for i in range(SCALES[-1][0] + SCALES[-1][1]))])
+    assert found is not None and found.pattern == pattern
+    return found.num_tokens - len(preamble) - pattern
+
+
+def _rows(costs: dict[str, tuple[float, float, float, float]]) -> list[tuple[str, ...]]:
+    return [(name, *(f"{value:.0f}" for value in values)) for name, values in costs.items()]
+
+
+def _alarm_row(name: str, found: Counter[str]) -> tuple[str, ...]:
+    return name, str(found.total()), ", ".join(f"{kind} {count}" for kind, count in found.items())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
