@@ -7,18 +7,21 @@ import contextlib
 import logging
 import re
 import uuid
-from collections.abc import Sequence
+from collections.abc import AsyncIterator
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from foreword.errors import PayloadTooLarge, RequestFailed
+from foreword.errors import ForewordError, Overloaded, PayloadTooLarge, RequestFailed
 from foreword.serve.errors import error_response
 
 __all__ = ["BodyLimit", "LastResort", "RequestIds"]
 
 logger = logging.getLogger("foreword.serve")
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+MANY_BODIES = 16  # of the largest size may be in memory at once
+RETRY_AFTER_S = 1.0
+TOO_MANY = "the bodies of other requests fill the memory that there is for them; try again later"
 DRAIN_S = 10.0  # how long a client may go on sending what was refused
 
 
@@ -66,34 +69,45 @@ class LastResort:
 
 
 class BodyLimit:
-    """Reads the body before anyone else does, and refuses it while reading if it grows too large."""
+    """Reads the body before anyone else does, and refuses it while reading if it grows too large.
+
+    held  bytes of all bodies that are being read or worked on
+    """
 
     def __init__(self, app: ASGIApp, max_bytes: int) -> None:
         self._app = app
         self._max_bytes = max_bytes
+        self.held = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["method"] in ("GET", "HEAD", "OPTIONS"):
             return await self._app(scope, receive, send)
         declared = Headers(scope=scope).get("content-length", "0")
         if declared.isdigit() and int(declared) > self._max_bytes:
-            return await self._refuse(receive, send)
-        parts: list[bytes] = []
-        more, size = True, 0
-        while more:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                return
-            parts.append(message.get("body", b""))
-            more, size = message.get("more_body", False), size + len(parts[-1])
-            if size > self._max_bytes:
-                return await self._refuse(receive, send, more)
-        scope.setdefault("state", {})["body_bytes"] = size
-        await self._app(scope, _replay(parts, receive), send)
+            return await self._refuse(self._too_large(), receive, send)
+        body = _Body(receive)
+        try:
+            async for size in body.read():
+                self.held += size
+                if (error := self._refusal(body.size)) is not None:
+                    return await self._refuse(error, receive, send, body.more)
+            if body.complete:
+                scope.setdefault("state", {})["body_bytes"] = body.size
+                await self._app(scope, body.replay, send)
+        finally:
+            self.held -= body.size
 
-    async def _refuse(self, receive: Receive, send: Send, more: bool = True) -> None:
+    def _refusal(self, size: int) -> ForewordError | None:
+        if size > self._max_bytes:
+            return self._too_large()
+        full = self.held > MANY_BODIES * self._max_bytes
+        return Overloaded(TOO_MANY, retry_after_s=RETRY_AFTER_S) if full else None
+
+    def _too_large(self) -> PayloadTooLarge:
+        return PayloadTooLarge(f"the body is larger than {self._max_bytes} bytes")
+
+    async def _refuse(self, error: ForewordError, receive: Receive, send: Send, more: bool = True) -> None:
         """Answer at once, then let the client finish: closing on unread data would lose the answer."""
-        error = PayloadTooLarge(f"the body is larger than {self._max_bytes} bytes")
         response = error_response(error)
         response.headers["Connection"] = "close"
         await send({"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers})
@@ -106,16 +120,37 @@ class BodyLimit:
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-def _replay(parts: Sequence[bytes], receive: Receive) -> Receive:
-    """A `receive` that gives the whole body once and then listens on."""
-    body: bytes | None = b"".join(parts)
+class _Body:
+    """A request's body, part by part, and afterwards once more as a whole.
 
-    async def replay() -> Message:
-        nonlocal body
-        if body is None:
-            return await receive()
-        message = {"type": "http.request", "body": body, "more_body": False}
-        body = None
-        return message
+    more  there are parts to come
+    """
 
-    return replay
+    __slots__ = ("_parts", "_receive", "complete", "more", "size")
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self._parts: list[bytes] | None = []
+        self.size = 0
+        self.more = True
+        self.complete = False
+
+    async def read(self) -> AsyncIterator[int]:
+        """Bytes of each part; it is complete then, unless the client went away."""
+        assert self._parts is not None
+        while self.more:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                return
+            self._parts.append(message.get("body", b""))
+            self.size += len(self._parts[-1])
+            self.more = message.get("more_body", False)
+            yield len(self._parts[-1])
+        self.complete = True
+
+    async def replay(self) -> Message:
+        """A `receive` that gives the whole body once and then listens on."""
+        if self._parts is None:
+            return await self._receive()
+        body, self._parts = b"".join(self._parts), None
+        return {"type": "http.request", "body": body, "more_body": False}
