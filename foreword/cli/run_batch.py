@@ -15,7 +15,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -115,9 +115,15 @@ async def _run(config: Config, args: argparse.Namespace, items: Iterator[Job | B
     if args.url is not None:
         async with _client(args.url.rstrip("/").removesuffix("/v1"), config) as http:
             return await answer_all(Caller(http, PATIENCE_S), items, output, tally, args.concurrency or REMOTE_CONCURRENCY)
+    config = _alone(config)
     async with _application(config) as app, _client(IN_PROCESS, config, ASGITransport(app, raise_app_exceptions=False)) as http:
         concurrency = args.concurrency or 2 * app.state.server.info().resolved.max_num_seqs
         await answer_all(Caller(http), items, output, tally, concurrency)
+
+
+def _alone(config: Config) -> Config:
+    """Nobody else comes in here: keys are not asked for, and whoever waits may wait."""
+    return replace(config, api_key=None, api_key_file=None, queue_timeout=0.0)
 
 
 @asynccontextmanager

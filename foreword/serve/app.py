@@ -36,11 +36,11 @@ __all__ = ["create_app"]
 ROUTES = (chat, completions, embeddings, rerank, score, models, tokenize, health, metrics, docs, admin)
 TICK_S = 1.0
 MB = 1_000_000
-EXPOSED = [
+EXPOSED = (
     "X-Request-Id",
     "Retry-After",
     *(f"x-ratelimit-{what}-{of}" for what in ("limit", "remaining", "reset") for of in ("requests", "tokens")),
-]
+)
 
 
 def create_app(

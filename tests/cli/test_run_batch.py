@@ -178,7 +178,8 @@ def test_wrong_use(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_application_in_this_process(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The bundled model answers; bad lines are lines of their own; the second run loads nothing."""
+    """The bundled model answers; bad lines are lines of their own; the second run loads nothing. Keys are a server's."""
+    monkeypatch.setenv("FOREWORD_API_KEY_FILE", str(tmp_path / "none.yaml"))
     completion = line("c", "/v1/completions", prompt="Once upon a time", max_tokens=4, n=2)
     source = write(tmp_path / "in", chat("a", max_tokens=4), completion, chat("b", temperature=-1), "{")
     arguments = ["run-batch", "demo", "-i", str(source), "-o", str(tmp_path / "out"), "--kv-cache-memory", "4000tokens"]
