@@ -90,6 +90,7 @@ class BodyLimit:
             async for size in body.read():
                 self.held += size
                 if (error := self._refusal(body.size)) is not None:
+                    self.held -= body.forget()
                     return await self._refuse(error, receive, send, body.more)
             if body.complete:
                 scope.setdefault("state", {})["body_bytes"] = body.size
@@ -147,6 +148,11 @@ class _Body:
             self.more = message.get("more_body", False)
             yield len(self._parts[-1])
         self.complete = True
+
+    def forget(self) -> int:
+        """Nobody wants it; returns its size so far."""
+        size, self.size, self._parts = self.size, 0, None
+        return size
 
     async def replay(self) -> Message:
         """A `receive` that gives the whole body once and then listens on."""
