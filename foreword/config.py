@@ -19,6 +19,7 @@ __all__ = ["DRAFTERS", "Config", "option_fields", "parse_bytes"]
 
 DRAFTERS = ("grammar", "prediction", "suffix", "ngram", "draft", "replay")
 GIB = 1 << 30
+HUGE = 1e300
 
 
 def option(default: Any, help_: str, *, group: str, choices: tuple[str, ...] = (), secret: bool = False) -> Any:
@@ -287,7 +288,12 @@ def _spread_vllm(text: str) -> dict[str, Any]:
 
 def _between(name: str, value: float, low: float, high: float) -> None:
     if not low <= value <= high:
-        raise ConfigError(f"{name} must be between {low:g} and {high:g}, got {value:g}", name)
+        raise ConfigError(f"{name} must be between {low:g} and {high:g}, got {_short(value)}", name)
+
+
+def _short(value: float) -> str:
+    """A number as it was given; a whole one may be too long for a float."""
+    return f"{value:g}" if abs(value) < HUGE else f"a number of {value.bit_length()} bits" if isinstance(value, int) else "inf"
 
 
 def _check_type(name: str, value: object, annotation: str) -> None:

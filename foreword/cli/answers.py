@@ -114,7 +114,9 @@ class Remote:
         with self._asking():
             response = _check(self._http.get("/v1/models"))
         with _understanding(response):
-            return str(response.json()["data"][0]["id"])
+            name = str(response.json()["data"][0]["id"])
+            name.encode()  # half of a surrogate pair cannot be asked for
+            return name
 
     @contextmanager
     def _asking(self) -> Iterator[None]:

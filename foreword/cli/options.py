@@ -113,7 +113,7 @@ def _from_file(path: Path) -> dict[str, Any]:
         given = yaml.load(path.read_text(encoding="utf-8"), Loader=yaml.BaseLoader)
     except OSError as error:
         raise ConfigError(f"config file {path}: {error.strerror or error}", "config") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"config file {path} is not YAML: {' '.join(str(error).split())}", "config") from None
     if not given:
         return {}

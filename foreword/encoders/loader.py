@@ -80,11 +80,11 @@ def _read_config(path: Path) -> tuple[type[Encoder], EncoderConfig]:
         raise CheckpointError(f"{path} is not a checkpoint: it has no config.json", "embedding_model")
     reader = ConfigReader(read_json(file), str(file))
     model_type = reader.raw("model_type")
-    if model_type not in ARCHITECTURES:
+    if not isinstance(model_type, str) or model_type not in ARCHITECTURES:
         known = ", ".join(sorted(ARCHITECTURES))
         raise CheckpointError(
-            f"{file}: model_type {model_type!r} is no encoder that is supported; known: {known}. Decoders embed as the served "
-            "model",
+            f"{file}: model_type {model_type!r:.80} is no encoder that is supported; known: {known}. Decoders embed as the "
+            "served model",
             "embedding_model",
         )
     architecture = ARCHITECTURES[model_type]

@@ -110,10 +110,12 @@ def _read_prompts(file: Path) -> tuple[Mapping[str, str], str | None]:
     if not file.is_file():
         return {}, None
     values = read_json(file)
-    prompts = {str(name): str(text) for name, text in (values.get("prompts") or {}).items()}
+    prompts = values.get("prompts") or {}
+    if not isinstance(prompts, dict) or not all(isinstance(text, str) for text in prompts.values()):
+        raise CheckpointError(f"{file}: prompts must be texts by name, got {prompts!r:.80}", "embedding_model")
     default = values.get("default_prompt_name")
-    if default is not None and default not in prompts:
-        raise CheckpointError(f"{file}: default_prompt_name {default!r} is none of its prompts", "embedding_model")
+    if default is not None and (not isinstance(default, str) or default not in prompts):
+        raise CheckpointError(f"{file}: default_prompt_name {default!r:.80} is none of its prompts", "embedding_model")
     return prompts, default
 
 

@@ -106,9 +106,9 @@ def _read_metadata(gguf: GGUF) -> tuple[type[Decoder], DecoderConfig]:
 
 def _strictly(reader: ConfigReader) -> tuple[type[Decoder], DecoderConfig]:
     model_type = reader.raw("model_type")
-    if model_type not in ARCHITECTURES:
+    if not isinstance(model_type, str) or model_type not in ARCHITECTURES:
         known = ", ".join(sorted(ARCHITECTURES))
-        raise CheckpointError(f"{reader.source}: model_type {model_type!r} is not supported; known: {known}")
+        raise CheckpointError(f"{reader.source}: model_type {model_type!r:.80} is not supported; known: {known}")
     architecture = ARCHITECTURES[model_type]
     config = architecture.read(reader)
     reader.finish()

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import tokenizers
 from tokenizers import AddedToken
 
 from foreword.core.vocabulary import Vocabulary
-from foreword.errors import CheckpointError, InvalidRequest
-from foreword.text.checkpoint import TokenizerFiles, read_files
+from foreword.errors import CheckpointError, ForewordError, InvalidRequest, RequestFailed
+from foreword.text.checkpoint import ADDED_FLAGS, MAX_TOKENS, TokenizerFiles, read_files
 from foreword.text.decoding import Decoding, parse_decoder
 from foreword.text.spelling import Spelling
 
-__all__ = ["Tokenizer"]
+__all__ = ["Tokenizer", "library_errors"]
 
-ADDED_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+PROBE = "a \ue000"  # the second character is nobody's
+PANIC = "PanicException"  # of libraries written in Rust: no Exception, and without a module to import it from
 
 
 class Tokenizer:
@@ -56,6 +58,10 @@ class Tokenizer:
         self._bytes: dict[int, bytes] = {}
         self._spelling: Spelling | None = None
         self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        if self.vocab_size > MAX_TOKENS:
+            raise CheckpointError(
+                f"the tokenizer has a token with the id {self.vocab_size - 1}; {MAX_TOKENS} are possible", "model"
+            )
         self.special_tokens = dict(files.special_tokens)
         self.chat_template = files.chat_template
         self.eos_token_ids = self._eos_ids(files)
@@ -70,10 +76,9 @@ class Tokenizer:
                 "writes one from older formats",
                 "model",
             )
-        try:
+        with library_errors(lambda why: CheckpointError(f"{file} cannot be read: {why}", "model")):
             backend = tokenizers.Tokenizer.from_file(str(file))
-        except Exception as error:  # the library raises bare Exception
-            raise CheckpointError(f"{file} cannot be read: {error}", "model") from None
+            backend.encode(PROBE)  # a vocabulary without its unknown token is noticed only then
         return cls(backend, read_files(Path(path)), decodes)
 
     @property
@@ -91,7 +96,8 @@ class Tokenizer:
         """
         _check_unicode(text)
         # Of the two, encode_batch is the one that releases the interpreter's lock.
-        ids: list[int] = self._backend.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
+        with library_errors(_fails):
+            ids: list[int] = self._backend.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
         return ids
 
     def encode_cut(
@@ -105,20 +111,8 @@ class Tokenizer:
         """
         for part in (text, pair or ""):
             _check_unicode(part)
-        whole = self._backend.encode_batch([text if pair is None else (text, pair)], add_special_tokens=add_special_tokens)[0]
-        if max_tokens is None or len(whole.ids) <= max_tokens:
-            return whole.ids, whole.type_ids
-        encodings = self._backend.encode_batch([text] if pair is None else [text, pair], add_special_tokens=False)
-        special = self._backend.num_special_tokens_to_add(pair is not None) if add_special_tokens else 0
-        if special > max_tokens:
-            raise InvalidRequest(
-                f"truncate_prompt_tokens {max_tokens} leaves no room for {special} special tokens", "truncate_prompt_tokens"
-            )
-        lengths = _shares([len(encoding.ids) for encoding in encodings], max_tokens - special)
-        for encoding, length in zip(encodings, lengths, strict=True):
-            encoding.truncate(length)
-        cut = self._backend.post_process(encodings[0], encodings[1] if pair is not None else None, add_special_tokens)
-        return cut.ids, cut.type_ids
+        with library_errors(_fails):
+            return self._cut(text, pair, max_tokens, add_special_tokens)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of `ids`. Bytes that are no UTF-8 become U+FFFD; ids that no token has are skipped."""
@@ -179,12 +173,46 @@ class Tokenizer:
                 return f"id {token_id} is {_named(here)} in the one and {_named(there)} in the other"
         return None
 
+    def _cut(self, text: str, pair: str | None, max_tokens: int | None, add_special_tokens: bool) -> tuple[list[int], list[int]]:
+        """See `encode_cut`."""
+        whole = self._backend.encode_batch([text if pair is None else (text, pair)], add_special_tokens=add_special_tokens)[0]
+        if max_tokens is None or len(whole.ids) <= max_tokens:
+            return whole.ids, whole.type_ids
+        encodings = self._backend.encode_batch([text] if pair is None else [text, pair], add_special_tokens=False)
+        special = self._backend.num_special_tokens_to_add(pair is not None) if add_special_tokens else 0
+        if special > max_tokens:
+            raise InvalidRequest(
+                f"truncate_prompt_tokens {max_tokens} leaves no room for {special} special tokens", "truncate_prompt_tokens"
+            )
+        lengths = _shares([len(encoding.ids) for encoding in encodings], max_tokens - special)
+        for encoding, length in zip(encodings, lengths, strict=True):
+            encoding.truncate(length)
+        cut = self._backend.post_process(encodings[0], encodings[1] if pair is not None else None, add_special_tokens)
+        return cut.ids, cut.type_ids
+
     def _eos_ids(self, files: TokenizerFiles) -> tuple[int, ...]:
         ids = list(files.eos_ids)
         named = self.token_id(files.special_tokens.get("eos_token", ""))
         if named is not None and named not in ids:
             ids.append(named)
         return tuple(ids)
+
+
+@contextmanager
+def library_errors(as_ours: Callable[[str], ForewordError]) -> Iterator[None]:
+    """What the tokenizers library raises, a bare Exception or a panic, becomes what `as_ours` makes of its words."""
+    try:
+        yield
+    except ForewordError:
+        raise
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != PANIC:
+            raise
+        raise as_ours(str(error)) from None
+
+
+def _fails(why: str) -> ForewordError:
+    return RequestFailed(f"the tokenizer fails on this text: {why}")
 
 
 def _check_unicode(text: str) -> None:

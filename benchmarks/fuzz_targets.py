@@ -1,0 +1,339 @@
+"""What reads files and texts that others wrote, each with sound inputs to begin with: see fuzz_parsers.py."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import tokenizers
+from tokenizers import decoders, models
+
+from benchmarks.fuzz_mutate import Mutate, change_bytes, change_json, change_lines, change_safetensors
+from foreword.cli.options import read_config
+from foreword.core.structured import StructuredOutput
+from foreword.core.vocabulary import Vocabulary
+from foreword.encoders.loader import load_encoder
+from foreword.encoders.recipe import read_recipe
+from foreword.errors import CheckpointError, ConfigError, InvalidRequest, Overloaded
+from foreword.grammar.check import GrammarChecker
+from foreword.grammar.compile import grammar_text
+from foreword.kernels.reference import Reference
+from foreword.models.base import Precision
+from foreword.models.gguf.reader import open_gguf
+from foreword.models.loader import load_model, read_facts
+from foreword.models.safetensors import SafetensorsFile
+from foreword.models.weights import FileWeights
+from foreword.prepare import read_vocabulary
+from foreword.text.gguf import tokenizer_of
+from foreword.text.template import ChatTemplate
+from foreword.text.tokenizer import Tokenizer
+from tests.checkpoints import write_checkpoint
+from tests.gguf_files import Raw, write_gguf
+
+__all__ = ["Target", "file_targets"]
+
+SMALL: Mapping[str, Any] = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_key_value_heads": 2}
+POSITIONS = 16  # of models that are loaded
+MESSAGES = [{"role": "user", "content": "Hello ü"}]
+UNICODE = ("utf-8", "surrogateescape")
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A parser.
+
+    run      gives it an input; there is a folder to write to. What it raises beside `refusals` is a finding
+    modules  below foreword/: their lines tell which inputs are new
+    share    of the inputs that others get: what is slow gets fewer
+    """
+
+    seeds: Sequence[bytes]
+    run: Callable[[bytes, Path], None]
+    refusals: tuple[type[Exception], ...]
+    modules: tuple[str, ...]
+    change: Mutate = change_bytes
+    share: float = 1.0
+
+
+def file_targets() -> Mapping[str, Callable[[], Target]]:
+    """By name; each is made where it is needed."""
+    return {
+        "safetensors": _safetensors,
+        "index": _index,
+        "gguf": _gguf,
+        "gguf-metadata": _gguf_metadata,
+        "config": _config,
+        "tokenizer": _tokenizer,
+        "encoder": _encoder,
+        "options": _options,
+        "grammar": _grammar,
+        "grammar-worker": _grammar_worker,
+    }
+
+
+def _safetensors() -> Target:
+    def run(data: bytes, folder: Path) -> None:
+        path = _written(folder / "x.safetensors", data)
+        file = SafetensorsFile(path)
+        for name in file.entries:
+            file.tensor(name).sum()
+            file.release(name)
+
+    entries = {
+        "a": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]},
+        "b": {"dtype": "BF16", "shape": [4], "data_offsets": [24, 32]},
+    }
+    more = {"__metadata__": {"format": "pt"}, **entries, "c": {"dtype": "F16", "shape": [], "data_offsets": [32, 34]}}
+    seeds = [_framed(json.dumps(header).encode(), 34) for header in (entries, more, {})]
+    return Target(seeds, run, (CheckpointError,), ("models/safetensors.py", "models/mapped.py"), change_safetensors)
+
+
+def _index() -> Target:
+    """The index of a checkpoint in several files, and one of these files."""
+
+    def run(data: bytes, folder: Path) -> None:
+        _written(folder / "model.safetensors.index.json", data)
+        _written(folder / "one.safetensors", sound)
+        weights = FileWeights(folder, "cpu", None)
+        for name in weights.names:
+            weights.take(name, 2)
+        weights.finish()
+
+    sound = _framed(b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}', 8)
+    seeds = [b'{"metadata": {"total_size": 8}, "weight_map": {"a": "one.safetensors"}}']
+    return Target(seeds, run, (CheckpointError,), ("models/weights.py", "models/safetensors.py"), change_json)
+
+
+def _gguf() -> Target:
+    """From the first byte to a model and a tokenizer."""
+
+    def run(data: bytes, folder: Path) -> None:
+        path = _written(folder / "x.gguf", data)
+        gguf = open_gguf(path)
+        read_vocabulary(path)
+        read_facts(path, gguf_dequantize=True)
+        if gguf.tensors:
+            load_model(path, Reference(), Precision.of("float32"), "cpu", POSITIONS, gguf_dequantize=True)
+
+    seeds = [Raw.small().bytes()]
+    with TemporaryDirectory() as folder:
+        for family in ("llama", "gemma2", "phi3"):
+            checkpoint = write_checkpoint(Path(folder) / family, family, **SMALL)
+            seeds.append(write_gguf(checkpoint, Path(folder) / f"{family}.gguf").read_bytes())
+    return Target(seeds, run, (CheckpointError,), ("models/gguf/", "text/gguf"), share=0.5)
+
+
+def _gguf_metadata() -> Target:
+    """Values of any type and length, as the header may hold them."""
+
+    def run(data: bytes, folder: Path) -> None:
+        try:
+            values = json.loads(data)
+        except (ValueError, RecursionError):
+            return
+        metadata = {str(key): value for key, value in values.items()} if isinstance(values, dict) else {}
+        tokenizer = tokenizer_of({key: kept for key, value in metadata.items() if (kept := _as_gguf(value)) is not None}, "x")
+        _use(tokenizer)
+
+    seeds = []
+    with TemporaryDirectory() as folder:
+        for family in ("llama", "phi3"):
+            checkpoint = write_checkpoint(Path(folder) / family, family, **SMALL)
+            metadata = dict(open_gguf(write_gguf(checkpoint, Path(folder) / f"{family}.gguf")).metadata)
+            seeds.append(json.dumps(metadata).encode())
+    pieces = ["<unk>", "<s>", "</s>", "<0x41>", "▁", "a", "b", "ab", "▁a", "▁ab"]
+    spm = {"model": "llama", "tokens": pieces, "scores": [float(-i) for i in range(10)], "token_type": [2, 3, 3, 6] + [1] * 6}
+    seeds.append(json.dumps({f"tokenizer.ggml.{key}": value for key, value in spm.items()}).encode())
+    return Target(seeds, run, (CheckpointError, InvalidRequest), ("text/",), change_json)
+
+
+def _as_gguf(value: Any) -> Any:
+    """The value if the format can say it, lists with what is like their first element; None if not."""
+    if isinstance(value, list):
+        kept = [item for item in map(_as_gguf, value) if item is not None and not isinstance(item, list)]
+        return [item for item in kept if type(item) is type(kept[0])]
+    if isinstance(value, str):
+        return value.encode("utf-8", "replace").decode()
+    if isinstance(value, bool | float):
+        return value
+    return max(min(value, 2**64 - 1), -(2**63)) if isinstance(value, int) else None
+
+
+def _config() -> Target:
+    """config.json beside the weights of another one."""
+
+    def run(data: bytes, folder: Path) -> None:
+        _written(folder / "config.json", data)
+        _written(folder / "model.safetensors", weights)
+        _written(folder / "tokenizer.json", tokenizer)
+        read_facts(folder)
+        read_vocabulary(folder)
+        load_model(folder, Reference(), Precision.of("float32"), "cpu", POSITIONS)
+
+    seeds = []
+    with TemporaryDirectory() as folder:
+        for family in ("phi3", "gemma2", "gemma3_text", "mistral", "qwen2", "qwen3", "llama"):
+            checkpoint = write_checkpoint(Path(folder) / family, family, **SMALL)
+            seeds.append((checkpoint / "config.json").read_bytes())
+        scaled = json.loads(seeds[-1]) | {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}}
+        scaled["rope_scaling"] |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 128}
+        seeds.append(json.dumps(scaled).encode())
+        weights = (checkpoint / "model.safetensors").read_bytes()
+        tokenizer = (checkpoint / "tokenizer.json").read_bytes()
+    modules = ("models/", "prepare.py", "layers/")
+    return Target(seeds, run, (CheckpointError,), modules, change_json, share=0.5)
+
+
+def _tokenizer() -> Target:
+    """All files beside a model that say how it reads and writes, as one JSON object by name."""
+
+    def run(data: bytes, folder: Path) -> None:
+        _spread(data, folder, ("tokenizer.json",))
+        _use(Tokenizer.from_directory(folder))
+
+    seeds = []
+    with TemporaryDirectory() as folder:
+        checkpoint = write_checkpoint(Path(folder) / "x", **SMALL)
+        names = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
+        files = {name: json.loads((checkpoint / name).read_text()) for name in names}
+    special = {"special_tokens_map.json": {"eos_token": {"content": "<eos>"}, "additional_special_tokens": ["<|im_end|>"]}}
+    added = {"0": {"content": "<extra>", "lstrip": False, "rstrip": True, "special": True}}
+    more = {**files["tokenizer_config.json"], "added_tokens_decoder": added}
+    jinja = {"chat_template.jinja": "{% for m in messages %}{{ m.content | trim }}{{ bos_token }}{% endfor %}"}
+    seeds += [files, files | special | {"tokenizer_config.json": more}, files | jinja | {"config.json": {"eos_token_id": [1, 2]}}]
+    wordpiece = models.WordPiece(vocab={"[UNK]": 0, "he": 1, "##llo": 2}, unk_token="[UNK]")
+    unigram = models.Unigram([("<unk>", 0.0), ("▁", -1.0), ("He", -2.0), ("<0xC3>", -3.0)], 0, True)
+    for model in (wordpiece, unigram):
+        backend = tokenizers.Tokenizer(model)
+        backend.decoder = decoders.Metaspace()
+        seeds.append({"tokenizer.json": json.loads(backend.to_str())})
+    texts = [json.dumps(seed).encode() for seed in seeds]
+    return Target(texts, run, (CheckpointError, InvalidRequest), ("text/",), change_json, share=0.7)
+
+
+def _use(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("Hello ü <eos> <|im_end|>")
+    tokenizer.decode(ids)
+    tokenizer.vocabulary()
+    tokenizer.spelling()
+    ChatTemplate.of(tokenizer).render(MESSAGES)
+
+
+def _encoder() -> Target:
+    """The files of a sentence-transformers checkpoint, as one JSON object by name."""
+
+    def run(data: bytes, folder: Path) -> None:
+        (folder / "1_Pooling").mkdir(exist_ok=True)
+        _spread(data, folder, ("config.json",))
+        read_recipe(folder)
+        load_encoder(folder, Reference())
+
+    config = {"model_type": "bert", "vocab_size": 30, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config |= {"intermediate_size": 8, "max_position_embeddings": 16, "type_vocab_size": 2, "layer_norm_eps": 1e-12}
+    config |= {"hidden_act": "gelu"}
+    modules = [{"type": f"sentence_transformers.models.{name}", "path": path} for name, path in (("Pooling", "1_Pooling"),)]
+    files = {
+        "config.json": config,
+        "modules.json": modules,
+        "1_Pooling/config.json": {"word_embedding_dimension": 8, "pooling_mode_mean_tokens": True},
+        "config_sentence_transformers.json": {"prompts": {"query": "query: "}, "default_prompt_name": "query"},
+        "sentence_bert_config.json": {"max_seq_length": 16, "do_lower_case": False},
+    }
+    kinds = ("bert", "roberta", "distilbert", "mpnet", "modernbert")
+    seeds = [json.dumps(files | {"config.json": config | {"model_type": kind}}).encode() for kind in kinds]
+    return Target(seeds, run, (CheckpointError,), ("encoders/", "models/config.py"), change_json, share=0.5)
+
+
+def _options() -> Target:
+    """A file of options, and vLLM's --speculative-config within it."""
+
+    def run(data: bytes, folder: Path) -> None:
+        read_config(Namespace(config=str(_written(folder / "x.yaml", data))), environ={})
+
+    values = {"max-model-len": 64, "kv-cache-memory": "1GiB", "log_interval": 1.5, "enforce_eager": True, "api_key": "a,b"}
+    vllm = {"speculative_config": '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}'}
+    seeds = [json.dumps(values).encode(), json.dumps(vllm).encode(), b"max-num-seqs: 3\nspeculate: suffix,ngram\nseed: 0x10\n"]
+    return Target(seeds, run, (ConfigError,), ("config.py", "cli/options.py"), change_json)
+
+
+def _grammar() -> Target:
+    return Target(
+        _grammar_seeds(), lambda data, _: _check_text(data), (InvalidRequest,), ("grammar/", "core/structured"), change_lines
+    )
+
+
+def _grammar_worker() -> Target:
+    """The same in the process that may fall; it is slow to start again."""
+    vocabulary = Vocabulary((*(bytes([byte]) for byte in range(256)), b"</s>"), (256,), (256,))
+    checker = GrammarChecker(lambda: vocabulary, num_workers=1)
+
+    def run(data: bytes, folder: Path) -> None:
+        kind, _, text = data.decode(*UNICODE).partition("\n")
+        checker.check_now(StructuredOutput(kind, text))
+
+    return Target(_grammar_seeds(), run, (InvalidRequest, Overloaded), ("grammar/",), change_lines, share=0.05)
+
+
+def _check_text(data: bytes) -> None:
+    kind, _, text = data.decode(*UNICODE).partition("\n")
+    grammar_text(StructuredOutput(kind, text))
+
+
+def _grammar_seeds() -> list[bytes]:
+    schema = {"type": "object", "properties": {"a": {"type": "integer", "minimum": 0}, "b": {"$ref": "#/$defs/x"}}}
+    schema |= {"$defs": {"x": {"anyOf": [{"enum": ["y", 1]}, {"type": "array", "items": {"type": "string", "maxLength": 9}}]}}}
+    tag = {"begin": "<f>", "schema": {"type": "object"}, "end": "</f>"}
+    inner = {"type": "sequence", "elements": [{"type": "const_string", "value": "a"}, {"type": "regex", "pattern": "b+"}]}
+    tags = [{"type": "tag", "begin": "<g>", "content": inner, "end": ["</g>"]}]
+    format_ = {"format": {"type": "triggered_tags", "triggers": ["<"], "tags": tags, "excludes": ["no"]}}
+    texts = {
+        "json_schema": [json.dumps(schema), '{"type": "string", "pattern": "^a{2,5}$", "format": "date"}', "true"],
+        "regex": [r"^(a|b[^c-e]){2,7}\d+\.$", r"\p{L}+(?i:x)"],
+        "choice": ['["yes", "no", "ü\\n"]'],
+        "lark": ['start: A | b\nA: /[a-z]+/\nb: "x" start? "y"\n%ignore " "'],
+        "gbnf": ['root ::= "a" ([b-d] | x)* # c\nx ::= "\\x41\\u00fc" root? y{2,3}\ny ::= [^\\n"] .'],
+        "structural_tag": [json.dumps({"structures": [tag], "triggers": ["<f"]}), json.dumps(format_)],
+    }
+    return [f"{kind}\n{text}".encode() for kind, of in texts.items() for text in of]
+
+
+def _written(path: Path, data: bytes) -> Path:
+    path.write_bytes(data)
+    return path
+
+
+def _framed(header: bytes, num_bytes: int) -> bytes:
+    return len(header).to_bytes(8, "little") + header + bytes(num_bytes)
+
+
+def _spread(data: bytes, folder: Path, needed: Sequence[str]) -> None:
+    """Write the files of a JSON object, texts as they are; files of earlier inputs are gone. Without an object: one file."""
+    for file in folder.rglob("*.js*"):
+        file.unlink()
+    for file in folder.glob("*.jinja"):
+        file.unlink()
+    try:
+        files = json.loads(data)
+    except (ValueError, RecursionError):
+        files = None
+    if not isinstance(files, dict):
+        _written(folder / needed[0], data)
+        return
+    for name, value in files.items():
+        if name in NAMES:
+            text = value if isinstance(value, str) else json.dumps(value)
+            _written(folder / name, text.encode("utf-8", "surrogatepass"))
+
+
+NAMES = frozenset(
+    (
+        *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json", "config.json"),
+        *("chat_template.jinja", "chat_template.json", "modules.json", "1_Pooling/config.json", "sentence_bert_config.json"),
+        "config_sentence_transformers.json",
+    )
+)

@@ -1,0 +1,216 @@
+"""The process in which one parser is tried: see fuzz_parsers.py, which starts it and outlives it."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import re
+import resource
+import signal
+import struct
+import sys
+import time
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from itertools import count, islice
+from pathlib import Path
+from random import Random
+from tempfile import TemporaryDirectory
+from types import FrameType
+from typing import Any
+
+import foreword
+from benchmarks.fuzz_mutate import shrink
+from benchmarks.fuzz_targets import Target, file_targets
+from benchmarks.fuzz_traffic import traffic_targets
+
+__all__ = ["TARGETS", "Report", "fuzz", "outcome"]
+
+TARGETS = {**file_targets(), **traffic_targets()}
+PACKAGE = Path(foreword.__file__).parent
+INPUT_CPU_S = 4.0  # for one input
+MEMORY_BYTES = 2 << 30  # beyond what the process has when it is ready
+MOST_KEPT = 2000  # inputs that reached new lines
+CUTS_UP_TO = 3000  # bytes of a sound input that is cut off after each of them
+ADDRESS = re.compile(r"0x[0-9a-f]{6,}")
+
+
+class OutOfTime(BaseException):
+    """Not an Exception: parsers that catch everything must not catch this."""
+
+
+@dataclass(slots=True)
+class Report:
+    """memory: resident bytes after each third. findings: the input by what was raised, and where."""
+
+    inputs: int = 0
+    accepted: int = 0
+    refused: int = 0
+    kept: int = 0
+    slowest_s: float = 0.0
+    memory: list[int] = field(default_factory=list)
+    findings: dict[str, bytes] = field(default_factory=dict)
+
+
+class Lines:
+    """Lines of the parser's modules that were ever executed."""
+
+    def __init__(self, modules: Sequence[str]) -> None:
+        self._prefixes = tuple(str(PACKAGE / module) for module in modules)
+        self.seen: set[tuple[object, int]] = set()
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        before = sys.gettrace()
+        sys.settrace(self._call)
+        try:
+            yield
+        finally:
+            sys.settrace(before)
+
+    def _call(self, frame: FrameType, event: str, argument: object) -> Any:
+        return self._line if frame.f_code.co_filename.startswith(self._prefixes) else None
+
+    def _line(self, frame: FrameType, event: str, argument: object) -> Any:
+        self.seen.add((frame.f_code, frame.f_lineno))
+        return self._line
+
+
+def fuzz(target: Target, inputs: int, seed: int, folder: Path, seconds: float = float("inf")) -> tuple[Report, Lines]:
+    """Try changed inputs; `folder` holds the current one, so that whoever outlives this process knows it."""
+    report, lines, random = Report(), Lines(target.modules), Random(seed)
+    ends = time.monotonic() + seconds
+    kept = list(target.seeds)
+    scratch = folder / "scratch"
+    scratch.mkdir()
+    for number, data in enumerate(islice(_inputs(target, kept, random), inputs)):
+        (folder / "current").write_bytes(struct.pack("<Q", number) + data)
+        before = len(lines.seen)
+        _try(target, data, scratch, report, lines)
+        if len(lines.seen) > before and len(kept) < MOST_KEPT:
+            kept.append(data)
+        if number in (inputs // 3, 2 * inputs // 3):
+            report.memory.append(resident_bytes())
+        if time.monotonic() > ends:
+            break
+    report.memory.append(resident_bytes())
+    report.kept = len(kept) - len(target.seeds)
+    return report, lines
+
+
+def _inputs(target: Target, kept: list[bytes], random: Random) -> Iterator[bytes]:
+    """The sound ones, these cut off everywhere, then changed ones without end."""
+    yield from target.seeds
+    for data in target.seeds:
+        if len(data) <= CUTS_UP_TO:
+            step = max(len(target.seeds) * len(data) // CUTS_UP_TO, 1)
+            yield from (data[:size] for size in range(0, len(data), step))
+    for _ in count():
+        yield target.change(random, random.choice(kept), random.choice(kept))
+
+
+def _try(target: Target, data: bytes, scratch: Path, report: Report, lines: Lines) -> None:
+    started = time.process_time()
+    with lines.watched():
+        what = outcome(target, data, scratch)
+    report.inputs += 1
+    report.slowest_s = max(report.slowest_s, time.process_time() - started)
+    report.accepted += what == ""
+    report.refused += what is None
+    if what and what not in report.findings:
+        report.findings[what] = shrink(data, lambda shorter: outcome(target, shorter, scratch) == what)
+
+
+def outcome(target: Target, data: bytes, scratch: Path) -> str | None:
+    """Empty for success, None for a refusal, else what went wrong and where."""
+    try:
+        with _limited():
+            target.run(data, scratch)
+    except target.refusals as error:
+        return None if str(error) else f"{type(error).__name__} without words"
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        return _described(error)
+    return ""
+
+
+def _described(error: BaseException) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = [frame for frame in frames if frame.filename.startswith(str(PACKAGE))] or list(frames)
+    place = ours[-1] if ours else None
+    where = "" if place is None else f" at {Path(place.filename).name}:{place.lineno} in {place.name}"
+    if isinstance(error, OutOfTime):  # wherever it was just then
+        return f"more than {INPUT_CPU_S:g} s of processor time"
+    return (
+        f"{type(error).__name__}{where}: {ADDRESS.sub('0x', str(error)):.80}" if not place else f"{type(error).__name__}{where}"
+    )
+
+
+@contextmanager
+def _limited() -> Iterator[None]:
+    """Raises OutOfTime after so much processor time."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise OutOfTime
+
+    before = signal.signal(signal.SIGVTALRM, stop)
+    signal.setitimer(signal.ITIMER_VIRTUAL, INPUT_CPU_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
+
+
+def resident_bytes() -> int:
+    gc.collect()
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def _limit_memory() -> None:
+    """What is asked for beyond it is a MemoryError, or the end of the process."""
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY_BYTES, used + MEMORY_BYTES))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("name", nargs="?")
+    parser.add_argument("--list", action="store_true")
+    parser.add_argument("--inputs", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seconds", type=float, default=float("inf"))
+    parser.add_argument("--folder", type=Path)
+    parser.add_argument("--replay", type=Path)
+    args = parser.parse_args()
+    if args.list:
+        print(*TARGETS)
+        return 0
+    target = TARGETS[args.name]()
+    _limit_memory()
+    if args.replay is not None:
+        return _replay(target, args.replay)
+    wanted = max(int(args.inputs * target.share), 1)
+    report, lines = fuzz(target, wanted, args.seed, args.folder, args.seconds)
+    print(json.dumps(_as_json(report, lines)))
+    return 0
+
+
+def _replay(target: Target, file: Path) -> int:
+    with TemporaryDirectory(prefix="fuzz-") as folder, suppress(*target.refusals), _limited():
+        target.run(file.read_bytes(), Path(folder))
+    return 0
+
+
+def _as_json(report: Report, lines: Lines) -> Mapping[str, Any]:
+    names = ("inputs", "accepted", "refused", "kept", "slowest_s", "memory")
+    findings = {what: data.hex() for what, data in report.findings.items()}
+    return {name: getattr(report, name) for name in names} | {"lines": len(lines.seen), "findings": findings}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

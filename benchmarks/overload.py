@@ -1,0 +1,288 @@
+"""Ten times as much as the server can do, for as long as you like: it refuses in time, and stays as it was.
+
+    python -m benchmarks.overload [--minutes 10] [--connections 512] [--factor 10] [--kv-cache-memory 2000tokens]
+
+Regime: the bundled demo (or --model) with speculation, a KV cache in which a dozen requests fit, and few places in the
+queue. What it can do is measured first, with as many clients as have a place. Then as many clients as connections ask
+--factor times as often, whether they were refused or not: short and long prompts, greedy and sampled, streams and whole
+answers, two choices, JSON; one in twenty goes away in the middle. Another client asks /health all the time. Latencies are
+those of the clients, on the same machine as the server.
+
+Prints a table and one JSON line. Exit code 1 if an answer was an error of the server's, or came not at all; if a refusal
+was not 429 with Retry-After; if one that was let in waited longer than --queue-timeout and a little; if /health ever said
+no; or if memory (PSS of all the server's processes) of the last third is more than 5 % above that of the second.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import math
+import re
+import sys
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import httpx
+
+from benchmarks.soak import Reading, memory_growth
+from foreword.cli.bench_common import percentile, show, show_json
+from foreword.cli.bench_speculate_remote import RemoteTarget
+from foreword.cli.options import ENGINE_GROUPS, add_config_options, read_config
+from foreword.cli.server_process import ServerProcess
+from foreword.cli.stream import asynchronous_chunks, choices_of, text_of
+from foreword.cli.terminal import loading_bar
+from foreword.config import Config
+from foreword.errors import ForewordError
+
+WARM_S, MEASURED_S = 3.0, 10.0  # of what the server can do
+PLACES = 64  # requests that may be open where the options do not say
+QUEUE_S = 10.0  # that a request may wait, where the options do not say
+FIRST_S = 5.0  # beyond the queue, until the first token is there
+ANSWER_S = 60.0  # beyond the queue, until all of it is
+HEALTH_S = 5.0  # for /health to answer
+PATIENCE_S = 0.3  # of a client that goes away in the middle
+READINGS = 60
+GROWTH = 1.05
+WORDS = ("draft", "token", "model", "guess", "cache", "engine", "answer", "step", "queue", "prompt", "row", "block")
+PATH = "/v1/chat/completions"
+
+
+@dataclass(slots=True)
+class Findings:
+    """What clients saw. first_s, total_s: of requests that were answered."""
+
+    asked: int = 0
+    answered: int = 0
+    refused: int = 0
+    left: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    wrong: Counter[str] = field(default_factory=Counter)
+    first_s: list[float] = field(default_factory=list)
+    total_s: list[float] = field(default_factory=list)
+    refused_s: list[float] = field(default_factory=list)
+    unhealthy: Counter[str] = field(default_factory=Counter)
+    health_s: list[float] = field(default_factory=list)
+    readings: list[Reading] = field(default_factory=list)
+
+
+class Load:
+    """Clients of one server."""
+
+    def __init__(self, server: ServerProcess, config: Config) -> None:
+        self._url, self._pid = server.url, server.pid
+        self._config = config
+        self._model = RemoteTarget(server.url, None).model
+        self._numbers = iter(range(1 << 62))
+        self._found = Findings()
+
+    async def run(self, clients: int, seconds: float, interval_s: float = 0.0) -> Findings:
+        """So many clients for so long; each asks once in `interval_s` on the average, or as soon as it has its answer."""
+        self._found, began = Findings(), time.monotonic()
+        ends = began + seconds
+        watching = [asyncio.create_task(watch) for watch in (self._read(seconds), self._ask_health(ends))]
+        await asyncio.gather(*(self._client(number, ends, interval_s) for number in range(clients)))
+        self._found.seconds = time.monotonic() - began
+        await asyncio.gather(*watching)
+        return self._found
+
+    async def _client(self, number: int, ends: float, interval_s: float) -> None:
+        random = Random(number)
+        next_s = time.monotonic() + random.random() * interval_s
+        async with httpx.AsyncClient(base_url=self._url, timeout=None, verify=False) as http:
+            while time.monotonic() < ends:
+                await asyncio.sleep(max(next_s - time.monotonic(), 0.0))
+                next_s += random.expovariate(1.0) * interval_s
+                if time.monotonic() < ends:
+                    await self._ask(http, next(self._numbers))
+
+    async def _ask(self, http: httpx.AsyncClient, number: int) -> None:
+        found, body, leaves = self._found, _body(self._model, number), number % 20 == 19
+        found.asked += 1
+        try:
+            async with asyncio.timeout(PATIENCE_S if leaves else self._config.queue_timeout + ANSWER_S):
+                await self._answer(http, body)
+        except TimeoutError:
+            found.left += leaves
+            found.wrong["no answer in time"] += not leaves
+        except (httpx.HTTPError, ForewordError) as error:
+            found.wrong[f"{type(error).__name__}: {error}"[:120]] += 1
+
+    async def _answer(self, http: httpx.AsyncClient, body: Mapping[str, Any]) -> None:
+        found, began = self._found, time.monotonic()
+        async with http.stream("POST", PATH, json=body) as response:
+            if response.status_code == 429:
+                await response.aread()
+                found.refused += 1
+                found.refused_s.append(time.monotonic() - began)
+                found.wrong["429 without Retry-After"] += not response.headers.get("retry-after", "").isdigit()
+                return
+            if response.status_code != 200:
+                raise ForewordError(f"{response.status_code} {(await response.aread())[:80]!r}")
+            first_s = await (_streamed if body["stream"] else _whole)(response)
+        found.answered += 1
+        found.tokens += int(body["max_tokens"])
+        found.first_s.append((first_s or time.monotonic()) - began)
+        found.total_s.append(time.monotonic() - began)
+
+    async def _ask_health(self, ends: float) -> None:
+        async with httpx.AsyncClient(base_url=self._url, timeout=HEALTH_S, verify=False) as http:
+            while time.monotonic() < ends:
+                began = time.monotonic()
+                try:
+                    response = await http.get("/health")
+                    self._found.unhealthy[f"status {response.status_code}"] += response.status_code != 200
+                except httpx.HTTPError as error:
+                    self._found.unhealthy[type(error).__name__] += 1
+                self._found.health_s.append(time.monotonic() - began)
+                await asyncio.sleep(0.5)
+
+    async def _read(self, seconds: float) -> None:
+        for _ in range(READINGS):
+            await asyncio.sleep(seconds / READINGS)
+            self._found.readings.append(Reading(await asyncio.to_thread(proportional_bytes, self._pid), 0, 0))
+
+
+async def _streamed(response: httpx.Response) -> float | None:
+    """When the first text came. Raises ForewordError where the stream does not end as it should."""
+    first_s, open_ = None, True
+    async for chunk in asynchronous_chunks(response):
+        for choice in choices_of(chunk):
+            first_s = first_s or (time.monotonic() if text_of(choice) else None)
+            open_ = open_ and choice.get("finish_reason") is None
+    if open_:
+        raise ForewordError("a stream ended without a finish_reason")
+    return first_s
+
+
+async def _whole(response: httpx.Response) -> float | None:
+    await response.aread()
+    if any(choice["finish_reason"] is None for choice in response.json()["choices"]):
+        raise ForewordError("an answer without a finish_reason")
+    return None
+
+
+def _body(model: str, number: int) -> dict[str, Any]:
+    """What client request `number` asks."""
+    random = Random(number)
+    prompt = " ".join(random.choice(WORDS) for _ in range(random.choice((3, 8, 20, 60))))
+    body: dict[str, Any] = {"model": model, "messages": [{"role": "user", "content": f"Say something of {prompt}."}]}
+    body |= {"max_tokens": random.choice((8, 24, 48)), "stream": number % 2 == 0, "seed": number}
+    body |= {"temperature": random.choice((0.0, 0.8, 1.0)), "ignore_eos": number % 3 == 0}
+    if number % 25 == 7:
+        body["n"] = 2
+    if number % 40 == 3:
+        body["response_format"] = {"type": "json_object"}
+        body["ignore_eos"] = False
+    return body
+
+
+def proportional_bytes(pid: int) -> int:
+    """Of a process and all below it; what several share is counted once."""
+    try:
+        own = int(re.findall(r"Pss:\s+(\d+) kB", Path(f"/proc/{pid}/smaps_rollup").read_text())[0]) << 10
+        children = " ".join(file.read_text() for file in Path(f"/proc/{pid}/task").glob("*/children"))
+    except (FileNotFoundError, ProcessLookupError, PermissionError, IndexError):
+        return 0  # it has just ended
+    return own + sum(proportional_bytes(int(child)) for child in children.split())
+
+
+def verdicts(found: Findings, factor: float, capacity: float, queue_s: float) -> dict[str, tuple[bool, str]]:
+    """What was demanded: whether it holds, and by which figure."""
+    growth, load = memory_growth(found.readings), found.asked / max(found.seconds, 1e-9) / max(capacity, 1e-9)
+    longest = max(found.first_s, default=math.inf)
+    wrong = sum(found.wrong.values())
+    return {
+        "load": (load >= 0.8 * factor, f"{load:.1f}x of {capacity:.1f} requests/s"),
+        "answered or refused with 429": (not wrong and found.answered > 0 and found.refused > 0, f"{wrong} were not"),
+        "first token in time": (longest <= queue_s + FIRST_S, f"{longest:.1f} s of {queue_s + FIRST_S:g} s"),
+        "/health says yes": (not sum(found.unhealthy.values()), f"{len(found.health_s)} times"),
+        "memory flat": (growth is not None and growth <= GROWTH, "too short" if growth is None else f"{growth:.3f}x"),
+    }
+
+
+def main() -> int:
+    args = _parse()
+    given = read_config(args)
+    config = replace(
+        given,
+        kv_cache_memory=given.kv_cache_memory or "2000tokens",
+        max_waiting=PLACES if given.max_waiting == Config().max_waiting else given.max_waiting,
+        queue_timeout=QUEUE_S if given.queue_timeout == Config().queue_timeout else given.queue_timeout,
+    )
+    with ServerProcess(replace(config, port=0)) as server:
+        load = Load(server, config)
+        with loading_bar("what it can do"):
+            asyncio.run(load.run(config.max_waiting // 4, WARM_S))
+            alone = asyncio.run(load.run(config.max_waiting // 4, MEASURED_S))
+        capacity = alone.answered / alone.seconds
+        interval_s = args.connections / max(args.factor * capacity, 1e-9)
+        with loading_bar(f"{args.minutes:g} minutes of {args.factor:g} times as much"):
+            found = asyncio.run(load.run(args.connections, 60 * args.minutes, interval_s))
+        restarts = RemoteTarget(server.url, None).counts().get(("engine_restarts_total", "", ""), 0.0)
+    found.wrong.update({"the engine was started again": int(restarts)} if restarts else {})
+    return _report(args, config, found, capacity)
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=10.0, metavar="X")
+    parser.add_argument("--connections", type=int, default=512, metavar="N")
+    parser.add_argument("--factor", type=float, default=10.0, metavar="X", help="how many times more than it can do is asked")
+    add_config_options(parser, ENGINE_GROUPS)
+    return parser.parse_args()
+
+
+def _report(args: argparse.Namespace, config: Config, found: Findings, capacity: float) -> int:
+    checks = verdicts(found, args.factor, capacity, config.queue_timeout)
+    rows = [[name, "yes" if good else "NO", figure] for name, (good, figure) in checks.items()]
+    rows += [[name, "", figure] for name, figure in _figures(found).items()]
+    show(f"overload: {args.minutes:g} minutes, {args.connections} connections", ("demand", "holds", "figure"), rows)
+    for what, count in (found.wrong + found.unhealthy).most_common():
+        print(f"{count} times: {what}", file=sys.stderr)
+    show_json(
+        {
+            "bench": "overload",
+            "minutes": args.minutes,
+            "connections": args.connections,
+            "capacity_per_s": capacity,
+            "asked": found.asked,
+            "answered": found.answered,
+            "refused": found.refused,
+            "left": found.left,
+            "first_token_s": _percents(found.first_s),
+            "answer_s": _percents(found.total_s),
+            "refusal_s": _percents(found.refused_s),
+            "health_s": _percents(found.health_s),
+            "memory_bytes": [one.memory_bytes for one in found.readings],
+            "memory_growth": memory_growth(found.readings),
+            "holds": {name: good for name, (good, _) in checks.items()},
+        }
+    )
+    return 0 if all(good for good, _ in checks.values()) else 1
+
+
+def _figures(found: Findings) -> dict[str, str]:
+    spans = {"first token": found.first_s, "whole answer": found.total_s, "refusal": found.refused_s, "/health": found.health_s}
+    counts = f"{found.asked} asked, {found.answered} answered, {found.refused} refused, {found.left} left"
+    return {"requests": counts} | {
+        f"{name}, p50 / p99 / longest": " / ".join(f"{value:.2f} s" for value in _percents(values))
+        for name, values in spans.items()
+    }
+
+
+def _percents(values: Sequence[float]) -> list[float]:
+    """The median, all but one in a hundred, and the longest."""
+    return [value for value in (percentile(values, 50), percentile(values, 99), max(values, default=None)) if value is not None]
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(KeyboardInterrupt):
+        sys.exit(main())
