@@ -1,7 +1,8 @@
-"""An error stays with the work it belongs to: what fails together is done again in halves, until it is known who fails alone.
+"""An error stays with the work it belongs to: what fails is done again in halves, until it is known who fails alone, twice.
 
 That is allowed because a pass changes nothing but the KV of its own rows, and writes the same again; and it changes no
-token, because no row depends on the others. So an allocation that fails only for the size of the step ends nobody.
+token, because no row depends on the others. So an error that passes, or an allocation that fails for the size of the step
+alone, ends nobody.
 """
 
 from __future__ import annotations
@@ -84,19 +85,33 @@ class Containment(Generic[R]):
         results = self._try(works)
         if results is not None:
             return list(results)
+        if len(works) == 1:
+            return [self._try_alone(works)]
         middle = len(works) // 2
         return [*self._run(works[:middle]), *self._run(works[middle:])]
 
     def _try(self, works: Sequence[Work]) -> Sequence[R] | None:
-        """The results; None: somebody among several fails. The error is let go at once: it holds the memory of its pass."""
+        """The results, or None. The error is let go before anything else is tried: it holds the memory of its pass."""
         try:
             return self._checked(works)
         except Exception as error:
-            if _lost_device(error):
-                raise
-            self.disturbed = True
-            _renew(works)
-            return None if len(works) > 1 else [self._blame(works[0].state.id)]
+            self._recover(works, error)
+            return None
+
+    def _try_alone(self, works: Sequence[Work]) -> R:
+        """Once more, for what does not happen again is nobody's fault. Then it is this request's."""
+        try:
+            return self._checked(works)[0]
+        except Exception as error:
+            self._recover(works, error)
+            return self._blame(works[0].state.id)
+
+    def _recover(self, works: Sequence[Work], error: Exception) -> None:
+        """After an error, begin anew. Raises it if the device is lost: it answers with errors for ever."""
+        if isinstance(error, torch.AcceleratorError) and "out of memory" not in str(error):
+            raise error
+        self.disturbed = True
+        _renew(works)
 
     def _checked(self, works: Sequence[Work]) -> Sequence[R]:
         self._announce(works)
@@ -123,11 +138,6 @@ class Containment(Generic[R]):
             raise RuntimeError("a request that nobody sent fails as well: the engine is broken") from result.error
         if self._in_vain >= PATIENCE:
             raise RuntimeError(f"{self._in_vain} steps in a row yielded nothing but errors")
-
-
-def _lost_device(error: Exception) -> bool:
-    """A device that reports an error answers with it for ever; only being short of memory passes."""
-    return isinstance(error, torch.AcceleratorError) and "out of memory" not in str(error)
 
 
 def _renew(works: Sequence[Work]) -> None:

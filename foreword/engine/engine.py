@@ -111,7 +111,7 @@ class Engine:
     def _start(self, request: Request, arrival: int, grammar: RequestGrammar | None = None) -> None:
         state = RequestState(request, arrival, self.info.resolved.max_model_len, grammar)
         self.scheduler.add(state)
-        if not state.pools:
+        if not (state.pools or self.drafting.off):
             self.drafting.start(state)
 
     def _not_started(self, request_id: str) -> Failed:
