@@ -61,7 +61,7 @@ class Connection(H11Protocol):
     def __init__(self, *args: Any, bounds: Bounds, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._bounds = bounds
-        self._owing = "head"  # what the client is about to send: "head", "body" or nothing
+        self._owing = ""  # what the client is about to send: "head", "body" or nothing
         self._due_s = math.inf  # when it must have gone on, by the loop's clock
         self._end_s = math.inf  # when it must have sent all of it
         self._watch: asyncio.TimerHandle | None = None
@@ -118,12 +118,13 @@ class Connection(H11Protocol):
     def _expect(self, owing: str) -> None:
         """Set the time by which the client must have gone on. A head has no parts: it must be whole by then."""
         now, wait_s = self.loop.time(), self._bounds.client_timeout_s
-        if owing != self._owing or self._due_s == math.inf:
-            self._owing = owing
-            self._end_s = now + wait_s * (BODY_TIMES if owing == "body" else 1) if owing else math.inf
+        if not owing:
+            self._due_s = self._end_s = math.inf
+        elif owing != self._owing:
+            self._end_s = now + wait_s * (BODY_TIMES if owing == "body" else 1)
+        if owing and (owing != self._owing or owing == "body"):
             self._due_s = min(now + wait_s, self._end_s)
-        elif owing == "body":
-            self._due_s = min(now + wait_s, self._end_s)
+        self._owing = owing
 
     def _look(self) -> None:
         """Now and then: one timer a connection is enough, since it need not be exact."""

@@ -188,6 +188,15 @@ def test_who_says_nothing_is_cut_off(edge: Running, sent: bytes) -> None:
     assert status_of(answer) == 200 if sent else answer == b""
 
 
+@pytest.mark.parametrize("stream", [True, False])
+def test_the_server_may_take_its_time(edge: Running, stream: bool) -> None:
+    edge.say(Script("slow", delay_s=0.5))
+    body = {"messages": [{"role": "user", "content": "Hi"}], "stream": stream}
+    answer = edge.http.post(CHAT, json=body)
+    assert answer.status_code == 200 and ("[DONE]" if stream else "slow") in answer.text
+    edge.say(Script("ok"))
+
+
 def test_half_closed_sockets_are_no_clients(edge: Running) -> None:
     edge.say(Script("ok", delay_s=0.05))
     with dial(edge) as raw:
