@@ -35,7 +35,7 @@ class Delta:
 
     text           characters that are certain now
     event          the event after the cut: what counts as delivered
-    finish_reason  "stop" or "length" if the answer ends here
+    finish_reason  "stop", "length" or "repetition" if the answer ends here
     stop_reason    the stop string, or the id out of `stop_token_ids`, that ended it
     stopped        a stop string ended it: the engine must be told, `client.finish(id, answer.num_tokens)`
     logprobs       one per token of the event if asked for

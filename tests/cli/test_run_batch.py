@@ -181,8 +181,10 @@ def test_the_application_in_this_process(
     """The bundled model answers; bad lines are lines of their own; the second run loads nothing. Keys are a server's."""
     monkeypatch.setenv("FOREWORD_API_KEY_FILE", str(tmp_path / "none.yaml"))
     completion = line("c", "/v1/completions", prompt="Once upon a time", max_tokens=4, n=2)
-    source = write(tmp_path / "in", chat("a", max_tokens=4), completion, chat("b", temperature=-1), "{")
+    endless = line("d", "/v1/completions", prompt="x", allowed_token_ids=[40], ignore_eos=True, max_tokens=400)
+    source = write(tmp_path / "in", chat("a", max_tokens=4), completion, chat("b", temperature=-1), "{", endless)
     arguments = ["run-batch", "demo", "-i", str(source), "-o", str(tmp_path / "out"), "--kv-cache-memory", "4000tokens"]
+    arguments += ["--on-runaway", "stop"]
     assert main(arguments) == 1
     found = records(tmp_path / "out")
     assert found["a"]["response"]["body"]["object"] == "chat.completion" and found["a"]["error"] is None
@@ -190,10 +192,12 @@ def test_the_application_in_this_process(
     assert len(found["c"]["response"]["body"]["choices"]) == 2
     assert found["b"]["response"]["status_code"] == 400 and "temperature" in found["b"]["response"]["body"]["error"]["message"]
     assert found[None]["response"] is None and found[None]["error"]["line"] == 4
-    assert "2 answered, 2 failed" in capsys.readouterr().err
+    assert found["d"]["response"]["body"]["choices"][0]["finish_reason"] == "repetition"
+    assert found["d"]["response"]["body"]["usage"]["completion_tokens"] == 1 + 256
+    assert "3 answered, 2 failed" in capsys.readouterr().err
     monkeypatch.setattr("foreword.cli.run_batch.Backends", None)  # nothing is loaded
     assert main(arguments) == 1
-    assert "0 answered, 0 failed, 4 were before" in capsys.readouterr().err
+    assert "0 answered, 0 failed, 5 were before" in capsys.readouterr().err
 
 
 def test_an_engine_that_dies_leaves_a_file_to_go_on_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -132,3 +132,24 @@ def test_a_client_that_does_not_know_the_reason(served: Running) -> None:
     assert "content.done" in kinds and final.choices[0].message.content == LOOP[:CUT]
     assert final.choices[0].finish_reason == "repetition"
     assert json.loads(completion.model_dump_json())["choices"][0]["finish_reason"] == "repetition"
+
+
+def test_a_real_engine_ends_a_loop_at_the_same_token_whoever_guesses(demo: Running) -> None:
+    """There is but one token that it may say."""
+    endless = {
+        "temperature": 1.0,
+        "seed": 4,
+        "ignore_eos": True,
+        "max_tokens": 600,
+        "on_runaway": "stop",
+        "return_token_ids": True,
+    }
+    found = [
+        demo.complete(**endless, allowed_token_ids=[40], speculation={"method": method}).choices[0]
+        for method in ("auto", "suffix", "off")
+    ]
+    assert {(choice.finish_reason, len(choice.token_ids)) for choice in found} == {("repetition", 257)}
+    before = series(demo)["foreword_requests_finished_total", "repetition"]
+    chunks = list(demo.complete(**endless, allowed_token_ids=[40], stream=True))
+    assert chunks[-1].choices[0].finish_reason == "repetition"
+    assert series(demo)["foreword_requests_finished_total", "repetition"] == before + 1
