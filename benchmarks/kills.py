@@ -1,0 +1,278 @@
+"""Engines killed at random moments under streams: every stream goes on with the same tokens.
+
+    python benchmarks/kills.py [--kills 200] [--streams 32] [--pause 1.0]
+
+Regime: the bundled demo (or --model) behind a real server, speculation `auto`. Clients ask their cases in turn over HTTP, as
+streams: greedy, sampled, penalties, logprobs, four choices at once, JSON by a schema. First each case is asked while nothing
+happens; then the engine's process gets SIGKILL again and again, at a random moment within --pause seconds after it is ready,
+one time in eight while it is still loading, and each answer is compared with that of the quiet hour: texts, logprobs, finish
+reasons and usage of all choices.
+
+Prints a table and one JSON line. Exit code 1 if a request was not answered, or answered with anything else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import signal
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import httpx
+
+from foreword.cli.bench_common import percentile, show, show_json
+from foreword.cli.options import ENGINE_GROUPS, add_config_options, read_config
+from foreword.cli.server_process import ServerProcess
+from foreword.cli.terminal import loading_bar
+
+SPAWNER = b"foreword.engine.spawner"
+LOOK_S = 0.01
+LOADING_EVERY = 8  # kills, of which one does not wait until the engine is ready
+COUNTS = ("prompt_tokens", "completion_tokens", "total_tokens")  # what was found in a cache depends on who came before
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 60}, "tags": {"type": "array", "items": {"type": "string"}}},
+    "required": ["name", "tags"],
+}
+KINDS: tuple[Mapping[str, Any], ...] = (
+    {"temperature": 0},
+    {"temperature": 0.8},
+    {"temperature": 0, "logprobs": True, "top_logprobs": 2},
+    {"temperature": 1.0, "n": 4},
+    {"temperature": 0, "frequency_penalty": 0.5, "presence_penalty": 0.3},
+    {"temperature": 0.9, "top_p": 0.9, "top_k": 40},
+    {"temperature": 0, "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}},
+    {"temperature": 0.7, "response_format": {"type": "json_object"}},
+)
+TOPICS = ("the sea", "a railway", "two sisters", "the market", "a long winter", "an old clock", "bread", "the observatory")
+
+
+@dataclass(slots=True)
+class Choice:
+    """What a client gets of one choice."""
+
+    text: str = ""
+    logprobs: list[Any] = field(default_factory=list)
+    finish_reason: str | None = None
+
+
+@dataclass(slots=True)
+class Answer:
+    choices: dict[int, Choice] = field(default_factory=dict)
+    usage: Any = None
+    error: str | None = None
+
+    def add(self, chunk: Mapping[str, Any]) -> None:
+        if "error" in chunk:
+            self.error = str(chunk["error"])
+        if chunk.get("usage"):
+            self.usage = {name: count for name, count in chunk["usage"].items() if name in COUNTS}
+        for part in chunk.get("choices", ()):
+            choice = self.choices.setdefault(part["index"], Choice())
+            choice.text += part["delta"].get("content") or ""
+            choice.logprobs += (part.get("logprobs") or {}).get("content") or ()
+            choice.finish_reason = part["finish_reason"] or choice.finish_reason
+
+
+@dataclass(slots=True)
+class Findings:
+    """What clients saw. heard: time.monotonic() of everything that came; different: numbers of cases."""
+
+    answered: int = 0
+    tokens: int = 0
+    errors: Counter[str] = field(default_factory=Counter)
+    different: list[int] = field(default_factory=list)
+    heard: list[float] = field(default_factory=list)
+    kills: list[float] = field(default_factory=list)
+
+
+class Clients:
+    """Ask their cases again and again until the killing is over."""
+
+    def __init__(self, http: httpx.AsyncClient, args: argparse.Namespace) -> None:
+        self.http = http
+        self.args = args
+        self.found = Findings()
+        self.over = False
+        self._quiet: dict[int, Answer] = {}
+
+    async def quiet(self) -> None:
+        """What each case is answered where nothing happens."""
+        cases = range(self.args.streams)
+        answers = await asyncio.gather(*(self._ask(case) for case in cases))
+        self._quiet = dict(zip(cases, answers, strict=True))
+        self.found.heard.clear()
+        for answer in answers:
+            assert answer.error is None, answer.error
+
+    async def loud(self) -> None:
+        await asyncio.gather(*(self._client(case) for case in range(self.args.streams)))
+
+    async def _client(self, case: int) -> None:
+        while not self.over:
+            answer = await self._ask(case)
+            self.found.answered += 1
+            self.found.tokens += (answer.usage or {}).get("completion_tokens", 0)
+            if answer.error is not None:
+                self.found.errors[answer.error] += 1
+            elif answer != self._quiet[case]:
+                self.found.different.append(case)
+
+    async def _ask(self, case: int) -> Answer:
+        answer = Answer()
+        try:
+            async with self.http.stream("POST", "/v1/chat/completions", json=body_of(case, self.args.max_tokens)) as response:
+                if response.status_code != 200:
+                    answer.error = f"{response.status_code} {(await response.aread())[:200]!r}"
+                async for line in response.aiter_lines():
+                    if line.startswith("data: {"):
+                        self.found.heard.append(time.monotonic())
+                        answer.add(json.loads(line[6:]))
+        except httpx.HTTPError as error:
+            answer.error = repr(error)
+        return answer
+
+
+def body_of(case: int, max_tokens: int) -> dict[str, Any]:
+    """The request of one case; the same number is the same request."""
+    topic = TOPICS[case // len(KINDS) % len(TOPICS)]
+    messages = [{"role": "user", "content": f"Tell me a story about {topic}, part {case}."}]
+    common = {"stream": True, "stream_options": {"include_usage": True}, "max_tokens": max_tokens, "seed": case}
+    return {"messages": messages, "model": "demo", **common, **KINDS[case % len(KINDS)]}
+
+
+class Killer:
+    """Kills the engine below a server at random moments."""
+
+    def __init__(self, server_pid: int, http: httpx.AsyncClient, args: argparse.Namespace) -> None:
+        self._server_pid = server_pid
+        self._http = http
+        self._args = args
+        self._random = Random(args.random_seed)
+
+    async def run(self, kills: list[float]) -> None:
+        last = None
+        for number in range(self._args.kills):
+            pid = await self._next_engine(last)
+            if number % LOADING_EVERY != LOADING_EVERY - 1:
+                await self._ready()
+            await asyncio.sleep(self._random.random() * self._args.pause)
+            kills.append(time.monotonic())
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+            last = pid
+        await self._next_engine(last)
+        await self._ready()
+
+    async def _next_engine(self, last: int | None) -> int:
+        while True:
+            pid = engine_of(self._server_pid)
+            if pid is not None and pid != last:
+                return pid
+            await asyncio.sleep(LOOK_S)
+
+    async def _ready(self) -> None:
+        while (await self._http.get("/health")).status_code != 200:
+            await asyncio.sleep(LOOK_S)
+
+
+def engine_of(server_pid: int) -> int | None:
+    """The process that the spawner below a server forked; None while there is none."""
+    for pid in _children(server_pid):
+        with contextlib.suppress(OSError):
+            if SPAWNER in Path(f"/proc/{pid}/cmdline").read_bytes():
+                return max(_children(pid), default=None)
+    return None
+
+
+def _children(pid: int) -> Iterator[int]:
+    with contextlib.suppress(OSError):
+        for file in Path(f"/proc/{pid}/task").glob("*/children"):
+            yield from map(int, file.read_text().split())
+
+
+def pauses(kills: list[float], heard: list[float]) -> list[float]:
+    """Seconds of the longest silence of all streams together that begins between a kill and the next."""
+    ends = [*kills[1:], float("inf")]
+    times = sorted(heard)
+    gaps = list(itertools.pairwise(times))
+    found = []
+    for kill, end in zip(kills, ends, strict=True):
+        mine = [after - max(before, kill) for before, after in gaps if after > kill and before < end]
+        found += [max(mine)] if mine else []
+    return found
+
+
+async def _run(server: ServerProcess, args: argparse.Namespace) -> tuple[Findings, float]:
+    limits = httpx.Limits(max_connections=args.streams + 4)
+    async with httpx.AsyncClient(base_url=server.url, timeout=None, limits=limits) as http:
+        clients = Clients(http, args)
+        await clients.quiet()
+        asking = asyncio.create_task(clients.loud())
+        await Killer(server.pid, http, args).run(clients.found.kills)
+        clients.over = True
+        await asking
+        scrape = (await http.get("/metrics")).text
+    restarts = next(float(line.split()[1]) for line in scrape.splitlines() if line.startswith("foreword_engine_restarts_total "))
+    return clients.found, restarts
+
+
+def main() -> int:
+    args = _parse()
+    config = replace(read_config(args), port=0, served_model_name="demo", log_level="error")
+    with ServerProcess(config) as server, loading_bar(f"{args.kills} kills under {args.streams} streams"):
+        found, restarts = asyncio.run(_run(server, args))
+        said = server.read() if found.errors else []
+    print("\n".join(said), file=sys.stderr)
+    return _report(args, found, restarts)
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=200, metavar="N")
+    parser.add_argument("--streams", type=int, default=32, metavar="N")
+    parser.add_argument("--pause", type=float, default=1.0, metavar="X", help="an engine lives up to so many seconds once ready")
+    parser.add_argument("--max-tokens", type=int, default=200, metavar="N")
+    parser.add_argument("--random-seed", type=int, default=0, metavar="N")
+    add_config_options(parser, ENGINE_GROUPS)
+    return parser.parse_args()
+
+
+def _report(args: argparse.Namespace, found: Findings, restarts: float) -> int:
+    silences = pauses(found.kills, found.heard)
+    good = not found.errors and not found.different and found.answered > 0
+    figures = {
+        "kills": len(found.kills),
+        "restarts": restarts,
+        "answered": found.answered,
+        "tokens": found.tokens,
+        "errors": sum(found.errors.values()),
+        "different": len(found.different),
+        "pause_median_s": statistics.median(silences) if silences else None,
+        "pause_p95_s": percentile(silences, 95),
+        "pause_max_s": max(silences, default=None),
+    }
+    rows = [[name, f"{value:.3g}" if isinstance(value, float) else str(value)] for name, value in figures.items()]
+    show(f"kills under {args.streams} streams", ("figure", "value"), rows)
+    for error, count in found.errors.most_common():
+        print(f"error, {count} times: {error}", file=sys.stderr)
+    if found.different:
+        print(f"cases answered differently: {found.different[:20]}", file=sys.stderr)
+    show_json({"bench": "kills", "streams": args.streams, **figures, "holds": good})
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
