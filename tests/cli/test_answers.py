@@ -94,3 +94,23 @@ def test_parameters_travel_as_given() -> None:
         "model": "m", "prompt": "x", "temperature": 0.0, "top_k": 5, "stop": ["end"], "seed": 3, "speculation": {"method": "off"},
         "prediction": {"type": "content", "content": "old"},
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "reply", [b"", b"[]", b"{}", b'{"choices": []}', b'{"choices": [3]}', b'{"choices": [{"message": 1}]}', b"[" * 100_000]
+)
+def test_answers_that_are_none_are_errors_in_words(reply: bytes) -> None:
+    with pytest.raises(ForewordError, match="cannot be read"):
+        remote(lambda _: httpx.Response(200, content=reply)).answer("x", SamplingParams())
+
+
+@pytest.mark.parametrize("reply", [b"{}", b'{"data": []}', b'{"data": [{"id": "\\ud800"}]}'])
+def test_a_list_of_models_that_is_none(reply: bytes) -> None:
+    with pytest.raises(ForewordError, match="cannot be read"):
+        remote(lambda _: httpx.Response(200, content=reply), model=None)
+
+
+@pytest.mark.parametrize("tokens", [[1], [["a"]], [["a", 1]], [[None, True]]])
+def test_tokens_that_are_none(tokens: object) -> None:
+    with pytest.raises(ForewordError, match="a token that is none"):
+        list(remote(lambda _: stream_of({"choices": [{"text": "a", "tokens": tokens}]})).stream("x", SamplingParams()))

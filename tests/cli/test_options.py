@@ -86,6 +86,9 @@ def test_what_is_wrong_in_the_environment_is_named(environ: dict[str, str], part
         ("port: x", "port must be of type int, got 'x'"),
         ("- port", "must hold `option: value` lines"),
         ("a: b: c", "is not YAML"),
+        ("{" * 10_000, "is not YAML"),
+        (f"port: {'9' * 400}", "a number of 1329 bits"),
+        ("port: 1e3", "port must be of type int"),
     ],
 )
 def test_what_is_wrong_in_the_file_is_named(tmp_path: Path, text: str, part: str) -> None:

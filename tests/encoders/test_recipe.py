@@ -87,3 +87,17 @@ def test_damaged_files_are_named(tmp_path: Path) -> None:
     (tmp_path / "modules.json").write_text("{")
     with pytest.raises(CheckpointError, match=r"modules\.json"):
         read_recipe(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("file", "complaint"),
+    [
+        ({"prompts": "query: "}, "prompts must be texts by name"),
+        ({"prompts": {"query": 1}}, "prompts must be texts by name"),
+        ({"prompts": {}, "default_prompt_name": {"a": 1}}, "is none of its prompts"),
+    ],
+)
+def test_prompts_that_are_none_are_refused(tmp_path: Path, file: Any, complaint: str) -> None:
+    (tmp_path / "config_sentence_transformers.json").write_text(json.dumps(file))
+    with pytest.raises(CheckpointError, match=complaint):
+        read_recipe(tmp_path)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from foreword.kernels.cpu.library import ISAS, isas, load_library
+from foreword.kernels.cpu.library import ISAS, isas, library_digest, load_library
 
 ROOT = Path(__file__).parents[2]
 CSRC = ROOT / "foreword/kernels/csrc"
@@ -46,6 +46,14 @@ def test_a_missing_or_broken_library_is_explained(tmp_path: Path) -> None:
     library, reason = load_library(tmp_path)
     assert library is None
     assert reason.startswith("_native.so cannot be loaded")
+
+
+def test_another_build_may_be_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = tmp_path / "other.so"
+    monkeypatch.setenv("FOREWORD_NATIVE", str(other))
+    assert load_library()[1].startswith("other.so cannot be loaded") and library_digest() == ""
+    other.write_bytes(b"not a library")
+    assert load_library()[1].startswith("other.so cannot be loaded") and library_digest() != ""
 
 
 def test_instruction_sets_stand_in_order() -> None:

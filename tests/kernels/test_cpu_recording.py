@@ -130,3 +130,17 @@ def test_results_that_live_at_once_do_not_overlap() -> None:
                 apart = a.per_row + a.row_bytes <= b.per_row or b.per_row + b.row_bytes <= a.per_row
                 assert a is b or a.last < b.first or b.last < a.first or apart
         assert size < sum(result.row_bytes for result in results), "places are used again"
+
+
+def test_a_model_with_one_position_is_recorded() -> None:
+    """More rows are recorded than it has positions; none may be read behind its table."""
+    seen = []
+
+    def forward(batch: Batch) -> Tensor:
+        seen.append(batch.positions.tolist())
+        return ops.take_rows(ops.embedding(batch.token_ids, table, torch.float32), batch.sample_rows)
+
+    ops = CpuOps()
+    table = ops.pack_linear([torch.randn(VOCAB, HIDDEN)], "float32")
+    ops.compile(forward)
+    assert len(seen[0]) > 1 and set(seen[0]) == {0}

@@ -122,6 +122,9 @@ def test_irrelevant_and_unset_options_are_ignored(tmp_path: Path):
 
 def test_an_unknown_architecture_names_the_known_ones(tmp_path: Path):
     path = write_checkpoint(tmp_path)
+    (path / "config.json").write_text(json.dumps({"model_type": ["llama"]}))
+    with pytest.raises(CheckpointError, match=r"model_type \['llama'\] is not supported"):
+        read_facts(path)
     (path / "config.json").write_text(json.dumps({"model_type": "mamba"}))
     with pytest.raises(CheckpointError, match=r"'mamba' is not supported; known: gemma2, .*llama"):
         read_facts(path)

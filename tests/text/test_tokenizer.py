@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from foreword.errors import CheckpointError, InvalidRequest
+from foreword.errors import CheckpointError, InvalidRequest, RequestFailed
 from foreword.text.tokenizer import Tokenizer
 from tests.fakes import BOS, END, EOS, byte_backend, byte_tokenizer
 from tests.text.builders import DIFFICULT, byte_level_backend, sentencepiece_backend, write_checkpoint
@@ -107,6 +107,71 @@ def test_a_broken_tokenizer_is_refused(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(CheckpointError, match="cannot be read"):
         Tokenizer.from_directory(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "complaint"),
+    [
+        ("config.json", {"eos_token_id": "x"}, "eos_token_id must be an id"),
+        ("config.json", {"eos_token_id": -1}, "eos_token_id must be an id"),
+        ("config.json", {"eos_token_id": [1, float("inf")]}, "eos_token_id must be an id"),
+        ("config.json", [1], "must hold a JSON object"),
+        ("tokenizer_config.json", {"added_tokens_decoder": {"x": {"content": "a"}}}, "added_tokens_decoder must hold"),
+        ("tokenizer_config.json", {"added_tokens_decoder": {"1": {"lstrip": True}}}, "added_tokens_decoder must hold"),
+        ("tokenizer_config.json", {"added_tokens_decoder": {"1": {"content": "a", "lstrip": 2}}}, "added_tokens_decoder"),
+        ("tokenizer_config.json", {"chat_template": [{"name": "default", "template": 1}]}, "chat_template must be a text"),
+        ("special_tokens_map.json", "[" * 100_000, "is not JSON"),
+        ("chat_template.jinja", b"\xff", "is not UTF-8"),
+    ],
+)
+def test_files_beside_it_that_lie_are_refused(tmp_path: Path, name: str, content: object, complaint: str) -> None:
+    (tmp_path / "tokenizer.json").write_text(byte_backend().to_str())
+    raw = content if isinstance(content, str | bytes) else json.dumps(content)
+    (tmp_path / name).write_bytes(raw if isinstance(raw, bytes) else raw.encode())
+    with pytest.raises(CheckpointError, match=complaint):
+        Tokenizer.from_directory(tmp_path)
+
+
+def test_special_tokens_that_are_no_text_are_passed_over(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text(byte_backend().to_str())
+    special = {"eos_token": "\ud800", "bos_token": 3, "additional_special_tokens": "<x>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(special))
+    assert not Tokenizer.from_directory(tmp_path).special_tokens
+
+
+def test_an_id_beyond_every_vocabulary_is_refused(tmp_path: Path) -> None:
+    """Lists as long as the highest id are made of it."""
+    content = json.loads(byte_backend().to_str())
+    content["model"]["vocab"]["x"] = 1 << 31
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match="a token with the id 2147483648"):
+        Tokenizer.from_directory(tmp_path)
+
+
+def test_a_vocabulary_without_its_unknown_token_is_refused(tmp_path: Path) -> None:
+    """The library notices with the first text that needs it, which would be somebody's request."""
+    content = json.loads(byte_backend().to_str())
+    content["model"] = {"type": "WordPiece", "unk_token": "[UNK]", "continuing_subword_prefix": "##", "vocab": {"a": 0}}
+    content["model"]["max_input_chars_per_word"] = 100
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match="UNK"):
+        Tokenizer.from_directory(tmp_path)
+
+
+def test_what_the_library_fails_on_ends_one_request() -> None:
+    class Panicking:
+        def encode_batch(self, *_: object, **__: object) -> None:
+            raise PanicException("index out of bounds")
+
+    class PanicException(BaseException):
+        """As libraries written in Rust raise it: no Exception."""
+
+    tokenizer = byte_tokenizer()
+    tokenizer._backend = Panicking()  # type: ignore[assignment]
+    with pytest.raises(RequestFailed, match="index out of bounds"):
+        tokenizer.encode("x")
+    with pytest.raises(RequestFailed, match="index out of bounds"):
+        tokenizer.encode_cut("x", None, 1)
 
 
 def test_a_decoder_that_is_not_known_is_refused_by_name(tmp_path: Path) -> None:
