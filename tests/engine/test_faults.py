@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import random
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +18,14 @@ from foreword.core.params import SamplingParams
 from foreword.core.request import Request
 from foreword.core.structured import StructuredOutput
 from foreword.core.vocabulary import Vocabulary
+from foreword.engine.client import ProcessClient
 from foreword.engine.containment import PATIENCE
 from foreword.engine.engine import Engine
 from foreword.engine.load import load
 from foreword.engine.trace import replay
 from foreword.errors import RequestFailed
 from tests.checkpoints import EOS, VOCAB_SIZE, write_checkpoint
+from tests import faulty_engine
 from tests.faults import Fault, Faults
 
 COMMON = (40, 41, 42, 40, 41, 43, 40, 41, 42, 40, 41, 44, 45, 40, 41, 42, 40)
@@ -35,12 +40,16 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("faults") / "model", "llama", seed=5)
 
 
-def engine_of(checkpoint: Path, **options: object) -> Engine:
+def config_of(checkpoint: Path, **options: object) -> Config:
     defaults = {
         "kv_cache_memory": "600tokens", "max_model_len": 96, "max_num_batched_tokens": 48, "max_num_seqs": 16, "threads": 1,
         "test_mode": True, "draft_length": "fixed",
     }  # fmt: skip
-    engine = load(Config(model=str(checkpoint), **(defaults | options)), unused_ids=())  # type: ignore[arg-type]
+    return Config(model=str(checkpoint), **(defaults | options))  # type: ignore[arg-type]
+
+
+def engine_of(checkpoint: Path, **options: object) -> Engine:
+    engine = load(config_of(checkpoint, **options), unused_ids=())
     engine.know(VOCABULARY)
     return engine
 
@@ -337,3 +346,22 @@ def test_faults_at_random(checkpoint: Path, undisturbed: Heard, seed: int) -> No
     for name in victims:
         before = told(heard[name][:-1])
         assert before == told(undisturbed[name])[: len(before)]
+
+
+async def test_in_a_process_of_its_own(checkpoint: Path, undisturbed: Heard, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request fails and the engine goes on; the device is lost and the engine does not, which costs nobody a token."""
+    struck = [Fault("sample", "error", "penalized", call=3), Fault("forward", "device", call=22)]
+    monkeypatch.setenv(faulty_engine.VARIABLE, json.dumps([asdict(fault) for fault in struck]))
+    client = ProcessClient(config_of(checkpoint), (), lambda: VOCABULARY, entry=faulty_engine.__name__)
+    restarts: list[str] = []
+    client.on_restart = restarts.append
+    await client.start()
+
+    async def answer(request: Request) -> list[Event]:
+        return [event async for event in client.submit(request)]
+
+    answers = await asyncio.gather(*map(answer, twins()))
+    await client.close()
+    heard = {request.id: events for request, events in zip(twins(), answers, strict=True)}
+    assert isinstance(heard["penalized"][-1], Failed) and restarts
+    check_neighbours(heard, undisturbed, ["penalized"])
