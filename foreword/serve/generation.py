@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Sequence
 
 from foreword.core.events import Event, Failed, Tokens, cut
 from foreword.core.request import Request
-from foreword.errors import ForewordError, RequestFailed
+from foreword.errors import DeadlineExceeded, ForewordError, RequestFailed
 from foreword.metrics.tally import DraftTally
 from foreword.serve.admission import Ticket
 from foreword.serve.limits import Meter
@@ -19,6 +19,7 @@ from foreword.text.answer import Answer, Delta
 __all__ = ["Generation"]
 
 logger = logging.getLogger("foreword.serve")
+MAX_BEHIND = 8192  # events that wait for a client; about half a kilobyte each
 
 
 class Generation:
@@ -113,6 +114,8 @@ class Generation:
                 self._queue.put_nowait((index, self._take(answer, event)))
                 if answer.finished:
                     return
+                if self._queue.qsize() > MAX_BEHIND:
+                    return self.abort(request.id, DeadlineExceeded("the client does not take its answer"))
             raise RequestFailed("the engine ended the request without an answer")
         except ForewordError as error:
             self._fail(index, request, error)

@@ -54,8 +54,8 @@ class Running:
     def idle(self) -> bool:
         return not self.client.live and self.app.state.server.admission.open == 0
 
-    def wait_until_idle(self) -> None:
-        deadline = time.monotonic() + 5
+    def wait_until_idle(self, limit_s: float = 5) -> None:
+        deadline = time.monotonic() + limit_s
         while not self.idle():
             assert time.monotonic() < deadline, "something was not freed"
             time.sleep(0.005)
