@@ -8,18 +8,16 @@ from __future__ import annotations
 import argparse
 import os
 import re
-import secrets
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
 from foreword.cli.options import environment_name
 from foreword.errors import ConfigError
 from foreword.serve.key_file import (
-    SALT_BYTES,
     Key,
     change_key_file,
     dump_keys,
@@ -28,6 +26,7 @@ from foreword.serve.key_file import (
     parse_keys,
     parse_moment,
     read_key_file,
+    salt_of,
 )
 
 __all__ = ["add_arguments", "run"]
@@ -63,13 +62,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _new(args: argparse.Namespace) -> int:
-    path, secret, salt = _path(args), new_secret(), secrets.token_bytes(SALT_BYTES)
+    path, secret = _path(args), new_secret()
     limits = {name: getattr(args, name) for name in LIMITS if getattr(args, name) is not None}
     models = tuple(name.strip() for name in args.models.split(",")) if args.models is not None else None
     expires = _moment(args.expires, time.time()) if args.expires else None
-    key = Key(args.name, salt, hash_key(secret.encode(), salt), admin=args.admin, models=models, expires=expires, **limits)
-    parse_keys(dump_keys([key]).encode(), path)  # what cannot be read again is not written
-    change_key_file(path, _adding(key))
+    key = Key(args.name, b"", b"", admin=args.admin, models=models, expires=expires, **limits)
+    change_key_file(path, _adding(key, secret, path))
     print(secret)
     print(f"added {key.name} to {path}; the key is shown only this once", file=sys.stderr)
     return 0
@@ -108,11 +106,14 @@ def _moment(text: str, now: float) -> float:
         raise ConfigError(f"expires must be {error}, or from now, such as 90d or 12h, got {text!r:.60}", "expires") from None
 
 
-def _adding(key: Key) -> Callable[[tuple[Key, ...]], Sequence[Key]]:
+def _adding(key: Key, secret: str, path: Path) -> Callable[[tuple[Key, ...]], Sequence[Key]]:
     def change(present: tuple[Key, ...]) -> Sequence[Key]:
         if key.name in {other.name for other in present}:
             raise ConfigError(f"there is a key {key.name} already; revoke it first, or take another name", "name")
-        return (*present, key)
+        salt = salt_of(present)
+        added = (*present, replace(key, salt=salt, digest=hash_key(secret.encode(), salt)))
+        parse_keys(dump_keys(added).encode(), path)  # what could not be read again is not written
+        return added
 
     return change
 

@@ -9,6 +9,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
+from hmac import compare_digest
 from pathlib import Path
 
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -82,13 +83,17 @@ class Keyring:
             return self._nobody
         if given is None:
             raise Unauthorized("an API key is required: Authorization: Bearer KEY")
-        matches = [key.matches(given) for key in self._keys] if len(given) <= LONGEST_KEY else []
+        matches = self._matches(given) if len(given) <= LONGEST_KEY else []
         if True not in matches:
             raise Unauthorized("the API key is not known")
         key = self._keys[matches.index(True)]
         if key.expires is not None and self._now() >= key.expires:
             raise ExpiredKey("the API key has expired")
         return self._access(key)
+
+    def _matches(self, given: bytes) -> list[bool]:
+        digests = {salt: hash_key(given, salt) for salt in self._salts}
+        return [compare_digest(digests[key.salt], key.digest) for key in self._keys]
 
     def _access(self, key: Key) -> Access:
         tenant = "" if self._shared else hashlib.sha256(key.digest).hexdigest()[:16]
@@ -117,6 +122,7 @@ class Keyring:
     def _install(self, keys: Sequence[Key]) -> None:
         """Let these keys of the file hold. What a key has taken it keeps, under its name."""
         self._keys = (*self._plain, *keys)
+        self._salts = frozenset(key.salt for key in self._keys)
         self._meters = {key.name: self._metered(key) for key in self._keys}
 
     def _metered(self, key: Key) -> Meter:
@@ -131,11 +137,8 @@ class Keyring:
 def _plain_keys(text: str | None) -> tuple[Key, ...]:
     """The keys of the command line: without limits, and named "#1", "#2" ..., as no entry of a file can be."""
     given = [part.strip().encode() for part in (text or "").split(",") if part.strip()]
-    salts = [secrets.token_bytes(SALT_BYTES) for _ in given]
-    return tuple(
-        Key(f"#{index}", salt, hash_key(key, salt), priority=None)
-        for index, (key, salt) in enumerate(zip(given, salts, strict=True), start=1)
-    )
+    salt = secrets.token_bytes(SALT_BYTES)
+    return tuple(Key(f"#{index}", salt, hash_key(key, salt), priority=None) for index, key in enumerate(given, start=1))
 
 
 def _stamp(path: Path | None) -> Stamp | None:

@@ -6,15 +6,14 @@
         requests_per_minute: 60
 
 A key is 32 random bytes. A slow hash (bcrypt, argon2) is for secrets that can be guessed: nobody tries out 2^256 keys, however
-fast the hash, while a slow one would let everybody keep the server busy by sending wrong keys. The salt lets two files, or two
-entries, not be compared.
+fast the hash, while a slow one would let everybody keep the server busy by sending wrong keys. The entries of a file share a
+salt, so that a key that comes is hashed once, however many there are; entries that came from elsewhere may have their own.
 """
 
 from __future__ import annotations
 
 import fcntl
 import hashlib
-import hmac
 import os
 import re
 import secrets
@@ -31,7 +30,7 @@ import yaml
 
 from foreword.errors import ConfigError
 
-__all__ = ["Key", "change_key_file", "dump_keys", "hash_key", "new_secret", "parse_keys", "read_key_file"]
+__all__ = ["Key", "change_key_file", "dump_keys", "hash_key", "new_secret", "parse_keys", "read_key_file", "salt_of"]
 
 PREFIX = "fw-"  # so that whoever searches code for secrets finds them
 SALT_BYTES, DIGEST_BYTES = 16, 32
@@ -68,14 +67,15 @@ class Key:
     max_concurrency: int | None = None
     priority: int | None = 0
 
-    def matches(self, secret: bytes) -> bool:
-        """In a time that does not tell how much of it is right."""
-        return hmac.compare_digest(hash_key(secret, self.salt), self.digest)
-
 
 def new_secret() -> str:
     """A key that nobody has seen."""
     return PREFIX + secrets.token_urlsafe(32)
+
+
+def salt_of(keys: Sequence[Key]) -> bytes:
+    """For one more entry of a file with these."""
+    return keys[-1].salt if keys else secrets.token_bytes(SALT_BYTES)
 
 
 def hash_key(secret: bytes, salt: bytes) -> bytes:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from foreword.cli.main import main
-from foreword.serve.key_file import read_key_file
+from foreword.serve.key_file import hash_key, read_key_file
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def test_new(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said = capsys.readouterr()
     secret = said.out.removesuffix("\n")
     (key,) = read_key_file(path)
-    assert secret.startswith("fw-") and "\n" not in secret and key.matches(secret.encode())
+    assert secret.startswith("fw-") and "\n" not in secret and key.digest == hash_key(secret.encode(), key.salt)
     assert (key.name, key.admin, key.models, key.expires, key.priority) == ("alice", True, ("a", "b"), 1896048000.0, -1)
     assert (key.requests_per_minute, key.tokens_per_minute, key.max_concurrency) == (60, 1000, 4)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
@@ -40,6 +40,7 @@ def test_list_and_revoke(path: Path, capsys: pytest.CaptureFixture[str], monkeyp
     head, *rows = capsys.readouterr().out.splitlines()
     assert head.split()[:4] == ["name", "admin", "models", "expires"]
     assert [row.split()[:3] for row in rows] == [["alice", "no", "all"], ["bob", "no", "all"]]
+    assert len({key.salt for key in read_key_file(path)}) == 1, "a key that comes is hashed once"
     assert not any(key.digest.hex() in row for key in read_key_file(path) for row in rows)
     assert main(["keys", "revoke", "alice"]) == 0
     assert [key.name for key in read_key_file(path)] == ["bob"]
