@@ -84,3 +84,11 @@ def test_the_command_needs_no_torch(path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("fw-")
+
+
+def test_a_broken_file_is_told_of_before_a_model_is_loaded(path: Path) -> None:
+    path.write_text("keys: [{name: alice}]")
+    command = [sys.executable, "-m", "foreword", "serve", "--port", "0", "--api-key-file", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"foreword serve: key file {path} entry 1 (alice): hash is missing\n"

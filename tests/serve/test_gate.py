@@ -120,3 +120,17 @@ def test_a_post_to_an_open_path_is_no_fault_of_ours() -> None:
     with running(Config(api_key="k")) as server:
         for path in ("/health", "/metrics", "/live", "/docs"):
             assert server.http.post(path, json={}).status_code == 405
+
+
+def test_who_is_refused_because_the_server_ends_is_counted() -> None:
+    with running(Config(api_key="k")) as server:
+        server.app.state.health.drain.begin()
+        assert server.http.post(CHAT, json={}).status_code == 503
+        assert 'foreword_requests_rejected_total{reason="draining"} 1.0' in server.http.get("/metrics").text
+        server.app.state.health.drain.began = False
+
+
+def test_browsers_may_read_the_limits() -> None:
+    with running(Config(cors_origins="https://a.example")) as server:
+        exposed = server.http.get("/live", headers={"Origin": "https://a.example"}).headers["access-control-expose-headers"]
+        assert {"Retry-After", "x-ratelimit-remaining-tokens", "x-ratelimit-reset-requests"} <= set(exposed.split(", "))

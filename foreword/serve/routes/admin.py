@@ -34,7 +34,7 @@ router = APIRouter(dependencies=[Depends(_operator)], include_in_schema=False)
 
 @router.get("/admin/requests")
 async def requests(server: ServerDep) -> Response:
-    """The choices that are open, the oldest first."""
+    """The choices that are open, the oldest first; texts for vectors and scores are in the sums alone."""
     now = time.monotonic()
     choices = sorted(server.recorder.live(), key=lambda progress: progress.arrived_s)
     return Json(
