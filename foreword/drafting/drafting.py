@@ -11,6 +11,7 @@ from foreword.core.draft import Draft
 from foreword.core.events import DraftingStats
 from foreword.core.request import RequestState
 from foreword.drafting.base import Ask, Drafter, PassDrafter
+from foreword.drafting.control.costs import Timings
 from foreword.drafting.policy import Load, Offer, Policy, StepFacts
 
 __all__ = ["Drafting"]
@@ -26,6 +27,7 @@ class Drafting:
 
     drafters  those that only look things up
     passes    those that run a model; they are asked after the others, and only where the policy wants it
+    timings   what the policy was told of this machine, if it was
     errors    exceptions caught, by drafter, and by "policy"
     resting   nobody was asked for this step, and its measure is of no interest
     """
@@ -35,6 +37,7 @@ class Drafting:
         self.passes = tuple(passes)
         self.vocab_size = vocab_size
         self.policy = policy
+        self.timings: Timings | None = None
         self.errors: Counter[str] = Counter()
         self._live: dict[str, tuple[Drafter, ...]] = {}
         self._offered: dict[str, tuple[int, list[Draft]]] = {}

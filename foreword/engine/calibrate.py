@@ -14,12 +14,12 @@ from foreword.core.batch import SCRATCH_BLOCK
 from foreword.core.params import SamplingParams
 from foreword.core.request import Request, RequestState
 from foreword.drafting.base import PassDrafter
-from foreword.drafting.control.costs import Calibration, PassCost
+from foreword.drafting.control.costs import Calibration
 from foreword.engine.assemble import Assembler
 from foreword.engine.plan import Plan, Work
 from foreword.engine.runner import Runner
 
-__all__ = ["Calibrator", "pass_cost"]
+__all__ = ["Calibrator", "pass_seconds"]
 
 # What tells most comes first: a large model is not timed for long, and between two sizes the cost is a line
 ROWS = (1, 16, 4, 64, 8, 2, 32, 128, 3, 6, 12, 24, 48, 96)
@@ -93,9 +93,9 @@ class Calibrator:
         return state
 
 
-def pass_cost(drafter: PassDrafter, max_rows: int, clock: Callable[[], float] = time.perf_counter) -> PassCost:
+def pass_seconds(drafter: PassDrafter, max_rows: int, clock: Callable[[], float] = time.perf_counter) -> Mapping[int, float]:
     """Seconds of one pass of a drafter's model, by rows."""
-    return PassCost.measured(rounds(lambda rows: drafter.pass_seconds(rows, rows), _up_to(max_rows, ROWS), clock))
+    return rounds(lambda rows: drafter.pass_seconds(rows, rows), _up_to(max_rows, ROWS), clock)
 
 
 def rounds(timed: Timed, sizes: Sequence[int], clock: Callable[[], float]) -> Mapping[int, float]:

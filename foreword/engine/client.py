@@ -15,6 +15,7 @@ from foreword.core.events import Event, Failed, StepReport, StepStats, Tokens
 from foreword.core.readiness import Readiness
 from foreword.core.request import Request
 from foreword.core.vocabulary import Vocabulary
+from foreword.drafting.control.costs import Timings
 from foreword.engine.child import Child
 from foreword.engine.live import LiveRequests
 from foreword.engine.messages import Loading, Ready, Refused, Remove, Start
@@ -104,9 +105,10 @@ class ProcessClient:
         self._spawner = Spawner(entry)
         self._child: Child | None = None
         self._serving = False  # the child takes requests
-        self._ready: asyncio.Future[EngineInfo] | None = None
+        self._ready: asyncio.Future[Ready] | None = None
         self._live = LiveRequests()
         self._queues: dict[str, asyncio.Queue[Event | None]] = {}
+        self._timings: Timings | None = None
         self._patience = Patience()
         self._finding = Finding()
         self._progress: float | None = None
@@ -133,7 +135,8 @@ class ProcessClient:
 
     async def start(self) -> EngineInfo:
         self._tasks.append(asyncio.create_task(self._watch()))
-        self.info = await self._launch()
+        ready = await self._launch()
+        self.info, self._timings = ready.info, ready.timings
         self.alive = self._serving = True
         self._tasks.append(asyncio.create_task(self._supervise()))
         return self.info
@@ -214,7 +217,7 @@ class ProcessClient:
             self._loading(message)
         elif self._ready is not None and not self._ready.done():
             if isinstance(message, Ready):
-                self._ready.set_result(message.info)
+                self._ready.set_result(message)
             else:
                 self._ready.set_exception(message.error)
 
@@ -252,7 +255,7 @@ class ProcessClient:
 
     # Life and death
 
-    async def _launch(self) -> EngineInfo:
+    async def _launch(self) -> Ready:
         """Start a process and wait until it takes requests. Raises ConfigError or CheckpointError if it never will."""
         self._ready = asyncio.get_running_loop().create_future()
         self._progress = None
@@ -270,7 +273,7 @@ class ProcessClient:
             return Start(self._config, self._unused_ids)
         trace = self._config.trace  # what the last engine wrote is wanted more than ever
         config = self._config if trace is None else replace(self._config, trace=f"{trace}.{self._restarts}")
-        return Start(config, self._unused_ids, self.info.resolved)
+        return Start(config, self._unused_ids, self.info.resolved, self._timings)
 
     async def _supervise(self) -> None:
         """Replace the engine whenever it ends, until that makes no sense any more."""
@@ -313,7 +316,7 @@ class ProcessClient:
         assert self.info is not None
         while True:
             try:
-                info = await self._launch()
+                ready = await self._launch()
             except ForewordError as error:
                 logger.error("the engine could not be started again: %s", error)
                 if not self._patience.failed_to_start():
@@ -321,7 +324,7 @@ class ProcessClient:
                 await asyncio.sleep(RETRY_S)
                 continue
             self._patience.started()
-            if info.fingerprint != self.info.fingerprint:
+            if ready.info.fingerprint != self.info.fingerprint:
                 logger.error("model or machine changed: a replacement would not go on with the same tokens")
                 return False
             return True

@@ -18,6 +18,7 @@ from foreword.config import Config
 from foreword.core.batch import SCRATCH_BLOCK, Chunk, build_batch
 from foreword.drafting.base import Drafter, PassDrafter
 from foreword.drafting.control.controller import Controller
+from foreword.drafting.control.costs import PassCost, Timings
 from foreword.drafting.control.decisions import TracedController
 from foreword.drafting.drafting import Drafting
 from foreword.drafting.grammar import GrammarDrafter
@@ -28,7 +29,7 @@ from foreword.drafting.prediction import PredictionDrafter
 from foreword.drafting.replay import PaidReplay, ReplayDrafter, read_recording
 from foreword.drafting.suffix import SuffixDrafter
 from foreword.engine.assemble import Assembler
-from foreword.engine.calibrate import Calibrator, pass_cost
+from foreword.engine.calibrate import Calibrator, pass_seconds
 from foreword.engine.engine import Engine
 from foreword.engine.runner import Runner
 from foreword.engine.scheduler import Scheduler
@@ -52,11 +53,17 @@ SAMPLES, SAMPLE_BYTES = 64, 1 << 16  # of a weight file, evenly spread, the firs
 FIT_DRAFTER = (10, 50)  # how many times smaller a draft model usually pays
 
 
-def load(config: Config, unused_ids: Sequence[int], resolved: Resolved | None = None, progress: Progress | None = None) -> Engine:
+def load(
+    config: Config,
+    unused_ids: Sequence[int],
+    resolved: Resolved | None = None,
+    progress: Progress | None = None,
+    timings: Timings | None = None,
+) -> Engine:
     """Load the checkpoint that `config.model` names (a directory) and everything around it.
 
     unused_ids  ids that no token has, of target and drafter alike
-    resolved    choices of an engine that this one replaces
+    resolved, timings  choices and timings of an engine that this one replaces
     Raises ConfigError or CheckpointError.
     """
     assert config.model is not None and config.speculative_config is None, "a config that was not prepared"
@@ -64,7 +71,7 @@ def load(config: Config, unused_ids: Sequence[int], resolved: Resolved | None = 
     drafter = read_facts(Path(str(config.draft_model)), config.gguf_dequantize) if config.runs_draft_model else None
     if resolved is None:
         resolved = resolve(config, this_machine(config), target, drafter)
-    return _Loader(config, resolved, unused_ids, progress).engine(target, drafter)
+    return _Loader(config, resolved, unused_ids, progress, timings).engine(target, drafter)
 
 
 def this_machine(config: Config) -> Machine:
@@ -75,11 +82,19 @@ def this_machine(config: Config) -> Machine:
 
 
 class _Loader:
-    def __init__(self, config: Config, resolved: Resolved, unused_ids: Sequence[int], progress: Progress | None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        resolved: Resolved,
+        unused_ids: Sequence[int],
+        progress: Progress | None,
+        timings: Timings | None,
+    ) -> None:
         self.config = config
         self.resolved = resolved
         self.unused_ids = unused_ids
         self.progress = progress
+        self.timings = timings
         self.ops = select(resolved.device, resolved.fast_math, resolved.threads, resolved.cpu_isa)
         self.seconds: dict[str, float] = {}
 
@@ -102,7 +117,8 @@ class _Loader:
         assembler = Assembler(resolved.block_size, self.ops.row_tile, resolved.device)
         if not drafting.off and resolved.draft_length == "adaptive":
             started = time.perf_counter()
-            drafting.policy = self.controller(assembler, runner, drafting)
+            drafting.timings = self.timings or self.timed(assembler, runner, drafting)
+            drafting.policy = self.controller(drafting.timings)
             stages.take()
             self.seconds["calibration"] = time.perf_counter() - started
         memory = _device_memory(resolved)
@@ -120,12 +136,15 @@ class _Loader:
                 lookups.append(drafter)
         return Drafting(lookups, vocab_size, FixedLength(self.resolved.num_speculative_tokens), passes)
 
-    def controller(self, assembler: Assembler, runner: Runner, drafting: Drafting) -> Controller:
-        """The policy that knows what steps cost here."""
+    def timed(self, assembler: Assembler, runner: Runner, drafting: Drafting) -> Timings:
         resolved = self.resolved
         calibration = Calibrator(assembler, runner, resolved.max_num_batched_tokens, resolved.max_model_len).calibration()
-        passes = {model.name: pass_cost(model, resolved.max_num_seqs) for model in drafting.passes}
-        options = (calibration, resolved.num_speculative_tokens, passes)
+        return Timings(calibration, {model.name: pass_seconds(model, resolved.max_num_seqs) for model in drafting.passes})
+
+    def controller(self, timings: Timings) -> Controller:
+        """The policy that knows what steps cost here."""
+        passes = {name: PassCost.measured(seconds) for name, seconds in timings.passes.items()}
+        options = (timings.calibration, self.resolved.num_speculative_tokens, passes)
         if self.config.trace is None:
             return Controller(*options)
         return TracedController(self.config.trace_of_drafts, *options)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from foreword.config import Config
+from foreword.drafting.control.costs import Timings
 from foreword.errors import ForewordError
 from foreword.resolve import EngineInfo, Resolved
 
@@ -15,11 +16,12 @@ BOARD = b"b"  # to the engine, before all messages: goes along with the file des
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """To the engine, first: what to load. `resolved` is handed over unchanged to an engine that replaces another."""
+    """To the engine, first: what to load. `resolved` and `timings` are those of the engine that this one replaces."""
 
     config: Config
     unused_ids: tuple[int, ...]
     resolved: Resolved | None = None
+    timings: Timings | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +37,7 @@ class Ready:
     """From the engine: it takes requests now."""
 
     info: EngineInfo
+    timings: Timings | None
 
 
 @dataclass(frozen=True, slots=True)

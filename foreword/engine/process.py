@@ -62,15 +62,19 @@ def _run(connection: Connection, board: Board, prepare: Callable[[Engine], None]
     board.beat()
     start: Start = connection.recv()
     logging.basicConfig(level=start.config.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
+
+    def progress(done: int, total: int) -> None:
+        connection.send(Loading(done, total))
+
     try:
-        engine = load(start.config, start.unused_ids, start.resolved, lambda done, total: connection.send(Loading(done, total)))
+        engine = load(start.config, start.unused_ids, start.resolved, progress, start.timings)
     except ForewordError as error:
         connection.send(Refused(error))
         return 1
     prepare(engine)
     engine.at_work = board.note
     board.rest()
-    connection.send(Ready(engine.info))
+    connection.send(Ready(engine.info, engine.drafting.timings))
     try:
         _serve(engine, connection, board)
     finally:

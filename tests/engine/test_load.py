@@ -32,3 +32,11 @@ def test_quantization_that_has_no_effect_is_told(tmp_path: Path) -> None:
     checkpoint = write_checkpoint(tmp_path / "model", "llama", seed=1)
     (warning,) = warnings(write_gguf(checkpoint, tmp_path / "model.gguf", GGMLQuantizationType.Q8_0), quantization="int4")
     assert warning == "--quantization int4 leaves blocks that are quantized in the file as they are"
+
+
+def test_what_was_timed_once_is_not_timed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = Config(model=str(write_checkpoint(tmp_path / "model", "llama", seed=1)), kv_cache_memory="400tokens", threads=1)
+    first = load(config, ())
+    monkeypatch.delattr(module, "Calibrator")
+    again = load(config, (), first.info.resolved, timings=first.drafting.timings)
+    assert first.drafting.timings is not None and again.drafting.timings is first.drafting.timings

@@ -14,7 +14,7 @@ from itertools import accumulate
 
 from foreword.core.params import SamplingParams
 
-__all__ = ["Calibration", "Curve", "Drift", "PassCost", "SamplePrices", "Shape", "StepCosts", "sampling_class"]
+__all__ = ["Calibration", "Curve", "Drift", "PassCost", "SamplePrices", "Shape", "StepCosts", "Timings", "sampling_class"]
 
 SAMPLING_CLASSES = 5  # greedy, noise, filtered, processed, with logprobs
 FIXED_SHARE = 0.05  # of a step of one row, until measured: what sampling takes however many rows there are
@@ -40,6 +40,17 @@ class Calibration:
     single: Mapping[int, float]
     read_first: float = 0.0
     read_further: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """All that was timed of an engine, as plain values: one that replaces it need not be timed again.
+
+    passes  seconds of a pass by rows, of each drafter that runs a model
+    """
+
+    calibration: Calibration
+    passes: Mapping[str, Mapping[int, float]]
 
 
 class Curve:
