@@ -113,9 +113,14 @@ class Child:
     # Threads
 
     def _write(self) -> None:
-        with contextlib.suppress(OSError):  # a dead engine is noticed by the reader
+        try:
             while (message := self._outbox.get()) is not None:
                 self._connection.send(message() if callable(message) else message)
+        except OSError:
+            pass  # a dead engine is noticed by the reader
+        except Exception:
+            logger.exception("what is to be said to the engine cannot be said; all that would follow waits for it")
+            self._hang_up()
 
     def _read(self, loop: asyncio.AbstractEventLoop) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens any more

@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 
 ENTRY: Final = "foreword.engine.process"
 LOOK_S: Final = 0.25
+GIB: Final = 1 << 30
 RETRY_S: Final = 0.5  # after a start that failed: what it lacked may be there again
 
 
@@ -111,7 +112,7 @@ class ProcessClient:
         self._timings: Timings | None = None
         self._patience = Patience()
         self._finding = Finding()
-        self._progress: float | None = None
+        self._loaded: Loading | None = None
         self._restarts = 0
         self._tasks: list[asyncio.Task[None]] = []
         self._complained = False
@@ -124,11 +125,11 @@ class ProcessClient:
     @property
     def readiness(self) -> Readiness:
         if self.info is None:
-            return Readiness("loading", "the engine is still loading", self._progress)
+            return Readiness("loading", "the engine is still loading", self._progress())
         if not self.alive:
             return Readiness("dead", "the engine is gone", restarts=self._restarts)
         if not self._serving:
-            return Readiness("restarting", "the engine is being replaced", self._progress, self._restarts)
+            return Readiness("restarting", "the engine is being replaced", self._progress(), self._restarts)
         if not self._finding.ready:
             return Readiness("unresponsive", self._finding.detail, restarts=self._restarts)
         return Readiness("ok", restarts=self._restarts)
@@ -222,7 +223,7 @@ class ProcessClient:
                 self._ready.set_exception(message.error)
 
     def _loading(self, message: Loading) -> None:
-        self._progress = message.done / message.total if message.total else None
+        self._loaded = message
         if self._on_progress is not None and self.info is None:
             self._on_progress(message.done, message.total)
 
@@ -258,15 +259,24 @@ class ProcessClient:
     async def _launch(self) -> Ready:
         """Start a process and wait until it takes requests. Raises ConfigError or CheckpointError if it never will."""
         self._ready = asyncio.get_running_loop().create_future()
-        self._progress = None
+        self._loaded = None
         self._child = child = await Child.launch(self._spawner, self._received)
         child.send(self._start_message())
         ended = asyncio.create_task(child.ended.wait())
         await asyncio.wait((self._ready, ended), return_when=asyncio.FIRST_COMPLETED)
         ended.cancel()
         if not self._ready.done():
-            raise ConfigError(f"the engine process ended while it was loading: {await child.bury(self._spawner)}")
+            why = await child.bury(self._spawner)
+            raise ConfigError(f"the engine process ended while it was loading{self._so_far()}: {why}")
         return self._ready.result()
+
+    def _progress(self) -> float | None:
+        loaded = self._loaded
+        return loaded.done / loaded.total if loaded is not None and loaded.total else None
+
+    def _so_far(self) -> str:
+        loaded = self._loaded
+        return "" if loaded is None else f", with {loaded.done / GIB:.2f} of {loaded.total / GIB:.2f} GiB of weights read"
 
     def _start_message(self) -> Start:
         if self.info is None:

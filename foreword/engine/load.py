@@ -50,6 +50,7 @@ __all__ = ["FIT_DRAFTER", "load", "this_machine"]
 
 Progress = Callable[[int, int], None]
 SAMPLES, SAMPLE_BYTES = 64, 1 << 16  # of a weight file, evenly spread, the first and the last bytes among them
+GIB = 1 << 30
 FIT_DRAFTER = (10, 50)  # how many times smaller a draft model usually pays
 
 
@@ -71,7 +72,21 @@ def load(
     drafter = read_facts(Path(str(config.draft_model)), config.gguf_dequantize) if config.runs_draft_model else None
     if resolved is None:
         resolved = resolve(config, this_machine(config), target, drafter)
-    return _Loader(config, resolved, unused_ids, progress, timings).engine(target, drafter)
+    try:
+        return _Loader(config, resolved, unused_ids, progress, timings).engine(target, drafter)
+    except (MemoryError, RuntimeError) as error:
+        if not _out_of_memory(error):
+            raise
+        raise ConfigError(
+            f"out of memory while loading: weights need about {resolved.weight_bytes / GIB:.2f} GiB and the KV cache "
+            f"{resolved.kv_bytes / GIB:.2f} GiB; a smaller model, --quantization or --kv-cache-memory would need less",
+            "kv_cache_memory",
+        ) from error
+
+
+def _out_of_memory(error: Exception) -> bool:
+    """Torch's allocator for CPUs has no exception of its own."""
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
 def this_machine(config: Config) -> Machine:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from gguf import GGMLQuantizationType
 
 from foreword.config import Config
 from foreword.engine import load as module
 from foreword.engine.load import load
+from foreword.errors import ConfigError
 from tests.checkpoints import write_checkpoint
 from tests.gguf_files import write_gguf
 
@@ -40,3 +42,22 @@ def test_what_was_timed_once_is_not_timed_again(tmp_path: Path, monkeypatch: pyt
     monkeypatch.delattr(module, "Calibrator")
     again = load(config, (), first.info.resolved, timings=first.drafting.timings)
     assert first.drafting.timings is not None and again.drafting.timings is first.drafting.timings
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory: 12 bytes")])
+def test_memory_that_is_not_there_is_told_with_the_estimate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def no_room(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(module, "KVStorage", no_room)
+    config = Config(model=str(write_checkpoint(tmp_path / "model", "llama", seed=1)), kv_cache_memory="400tokens", threads=1)
+    with pytest.raises(ConfigError, match=r"out of memory .* weights need about 0.00 GiB and the KV cache"):
+        load(config, ())
+
+
+def test_other_errors_of_torch_stay_what_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "KVStorage", lambda *_: torch.zeros(2) + torch.zeros(3))
+    with pytest.raises(RuntimeError, match="size"):
+        load(Config(model=str(write_checkpoint(tmp_path / "model", "llama", seed=1)), kv_cache_memory="400tokens"), ())
