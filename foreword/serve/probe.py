@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import time
 from collections.abc import Callable
 from contextlib import aclosing
@@ -12,10 +13,10 @@ from typing import Any
 from foreword.core.events import Failed
 from foreword.core.request import Request
 from foreword.engine.client import EngineClient
-from foreword.errors import ForewordError
 
 __all__ = ["Probe"]
 
+logger = logging.getLogger("foreword.serve")
 LIMIT_S = 5.0
 
 
@@ -64,7 +65,8 @@ class Probe:
             events: Any = self._client.submit(request)
             async with aclosing(events):
                 event = await anext(events)
-        except (ForewordError, StopAsyncIteration):
+        except Exception as error:
+            logger.warning("the engine failed on a request for one token (%s)", type(error).__name__)
             return False
         answered = not isinstance(event, Failed) or event.error.status < 500
         self._failed = self._failed and not answered

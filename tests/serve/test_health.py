@@ -1,0 +1,199 @@
+"""/health tells a machine by its status code, and a person by its body, whether a step could run now."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import jsonschema
+import pytest
+import uvicorn
+
+from foreword.config import Config
+from foreword.core.params import SamplingParams
+from foreword.core.readiness import Readiness
+from foreword.errors import EngineDead, Overloaded
+from foreword.serve.connections import web_config
+from foreword.serve.draining import Drain
+from foreword.serve.entrance import waiting_room
+from foreword.serve.probe import Probe
+from foreword.serve.readiness import Health, HealthBody
+from foreword.text.prepare import make_requests
+from tests.fakes import FakeClient, Script, byte_tokenizer
+from tests.serve.conftest import Running, running
+
+CHAT = "/v1/chat/completions"
+USER = [{"role": "user", "content": "Hi"}]
+
+
+class Moody(FakeClient):
+    """Is in whatever state the test says."""
+
+    state = Readiness("ok")
+
+    @property
+    def readiness(self) -> Readiness:
+        return self.state
+
+
+@pytest.fixture(scope="module")
+def moody() -> Iterator[Running]:
+    with running(Config(), Moody()) as server:
+        yield server
+
+
+def check(reply: httpx.Response, schema: dict[str, Any]) -> dict[str, Any]:
+    body: dict[str, Any] = reply.json()
+    jsonschema.validate(body, schema)
+    assert set(body) == {"status", "detail", "progress", "restarts", "encoder", "error"}
+    assert (reply.status_code == 200) == (body["status"] == "ok") == (body["error"] is None)
+    return body
+
+
+@pytest.mark.parametrize(
+    ("state", "again"),
+    [
+        (Readiness("ok", restarts=2), False),
+        (Readiness("loading", "weights", 0.25), True),
+        (Readiness("restarting", "it died", 0.5, 3), True),
+        (Readiness("unresponsive", "no sign of life for 5 s"), True),
+        (Readiness("dead", "it will not come back", restarts=4), False),
+    ],
+)
+def test_each_state_has_a_body_of_the_published_schema(moody: Running, state: Readiness, again: bool) -> None:
+    api = moody.http.get("/openapi.json").json()
+    answers = api["paths"]["/health"]["get"]["responses"]
+    schemas = {code: answers[code]["content"]["application/json"]["schema"] for code in ("200", "503")}
+    assert schemas["200"] == schemas["503"]
+    moody.client.state = state
+    reply = moody.http.get("/health")
+    body = check(reply, {**schemas["200"], "components": api["components"]})
+    assert Readiness(*(body[name] for name in ("status", "detail", "progress", "restarts"))) == state
+    assert ("Retry-After" in reply.headers) == again
+    if not state.ready:
+        assert body["error"]["code"] == "engine_dead" and body["error"]["message"] == state.detail
+    assert moody.http.get("/live").status_code == 200
+    moody.client.state = Readiness("ok")
+
+
+async def body_of(health: Health) -> tuple[int, dict[str, Any]]:
+    response = await health.response()
+    body = HealthBody.model_validate_json(bytes(response.body)).model_dump()
+    return response.status_code, body
+
+
+async def test_a_server_that_ends_is_not_healthy() -> None:
+    client, drain = FakeClient(), Drain()
+    await client.start()
+    health = Health(client, None, drain)
+    assert (await body_of(health))[0] == 200
+    drain.begin()
+    status, body = await body_of(health)
+    assert (status, body["status"], body["error"]["code"]) == (503, "draining", "shutting_down")
+
+
+@pytest.mark.parametrize(("alive", "said"), [(True, "ok"), (False, "down")])
+async def test_the_encoder_is_told_of(alive: bool, said: str) -> None:
+    client, encoder = FakeClient(), SimpleNamespace(alive=alive)
+    await client.start()
+    status, body = await body_of(Health(client, encoder, Drain()))  # type: ignore[arg-type]
+    assert (status, body["encoder"]) == (200, said)
+
+
+# The probe
+
+
+async def started(script: Script, idle_s: float = 1e-9, limit_s: float = 0.05) -> tuple[FakeClient, Probe]:
+    client = FakeClient(script)
+    await client.start()
+    tokenizer, params = byte_tokenizer(), SamplingParams(max_tokens=1, seed=0)
+    return client, Probe(client, lambda name: make_requests([97], params, tokenizer, name, 2048)[0], idle_s, limit_s)
+
+
+async def test_an_idle_engine_is_asked() -> None:
+    client, probe = await started(Script("x"))
+    assert await probe.answers() and await probe.answers()
+    assert [request.id for request in client.submitted] == ["health-probe-0-0", "health-probe-1-0"]
+    assert not client.live
+
+
+@pytest.mark.parametrize("idle_s", [0, 3600])
+async def test_an_engine_that_worked_lately_is_not_asked(idle_s: float) -> None:
+    client, probe = await started(Script("x"), idle_s)
+    assert await probe.answers() and not client.submitted
+
+
+async def test_an_engine_that_gives_no_answer_is_unresponsive_until_it_does() -> None:
+    client, probe = await started(Script("x", delay_s=0.3))
+    assert not await probe.answers()
+    assert not await probe.answers() and len(client.submitted) == 1  # it is still being asked
+    health = Health(client, None, Drain(), probe)
+    assert (await health.readiness()).status == "unresponsive"
+    client.script = Script("x")
+    async with asyncio.timeout(10):
+        while not await probe.answers():
+            await asyncio.sleep(0.01)
+    probe.stepped()
+    assert (await health.readiness()).ready
+
+
+@pytest.mark.parametrize(("error", "answers"), [(EngineDead("gone"), False), (Overloaded("full"), True)])
+async def test_a_refusal_is_an_answer_and_a_failure_is_none(error: Any, answers: bool) -> None:
+    _, probe = await started(Script(fail_after=0, error=error))
+    assert await probe.answers() == answers
+
+
+def test_a_real_request_is_made_for_it() -> None:
+    with running(Config(health_probe=0.001)) as server:
+        assert server.http.get("/health").status_code == 200
+        (asked,) = server.client.submitted
+        assert (asked.params.max_tokens, asked.params.speculation.method, len(asked.prompt_ids)) == (1, "off", 1)
+        assert 'requests_finished_total{reason="stop"} 0.0' in server.http.get("/metrics").text
+
+
+# Before the engine is there
+
+
+async def test_while_it_loads_the_server_says_so() -> None:
+    client = Moody()
+    client.state = Readiness("loading", "weights", 0.5)
+    app = waiting_room(Health(client, None, Drain()))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as http:
+        reply = await http.get("/health")
+        assert (reply.status_code, reply.json()["progress"]) == (503, 0.5)
+        assert (await http.get("/live")).status_code == 200
+        for method, path in (("POST", CHAT), ("GET", "/v1/models"), ("GET", "/metrics"), ("DELETE", "/nothing")):
+            reply = await http.request(method, path)
+            assert reply.status_code == 503 and reply.headers["Retry-After"] == "1" and "X-Request-Id" in reply.headers
+            assert reply.json()["error"]["code"] == "engine_dead"
+
+
+def test_the_same_bounds_hold_everywhere() -> None:
+    assert isinstance(web_config(waiting_room(Health(FakeClient(), None, Drain())), Config()), uvicorn.Config)
+
+
+# What fails before the first token
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("n", [1, 3])
+def test_an_error_before_the_first_token_is_no_stream(served: Running, stream: bool, n: int) -> None:
+    served.say(Script(fail_after=0, error=Overloaded("it waited too long", retry_after_s=2.1)))
+    reply = served.http.post(CHAT, json={"messages": USER, "stream": stream, "n": n})
+    assert (reply.status_code, reply.headers["Retry-After"]) == (429, "3")
+    assert reply.json()["error"]["code"] == "overloaded"
+
+
+def test_an_error_after_it_is_an_event(served: Running) -> None:
+    served.say(Script(fail_after=2, error=Overloaded("it waited too long")))
+    reply = served.http.post(CHAT, json={"messages": USER, "stream": True})
+    assert reply.status_code == 200 and "it waited too long" in reply.text and reply.text.endswith("data: [DONE]\n\n")
+
+
+def test_one_choice_that_fails_at_once_leaves_the_others(served: Running) -> None:
+    served.say(lambda request: Script("fine", fail_after=0 if request.id.endswith("-0") else None))
+    reply = served.http.post(CHAT, json={"messages": USER, "stream": True, "n": 2})
+    assert reply.status_code == 200 and '"finish_reason":"stop"' in reply.text and "the script says so" in reply.text
