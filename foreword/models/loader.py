@@ -108,7 +108,8 @@ def _strictly(reader: ConfigReader) -> tuple[type[Decoder], DecoderConfig]:
     model_type = reader.raw("model_type")
     if not isinstance(model_type, str) or model_type not in ARCHITECTURES:
         known = ", ".join(sorted(ARCHITECTURES))
-        raise CheckpointError(f"{reader.source}: model_type {model_type!r:.80} is not supported; known: {known}")
+        foreign = "; the code that `auto_map` names is not run: no code out of a checkpoint is" if "auto_map" in reader else ""
+        raise CheckpointError(f"{reader.source}: model_type {model_type!r:.80} is not supported{foreign}; known: {known}")
     architecture = ARCHITECTURES[model_type]
     config = architecture.read(reader)
     reader.finish()

@@ -20,6 +20,7 @@ __all__ = ["BodyWeights", "CountedWeights", "FileWeights", "ScopedWeights", "Sha
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.pickle")
 DERIVED = ("rotary_emb.inv_freq", ".masked_bias", ".attn.bias")  # buffers that old checkpoints hold
 
 
@@ -161,7 +162,7 @@ def _file_names(path: Path) -> list[str]:
         return sorted({str(name) for name in weight_map.values()})
     if (path / SINGLE).is_file():
         return [SINGLE]
-    pickles = sorted(item.name for pattern in ("*.bin", "*.pt", "*.pth") for item in path.glob(pattern))
+    pickles = sorted(item.name for pattern in PICKLES for item in path.glob(pattern))
     if pickles:
         raise CheckpointError(f"{path} holds pickled weights ({pickles[0]}), which can run code; convert them to safetensors")
     raise CheckpointError(f"{path} holds neither {SINGLE} nor {INDEX}")

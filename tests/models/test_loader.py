@@ -1,6 +1,7 @@
 """What cannot be served is refused, and the message names it."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -196,10 +197,11 @@ def test_a_wrong_type_is_named(tmp_path: Path):
         load(tmp_path)
 
 
-def test_pickled_weights_are_refused(tmp_path: Path):
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "consolidated.00.pth", "model.ckpt"])
+def test_pickled_weights_are_refused(tmp_path: Path, name: str):
     path = write_checkpoint(tmp_path)
-    (path / "model.safetensors").rename(path / "pytorch_model.bin")
-    with pytest.raises(CheckpointError, match=r"pytorch_model\.bin"):
+    (path / "model.safetensors").rename(path / name)
+    with pytest.raises(CheckpointError, match=rf"\({re.escape(name)}\), which can run code"):
         load(path)
 
 

@@ -1,0 +1,79 @@
+"""No code out of a checkpoint is run, and nothing that could run it is called."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from foreword.config import Config
+from foreword.errors import CheckpointError, ConfigError
+from foreword.models.loader import read_facts
+from tests.checkpoints import write_checkpoint
+from tests.test_house import FILES, ROOT
+
+# Between our own processes, over sockets that nobody else has: see docs/security.md.
+OWN_PROCESSES = {"encoders/messages.py"}
+MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
+CALLS = {"eval", "exec", "compile", "__import__", "torch.load", "numpy.load", "np.load", "torch.jit.load", "torch.hub.load"}
+YAML = {"yaml.load", "yaml.unsafe_load", "yaml.full_load", "yaml.load_all"}
+PLAIN = ("BaseLoader", "SafeLoader", "_Loader")  # the last is a BaseLoader
+
+
+def dangers(source: str) -> list[str]:
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found += [name.name for name in node.names if name.name.split(".")[0] in MODULES]
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in MODULES:
+            found.append(str(node.module))
+        elif isinstance(node, ast.Call):
+            name = ast.unparse(node.func)
+            loader = next((ast.unparse(word.value) for word in node.keywords if word.arg == "Loader"), "")
+            if name in CALLS or (name in YAML and not loader.endswith(PLAIN)):
+                found.append(name)
+            found += [name for word in node.keywords if word.arg in ("allow_pickle", "trust_remote_code")]
+    return found
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_nothing_runs_what_it_reads(path: Path) -> None:
+    found = dangers(path.read_text())
+    assert str(path.relative_to(ROOT)) in OWN_PROCESSES or not found, found
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import pickle",
+        "from pickle import loads",
+        "eval('1')",
+        "import torch\ntorch.load('x')",
+        "yaml.load(x, Loader=yaml.Loader)",
+    ]
+    + ["yaml.load(x)", "np.load('x', allow_pickle=True)", "AutoModel.from_pretrained('x', trust_remote_code=True)"],
+)
+def test_each_danger_is_seen(source: str) -> None:
+    assert dangers(source)
+
+
+def test_the_flag_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no code out of a checkpoint is ever run"):
+        Config(trust_remote_code=True)
+
+
+AUTO_MAP = {"AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}
+
+
+def test_a_checkpoint_with_code_of_its_own_is_refused(tmp_path: Path) -> None:
+    path = write_checkpoint(tmp_path / "own", auto_map=AUTO_MAP)
+    config = path / "config.json"
+    config.write_text(config.read_text().replace('"llama"', '"own"'))
+    with pytest.raises(CheckpointError, match=r"'own' is not supported; the code that `auto_map` names is not run"):
+        read_facts(path)
+
+
+def test_a_known_architecture_is_served_by_our_code(tmp_path: Path) -> None:
+    """The code that lies beside it is left alone."""
+    path = write_checkpoint(tmp_path / "known", auto_map=AUTO_MAP)
+    (path / "modeling_own.py").write_text("raise SystemExit('this must never run')")
+    assert read_facts(path).parameters
