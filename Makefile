@@ -1,12 +1,13 @@
 # make serve   set up .venv and serve the bundled model
 # make test    set up .venv and run every check
+# make sanitize   the native kernels under AddressSanitizer and UBSan
 
 PYTHON ?= python3
 CXX ?= g++
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: serve test check setup clean native
+.PHONY: serve test check setup clean native sanitize
 
 serve: $(VENV)/installed  ## set up and serve the bundled model
 	$(BIN)/foreword serve
@@ -47,4 +48,28 @@ build/native/%.o: foreword/kernels/csrc/%.cpp
 	@mkdir -p $(@D)
 	$(CXX) -c -fPIC -MMD -MP $(NATIVE_FLAGS) -o $@ $<
 
--include $(NATIVE_OBJECTS:.o=.d)
+# The same sources with AddressSanitizer and UBSan, under the tests that call them most; a report ends the run (needs g++).
+# Leaks are Python's to tell. Of two tests one limits the address space and one looks for a library that is not named.
+SANITIZED := build/sanitized/native.so
+SANITIZED_OBJECTS := $(patsubst build/native/%,build/sanitized/%,$(NATIVE_OBJECTS))
+SANITIZER_FLAGS := $(filter-out -O3,$(NATIVE_FLAGS)) -O1 -g1 -fsanitize=address,undefined -fno-sanitize-recover=undefined \
+	-fno-omit-frame-pointer
+SANITIZED_TESTS := tests/kernels tests/sampling tests/drafting/test_suffix.py tests/drafting/test_model.py \
+	tests/models/test_gguf.py tests/models/test_gguf_dequantize.py tests/models/test_gguf_reader.py tests/models/test_gguf_values.py
+
+sanitize: $(SANITIZED) $(VENV)/tested  ## the native kernels under sanitizers
+	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
+	ASAN_OPTIONS=detect_leaks=0:halt_on_error=1:abort_on_error=1 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
+	PYTHONMALLOC=malloc FOREWORD_NATIVE=$(abspath $(SANITIZED)) \
+	$(BIN)/python -m pytest --capture=sys -q $(SANITIZED_TESTS) \
+	--deselect tests/kernels/test_cpu_process.py::test_threads_that_the_system_does_not_grant_are_named \
+	--deselect tests/kernels/test_cpu_library.py::test_the_library_is_not_older_than_its_sources
+
+$(SANITIZED): $(SANITIZED_OBJECTS)
+	$(CXX) -shared -pthread -fsanitize=address,undefined -o $@ $^
+
+build/sanitized/%.o: foreword/kernels/csrc/%.cpp
+	@mkdir -p $(@D)
+	$(CXX) -c -fPIC -MMD -MP $(SANITIZER_FLAGS) -o $@ $<
+
+-include $(NATIVE_OBJECTS:.o=.d) $(SANITIZED_OBJECTS:.o=.d)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -29,6 +30,7 @@ from foreword.models.loader import load_model, read_facts
 from foreword.models.safetensors import SafetensorsFile
 from foreword.models.weights import FileWeights
 from foreword.prepare import read_vocabulary
+from foreword.serve.key_file import read_key_file
 from foreword.text.gguf import tokenizer_of
 from foreword.text.template import ChatTemplate
 from foreword.text.tokenizer import Tokenizer
@@ -43,6 +45,10 @@ MESSAGES = [{"role": "user", "content": "Hello ü"}]
 UNICODE = ("utf-8", "surrogateescape")
 
 
+def _nothing() -> None:
+    """Most have nothing to free."""
+
+
 @dataclass(frozen=True, slots=True)
 class Target:
     """A parser.
@@ -50,6 +56,7 @@ class Target:
     run      gives it an input; there is a folder to write to. What it raises beside `refusals` is a finding
     modules  below foreword/: their lines tell which inputs are new
     share    of the inputs that others get: what is slow gets fewer
+    close    frees what `run` needs
     """
 
     seeds: Sequence[bytes]
@@ -58,6 +65,7 @@ class Target:
     modules: tuple[str, ...]
     change: Mutate = change_bytes
     share: float = 1.0
+    close: Callable[[], None] = _nothing
 
 
 def file_targets() -> Mapping[str, Callable[[], Target]]:
@@ -71,6 +79,7 @@ def file_targets() -> Mapping[str, Callable[[], Target]]:
         "tokenizer": _tokenizer,
         "encoder": _encoder,
         "options": _options,
+        "keys": _keys,
         "grammar": _grammar,
         "grammar-worker": _grammar_worker,
     }
@@ -231,7 +240,8 @@ def _encoder() -> Target:
         (folder / "1_Pooling").mkdir(exist_ok=True)
         _spread(data, folder, ("config.json",))
         read_recipe(folder)
-        load_encoder(folder, Reference())
+        with suppress(CheckpointError):  # it has no weights
+            load_encoder(folder, Reference())
 
     config = {"model_type": "bert", "vocab_size": 30, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
     config |= {"intermediate_size": 8, "max_position_embeddings": 16, "type_vocab_size": 2, "layer_norm_eps": 1e-12}
@@ -261,6 +271,20 @@ def _options() -> Target:
     return Target(seeds, run, (ConfigError,), ("config.py", "cli/options.py"), change_json)
 
 
+def _keys() -> Target:
+    """A file of API keys."""
+
+    def run(data: bytes, folder: Path) -> None:
+        read_key_file(_written(folder / "keys.yaml", data))
+
+    hash_ = f"sha256:{'a' * 32}:{'b' * 64}"
+    key: dict[str, Any] = {"name": "alice", "hash": hash_, "admin": True, "models": ["a"], "expires": "2027-01-01T00:00:00Z"}
+    key |= {"requests_per_minute": 60, "tokens_per_minute": 1000, "max_concurrency": 2, "priority": 1}
+    seeds = [json.dumps({"keys": [key, {"name": "bob", "hash": hash_.replace("b", "c")}]}).encode()]
+    seeds.append(f"keys:\n  - name: x\n    hash: {hash_}\n    expires: 2027-01-01\n".encode())
+    return Target(seeds, run, (ConfigError,), ("serve/key_file.py",), change_json, share=0.5)
+
+
 def _grammar() -> Target:
     return Target(
         _grammar_seeds(), lambda data, _: _check_text(data), (InvalidRequest,), ("grammar/", "core/structured"), change_lines
@@ -276,7 +300,7 @@ def _grammar_worker() -> Target:
         kind, _, text = data.decode(*UNICODE).partition("\n")
         checker.check_now(StructuredOutput(kind, text))
 
-    return Target(_grammar_seeds(), run, (InvalidRequest, Overloaded), ("grammar/",), change_lines, share=0.05)
+    return Target(_grammar_seeds(), run, (InvalidRequest, Overloaded), ("grammar/",), change_lines, 0.05, checker.close)
 
 
 def _check_text(data: bytes) -> None:

@@ -62,6 +62,11 @@ class _Application:
         for log in (self.client.submitted, self.client.finished, self.client.aborted):
             log.clear()
 
+    def close(self) -> None:
+        self.loop.run_until_complete(self.http.aclose())
+        self.app.state.server.grammars.close()
+        self.loop.close()
+
     async def _post(self, path: str, body: bytes) -> httpx.Response:
         return await self.http.post(path, content=body, headers={"Content-Type": "application/json"})
 
@@ -99,7 +104,7 @@ def _bodies() -> Target:
         ("/v1/score", {"text_1": "a", "text_2": ["b"]}),
     ]
     seeds = [f"{path}\n{json.dumps(body)}".encode() for path, body in bodies]
-    return Target(seeds, run, (), ("serve/", "core/params.py", "text/"), change_lines, share=0.5)
+    return Target(seeds, run, (), ("serve/", "core/params.py", "text/"), change_lines, 0.5, application.close)
 
 
 def _batch() -> Target:
@@ -145,7 +150,7 @@ def _stream() -> Target:
     ]
     seeds += [seeds[0].replace("\n", "\r\n"), ": hello\nevent: x\nid: 1\ndata:{\ndata: }\n\n"]
     modules = ("cli/stream.py", "cli/answers.py", "cli/bench_serve.py", "cli/bench_speculate_remote.py")
-    return Target([seed.encode() for seed in seeds], run, (), modules, change_bytes, share=0.5)
+    return Target([seed.encode() for seed in seeds], run, (), modules, change_bytes, 0.5, loop.close)
 
 
 async def _stream_to_benches(transport: httpx.MockTransport) -> None:
@@ -204,7 +209,7 @@ def _reply() -> Target:
         {"error": {"message": "no"}},
     ]
     seeds = [f"{200 if number < 2 else 400}\n{json.dumps(body)}".encode() for number, body in enumerate(bodies)]
-    return Target(seeds, run, (), ("cli/answers.py", "cli/run_batch.py"), change_lines, share=0.5)
+    return Target(seeds, run, (), ("cli/answers.py", "cli/run_batch.py"), change_lines, 0.5, loop.close)
 
 
 async def _ask_batch(transport: httpx.MockTransport, output: Path) -> None:

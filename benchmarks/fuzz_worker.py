@@ -34,7 +34,6 @@ PACKAGE = Path(foreword.__file__).parent
 INPUT_CPU_S = 4.0  # for one input
 MEMORY_BYTES = 2 << 30  # beyond what the process has when it is ready
 MOST_KEPT = 2000  # inputs that reached new lines
-CUTS_UP_TO = 3000  # bytes of a sound input that is cut off after each of them
 ADDRESS = re.compile(r"0x[0-9a-f]{6,}")
 
 
@@ -86,7 +85,7 @@ def fuzz(target: Target, inputs: int, seed: int, folder: Path, seconds: float = 
     kept = list(target.seeds)
     scratch = folder / "scratch"
     scratch.mkdir()
-    for number, data in enumerate(islice(_inputs(target, kept, random), inputs)):
+    for number, data in enumerate(islice(_inputs(target, kept, random, inputs // 4), inputs)):
         (folder / "current").write_bytes(struct.pack("<Q", number) + data)
         before = len(lines.seen)
         _try(target, data, scratch, report, lines)
@@ -101,13 +100,12 @@ def fuzz(target: Target, inputs: int, seed: int, folder: Path, seconds: float = 
     return report, lines
 
 
-def _inputs(target: Target, kept: list[bytes], random: Random) -> Iterator[bytes]:
-    """The sound ones, these cut off everywhere, then changed ones without end."""
+def _inputs(target: Target, kept: list[bytes], random: Random, most_cuts: int) -> Iterator[bytes]:
+    """The sound ones, these cut off everywhere or in so many places, then changed ones without end."""
     yield from target.seeds
+    step = max(sum(map(len, target.seeds)) // max(most_cuts, 1), 1)
     for data in target.seeds:
-        if len(data) <= CUTS_UP_TO:
-            step = max(len(target.seeds) * len(data) // CUTS_UP_TO, 1)
-            yield from (data[:size] for size in range(0, len(data), step))
+        yield from (data[:size] for size in range(0, len(data), step))
     for _ in count():
         yield target.change(random, random.choice(kept), random.choice(kept))
 
@@ -196,6 +194,7 @@ def main() -> int:
         return _replay(target, args.replay)
     wanted = max(int(args.inputs * target.share), 1)
     report, lines = fuzz(target, wanted, args.seed, args.folder, args.seconds)
+    target.close()
     print(json.dumps(_as_json(report, lines)))
     return 0
 

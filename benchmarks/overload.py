@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import json
 import math
 import re
 import sys
@@ -28,15 +29,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
 from typing import Any
+from urllib.parse import urlsplit
 
-import httpx
-
+from benchmarks.raw_http import Broken, Connection, Reply
 from benchmarks.soak import Reading, memory_growth
 from foreword.cli.bench_common import percentile, show, show_json
 from foreword.cli.bench_speculate_remote import RemoteTarget
 from foreword.cli.options import ENGINE_GROUPS, add_config_options, read_config
 from foreword.cli.server_process import ServerProcess
-from foreword.cli.stream import asynchronous_chunks, choices_of, text_of
+from foreword.cli.stream import EventReader, choices_of, text_of
 from foreword.cli.terminal import loading_bar
 from foreword.config import Config
 from foreword.errors import ForewordError
@@ -77,7 +78,8 @@ class Load:
     """Clients of one server."""
 
     def __init__(self, server: ServerProcess, config: Config) -> None:
-        self._url, self._pid = server.url, server.pid
+        url = urlsplit(server.url)
+        self._host, self._port, self._pid = str(url.hostname), int(url.port or 80), server.pid
         self._config = config
         self._model = RemoteTarget(server.url, None).model
         self._numbers = iter(range(1 << 62))
@@ -85,62 +87,67 @@ class Load:
 
     async def run(self, clients: int, seconds: float, interval_s: float = 0.0) -> Findings:
         """So many clients for so long; each asks once in `interval_s` on the average, or as soon as it has its answer."""
-        self._found, began = Findings(), time.monotonic()
-        ends = began + seconds
+        self._found, ends = Findings(), time.monotonic() + seconds
         watching = [asyncio.create_task(watch) for watch in (self._read(seconds), self._ask_health(ends))]
         await asyncio.gather(*(self._client(number, ends, interval_s) for number in range(clients)))
-        self._found.seconds = time.monotonic() - began
+        self._found.seconds = seconds  # answers that came later were asked before
         await asyncio.gather(*watching)
         return self._found
 
     async def _client(self, number: int, ends: float, interval_s: float) -> None:
         random = Random(number)
         next_s = time.monotonic() + random.random() * interval_s
-        async with httpx.AsyncClient(base_url=self._url, timeout=None, verify=False) as http:
+        with contextlib.closing(Connection(self._host, self._port)) as connection:
             while time.monotonic() < ends:
                 await asyncio.sleep(max(next_s - time.monotonic(), 0.0))
                 next_s += random.expovariate(1.0) * interval_s
                 if time.monotonic() < ends:
-                    await self._ask(http, next(self._numbers))
+                    await self._ask(connection, next(self._numbers))
 
-    async def _ask(self, http: httpx.AsyncClient, number: int) -> None:
+    async def _ask(self, connection: Connection, number: int) -> None:
         found, body, leaves = self._found, _body(self._model, number), number % 20 == 19
         found.asked += 1
         try:
             async with asyncio.timeout(PATIENCE_S if leaves else self._config.queue_timeout + ANSWER_S):
-                await self._answer(http, body)
+                await self._answer(connection, body)
+                return
         except TimeoutError:
             found.left += leaves
             found.wrong["no answer in time"] += not leaves
-        except (httpx.HTTPError, ForewordError) as error:
+        except (Broken, OSError, EOFError, ForewordError, ValueError) as error:
             found.wrong[f"{type(error).__name__}: {error}"[:120]] += 1
+        connection.close()
 
-    async def _answer(self, http: httpx.AsyncClient, body: Mapping[str, Any]) -> None:
+    async def _answer(self, connection: Connection, body: Mapping[str, Any]) -> None:
         found, began = self._found, time.monotonic()
-        async with http.stream("POST", PATH, json=body) as response:
-            if response.status_code == 429:
-                await response.aread()
-                found.refused += 1
-                found.refused_s.append(time.monotonic() - began)
-                found.wrong["429 without Retry-After"] += not response.headers.get("retry-after", "").isdigit()
-                return
-            if response.status_code != 200:
-                raise ForewordError(f"{response.status_code} {(await response.aread())[:80]!r}")
-            first_s = await (_streamed if body["stream"] else _whole)(response)
+        reply = await connection.ask("POST", PATH, body)
+        if reply.status == 429:
+            await reply.body()
+            found.refused += 1
+            found.refused_s.append(time.monotonic() - began)
+            found.wrong["429 without Retry-After"] += not reply.headers.get("retry-after", "").isdigit()
+            return
+        if reply.status != 200:
+            raise ForewordError(f"{reply.status} {(await reply.body())[:80]!r}")
+        first_s = await (_streamed if body["stream"] else _whole)(reply)
         found.answered += 1
         found.tokens += int(body["max_tokens"])
-        found.first_s.append((first_s or time.monotonic()) - began)
+        if first_s is not None:
+            found.first_s.append(first_s - began)
         found.total_s.append(time.monotonic() - began)
 
     async def _ask_health(self, ends: float) -> None:
-        async with httpx.AsyncClient(base_url=self._url, timeout=HEALTH_S, verify=False) as http:
+        with contextlib.closing(Connection(self._host, self._port)) as connection:
             while time.monotonic() < ends:
                 began = time.monotonic()
                 try:
-                    response = await http.get("/health")
-                    self._found.unhealthy[f"status {response.status_code}"] += response.status_code != 200
-                except httpx.HTTPError as error:
+                    async with asyncio.timeout(HEALTH_S):
+                        reply = await connection.ask("GET", "/health")
+                        await reply.body()
+                    self._found.unhealthy[f"status {reply.status}"] += reply.status != 200
+                except (TimeoutError, Broken, OSError) as error:
                     self._found.unhealthy[type(error).__name__] += 1
+                    connection.close()
                 self._found.health_s.append(time.monotonic() - began)
                 await asyncio.sleep(0.5)
 
@@ -150,11 +157,11 @@ class Load:
             self._found.readings.append(Reading(await asyncio.to_thread(proportional_bytes, self._pid), 0, 0))
 
 
-async def _streamed(response: httpx.Response) -> float | None:
+async def _streamed(reply: Reply) -> float | None:
     """When the first text came. Raises ForewordError where the stream does not end as it should."""
-    first_s, open_ = None, True
-    async for chunk in asynchronous_chunks(response):
-        for choice in choices_of(chunk):
+    first_s, open_, reader = None, True, EventReader()
+    async for piece in reply.pieces():
+        for choice in (choice for chunk in reader.feed(piece) for choice in choices_of(chunk)):
             first_s = first_s or (time.monotonic() if text_of(choice) else None)
             open_ = open_ and choice.get("finish_reason") is None
     if open_:
@@ -162,11 +169,9 @@ async def _streamed(response: httpx.Response) -> float | None:
     return first_s
 
 
-async def _whole(response: httpx.Response) -> float | None:
-    await response.aread()
-    if any(choice["finish_reason"] is None for choice in response.json()["choices"]):
+async def _whole(reply: Reply) -> None:
+    if any(choice["finish_reason"] is None for choice in json.loads(await reply.body())["choices"]):
         raise ForewordError("an answer without a finish_reason")
-    return None
 
 
 def _body(model: str, number: int) -> dict[str, Any]:

@@ -1,0 +1,78 @@
+"""As little of an HTTP client as a load generator needs: what it costs must not hide what the server does."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+__all__ = ["Broken", "Connection", "Reply"]
+
+
+class Broken(Exception):
+    """The server closed the connection, or sent what is no response."""
+
+
+class Reply:
+    """A response whose body is still to come.
+
+    headers  names in small letters
+    """
+
+    def __init__(self, reader: asyncio.StreamReader, status: int, headers: Mapping[str, str]) -> None:
+        self._reader = reader
+        self.status = status
+        self.headers = headers
+
+    async def pieces(self) -> AsyncIterator[bytes]:
+        """The body as it comes, to its end."""
+        if "chunked" not in self.headers.get("transfer-encoding", ""):
+            yield await self._reader.readexactly(int(self.headers.get("content-length", "0")))
+            return
+        while size := int(await self._reader.readline(), 16):
+            yield (await self._reader.readexactly(size + 2))[:-2]
+        await self._reader.readline()
+
+    async def body(self) -> bytes:
+        return b"".join([piece async for piece in self.pieces()])
+
+
+class Connection:
+    """One connection, kept open from one request to the next; opened again where the server or a cancellation ended it.
+
+    Raises Broken, and OSError where nobody listens.
+    """
+
+    def __init__(self, host: str, port: int) -> None:
+        self._host, self._port = host, port
+        self._open: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+
+    async def ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Reply:
+        """Send a request and read the head of its response. The body of the one before must have been read."""
+        content = b"" if body is None else json.dumps(body).encode()
+        head = f"{method} {path} HTTP/1.1\r\nHost: {self._host}\r\nContent-Type: application/json\r\n"
+        try:
+            reader, writer = await self._connected()
+            writer.write(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
+            return Reply(reader, *_parsed(await reader.readuntil(b"\r\n\r\n")))
+        except (asyncio.IncompleteReadError, ConnectionError, ValueError) as error:
+            raise Broken(f"{type(error).__name__}: {error}") from None
+
+    def close(self) -> None:
+        """What is still to come is not waited for."""
+        if self._open is not None:
+            self._open[1].transport.abort()
+            self._open = None
+
+    async def _connected(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        if self._open is None or self._open[0].at_eof():
+            self.close()
+            self._open = await asyncio.open_connection(self._host, self._port)
+        return self._open
+
+
+def _parsed(head: bytes) -> tuple[int, dict[str, str]]:
+    first, *lines = head.decode("latin-1").split("\r\n")
+    pairs = (line.partition(":") for line in lines if line)
+    return int(first.split(" ")[1]), {name.strip().lower(): value.strip() for name, _, value in pairs}

@@ -1,0 +1,134 @@
+"""Some hundred inputs for each parser; and that what a parser must not do is found, made short and told."""
+
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from benchmarks import fuzz_parsers, fuzz_worker
+from benchmarks.fuzz_mutate import MOST_BYTES, change_bytes, change_json, change_lines, change_safetensors, shrink
+from benchmarks.fuzz_parsers import Tally, main
+from benchmarks.fuzz_targets import Target
+from benchmarks.fuzz_worker import TARGETS, fuzz
+from foreword.errors import CheckpointError
+
+SLOW = "grammar-worker"  # it starts processes
+INPUTS = 120
+
+
+@pytest.mark.parametrize("name", sorted(set(TARGETS) - {SLOW}))
+def test_nothing_but_success_or_refusal(name: str, tmp_path: Path) -> None:
+    target = TARGETS[name]()
+    report, lines = fuzz(target, INPUTS, 7, tmp_path)
+    target.close()
+    assert report.findings == {} and report.inputs == INPUTS
+    assert report.accepted and lines.seen, "a sound input is taken, and its way is seen"
+
+
+def planted(run: Callable[[bytes, Path], None]) -> Target:
+    return Target([b"a sound input"], run, (CheckpointError,), ("errors.py",))
+
+
+def found(run: Callable[[bytes, Path], None], tmp_path: Path) -> dict[str, bytes]:
+    return fuzz(planted(run), 400, 1, tmp_path)[0].findings
+
+
+def test_a_refusal_is_none(tmp_path: Path) -> None:
+    def run(data: bytes, folder: Path) -> None:
+        raise CheckpointError("in words")
+
+    assert found(run, tmp_path) == {}
+
+
+def test_a_refusal_without_words_is_one(tmp_path: Path) -> None:
+    def run(data: bytes, folder: Path) -> None:
+        raise CheckpointError("")
+
+    assert list(found(run, tmp_path)) == ["CheckpointError without words"]
+
+
+def test_another_error_is_found_and_its_input_made_short(tmp_path: Path) -> None:
+    def run(data: bytes, folder: Path) -> None:
+        if b"(" in data:
+            raise KeyError("x")
+
+    findings = found(run, tmp_path)
+    assert [what.partition(" at")[0] for what in findings] == ["KeyError"] and [*findings.values()] == [b"("]
+
+
+def test_an_error_that_nobody_catches_is_found(tmp_path: Path) -> None:
+    def run(data: bytes, folder: Path) -> None:
+        raise SystemExit(3)
+
+    assert next(iter(found(run, tmp_path))).startswith("SystemExit")
+
+
+def test_what_does_not_end_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(data: bytes, folder: Path) -> None:
+        while data == b"a":
+            pass
+
+    monkeypatch.setattr(fuzz_worker, "INPUT_CPU_S", 0.02)
+    assert next(iter(found(run, tmp_path))).startswith("more than")
+
+
+def test_new_lines_are_kept(tmp_path: Path) -> None:
+    def run(data: bytes, folder: Path) -> None:
+        if b"\x00" in data:
+            CheckpointError("x")  # a line of errors.py
+
+    report, lines = fuzz(planted(run), 400, 1, tmp_path)
+    assert report.kept == 1 and lines.seen
+
+
+def test_a_process_that_ends_is_a_finding_with_its_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = tmp_path / "worker.py"
+    worker.write_text(
+        "import os, sys\n"
+        "from pathlib import Path\n"
+        "words = dict(zip(sys.argv[2::2], sys.argv[3::2]))\n"
+        "data = Path(words['--replay']).read_bytes() if '--replay' in words else b'x(y'\n"
+        "(Path(words['--folder']) / 'current').write_bytes(bytes(8) + data)\n"
+        "os.abort() if b'(' in data else sys.exit(0)\n"
+    )
+    monkeypatch.setattr(fuzz_parsers, "WORKER", (os.sys.executable, str(worker)))  # type: ignore[attr-defined]
+    assert main(["any", "--inputs", "1", "--deaths", "1", "--findings", str(tmp_path / "found")]) == 1
+    assert (tmp_path / "found" / "any-0").read_bytes() == b"("
+
+
+def test_memory_that_grows_is_told() -> None:
+    assert Tally(memory=(100 << 20, 200 << 20, 201 << 20)).growth == 1.0, "little"
+    assert Tally(memory=(100 << 20, 200 << 20, 300 << 20)).growth == 1.5
+
+
+@pytest.mark.parametrize("change", [change_bytes, change_json, change_lines, change_safetensors])
+def test_changes_of_anything(change: Callable[[Random, bytes, bytes], bytes]) -> None:
+    random, inputs = Random(3), [b"", b"{", b"[]", b'{"a": [1, {"b": null}]}', b"x\n{}", (2).to_bytes(8, "little") + b"{}ab"]
+    for _ in range(2000):
+        data = change(random, random.choice(inputs), random.choice(inputs))
+        assert len(data) <= MOST_BYTES + 64
+        inputs.append(data[:200])
+
+
+def test_changed_json_is_json_most_of_the_time() -> None:
+    random, sound, taken = Random(5), b'{"a": [1, {"b": null}], "c": "d"}', 0
+    for _ in range(500):
+        try:
+            json.loads(change_json(random, sound, sound))
+        except (ValueError, RecursionError):
+            continue
+        taken += 1
+    assert 300 < taken < 500
+
+
+def test_shrinking_ends_with_the_time() -> None:
+    def fails(data: bytes) -> bool:
+        time.sleep(0.01)
+        return True
+
+    assert shrink(b"x" * 1000, fails, seconds=0.0) != b""
+    assert shrink(b"abc(def", lambda data: b"(" in data) == b"("
