@@ -48,7 +48,8 @@ build/native/%.o: foreword/kernels/csrc/%.cpp
 	@mkdir -p $(@D)
 	$(CXX) -c -fPIC -MMD -MP $(NATIVE_FLAGS) -o $@ $<
 
-# The same sources with AddressSanitizer and UBSan, under the tests that call them most; a report ends the run (needs g++).
+# The same sources with AddressSanitizer and UBSan, under the tests that call them most, and the threads' pool with
+# ThreadSanitizer; a report ends the run (needs g++).
 # Leaks are Python's to tell. Of two tests one limits the address space and one looks for a library that is not named.
 SANITIZED := build/sanitized/native.so
 SANITIZED_OBJECTS := $(patsubst build/native/%,build/sanitized/%,$(NATIVE_OBJECTS))
@@ -57,7 +58,8 @@ SANITIZER_FLAGS := $(filter-out -O3,$(NATIVE_FLAGS)) -O1 -g1 -fsanitize=address,
 SANITIZED_TESTS := tests/kernels tests/sampling tests/drafting/test_suffix.py tests/drafting/test_model.py \
 	tests/models/test_gguf.py tests/models/test_gguf_dequantize.py tests/models/test_gguf_reader.py tests/models/test_gguf_values.py
 
-sanitize: $(SANITIZED) $(VENV)/tested  ## the native kernels under sanitizers
+sanitize: $(SANITIZED) build/sanitized/pool_race $(VENV)/tested  ## the native kernels under sanitizers
+	TSAN_OPTIONS=halt_on_error=1 build/sanitized/pool_race
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
 	ASAN_OPTIONS=detect_leaks=0:halt_on_error=1:abort_on_error=1 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
 	PYTHONMALLOC=malloc FOREWORD_NATIVE=$(abspath $(SANITIZED)) \
@@ -67,6 +69,10 @@ sanitize: $(SANITIZED) $(VENV)/tested  ## the native kernels under sanitizers
 
 $(SANITIZED): $(SANITIZED_OBJECTS)
 	$(CXX) -shared -pthread -fsanitize=address,undefined -o $@ $^
+
+build/sanitized/pool_race: tests/kernels/pool_race.cpp foreword/kernels/csrc/pool.cpp foreword/kernels/csrc/pool.h
+	@mkdir -p $(@D)
+	$(CXX) -std=c++17 -O1 -g1 -pthread -fsanitize=thread -Iforeword/kernels/csrc -o $@ $(filter %.cpp,$^)
 
 build/sanitized/%.o: foreword/kernels/csrc/%.cpp
 	@mkdir -p $(@D)
