@@ -43,6 +43,7 @@ __all__ = [
     "Unauthorized",
     "Unsatisfiable",
     "Unsupported",
+    "loggable",
 ]
 
 
@@ -193,3 +194,10 @@ class ShuttingDown(ForewordError):
     status = 503
     code = "shutting_down"
     retry_after_s = 1.0
+
+
+def loggable(error: ForewordError) -> str:
+    """What a log may say of an error: what was wrong with a request may quote it, what was wrong with us does not."""
+    if error.status >= 500:
+        return error.message
+    return " ".join(part for part in (type(error).__name__, error.code, error.param) if part)

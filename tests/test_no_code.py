@@ -49,8 +49,10 @@ def test_nothing_runs_what_it_reads(path: Path) -> None:
         "eval('1')",
         "import torch\ntorch.load('x')",
         "yaml.load(x, Loader=yaml.Loader)",
-    ]
-    + ["yaml.load(x)", "np.load('x', allow_pickle=True)", "AutoModel.from_pretrained('x', trust_remote_code=True)"],
+        "yaml.load(x)",
+        "np.load('x', allow_pickle=True)",
+        "AutoModel.from_pretrained('x', trust_remote_code=True)",
+    ],
 )
 def test_each_danger_is_seen(source: str) -> None:
     assert dangers(source)

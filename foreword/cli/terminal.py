@@ -11,6 +11,8 @@ from typing import TypeVar
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from foreword.core import logs
+
 __all__ = ["bytes_text", "count_text", "errors", "loading_bar", "set_up_logging", "tracked"]
 
 T = TypeVar("T")
@@ -45,10 +47,13 @@ def tracked(items: Iterable[T], what: str, total: int) -> Iterator[T]:
 
 
 def set_up_logging(level: str) -> None:
-    """Log lines on stderr; uvicorn's own only from warnings on, because requests have lines of ours."""
-    logging.basicConfig(level=level.upper(), format=LOG_FORMAT, stream=sys.stderr)
-    for name in ("uvicorn", "httpx", "httpcore"):
-        logging.getLogger(name).setLevel(max(logging.WARNING, logging.getLogger().level))
+    """Log lines on stderr; those of libraries only from warnings on, because requests have lines of ours.
+
+    uvicorn's only from errors on: what clients send that is no HTTP is nothing that an operator could mend.
+    """
+    logs.set_up_logging(level, LOG_FORMAT)
+    for name, least in (("uvicorn", logging.ERROR), ("httpx", logging.WARNING), ("httpcore", logging.WARNING)):
+        logging.getLogger(name).setLevel(max(least, logging.getLogger().level))
 
 
 def bytes_text(count: float) -> str:

@@ -15,6 +15,7 @@ from typing import IO
 import torch
 
 from foreword.config import Config
+from foreword.core.logs import set_up_logging
 from foreword.encoders.local import LocalEncoder, encoder_threads, load_local
 from foreword.encoders.messages import Done, Failure, Ready, Refused, Work, framed, read_from
 from foreword.errors import ForewordError, RequestFailed
@@ -39,7 +40,7 @@ def main(fd: int) -> int:
 
 def _run(pipe: IO[bytes], connection: socket.socket) -> int:
     config: Config = read_from(pipe)
-    logging.basicConfig(level=config.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
+    set_up_logging(config.log_level, "%(levelname)s %(name)s: %(message)s")
     threads = encoder_threads(config)
     try:
         ops = select("cpu", threads=threads, isa=config.cpu_isa)

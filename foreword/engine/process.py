@@ -13,6 +13,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import NoReturn
 
+from foreword.core.logs import set_up_logging
 from foreword.core.request import Request
 from foreword.core.vocabulary import Vocabulary
 from foreword.engine.board import Board
@@ -61,7 +62,7 @@ def _board(fd: int) -> Board:
 def _run(connection: Connection, board: Board, prepare: Callable[[Engine], None]) -> int:
     board.beat()
     start: Start = connection.recv()
-    logging.basicConfig(level=start.config.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
+    set_up_logging(start.config.log_level, "%(levelname)s %(name)s: %(message)s")
 
     def progress(done: int, total: int) -> None:
         connection.send(Loading(done, total))

@@ -26,6 +26,7 @@ __all__ = [
 logger = logging.getLogger("foreword.metrics")
 
 LONGEST_VALUE = 80
+TEXTS = frozenset({"bad_words", "dry_sequence_breakers", "prediction", "stop", "structured"})
 
 
 class Interval:
@@ -147,7 +148,12 @@ def _drafting(all_progress: Sequence[Progress]) -> list[str]:
 def _params(progress: Progress) -> str:
     request = progress.request
     changed = {**request.params.changed(), "seed": request.seed}
-    return " ".join(f"{name}={_short(value)}" for name, value in changed.items())
+    return " ".join(f"{name}={_told(name, value)}" for name, value in changed.items())
+
+
+def _told(name: str, value: object) -> str:
+    """Values that are text out of the request are not told."""
+    return "..." if name in TEXTS else _short(value)
 
 
 def _times(progress: Progress, now: float) -> str:

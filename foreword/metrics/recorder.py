@@ -10,7 +10,7 @@ from typing import TypeVar
 from foreword.core.events import FORCED, DraftingStats, DraftUse, StepStats, Tokens
 from foreword.core.request import Request
 from foreword.core.runaway import Repetition
-from foreword.errors import ForewordError
+from foreword.errors import ForewordError, loggable
 from foreword.metrics import log
 from foreword.metrics.answer import AnswerMetrics, Figures, Progress, metrics_of
 from foreword.metrics.catalog import EMBEDDING_KINDS, EMBEDDING_REASONS, FAULTS, REASONS, REJECTIONS, STAGES
@@ -118,7 +118,7 @@ class Recorder:
         """The request ended with an error."""
         progress = self._live.get(request.id)
         if progress is not None:
-            log.logger.warning("request %s failed: %s", request.id, error)
+            log.logger.warning("request %s failed: %s", request.id, loggable(error))
             self._end(progress, "error", self._clock())
 
     def aborted(self, request: Request) -> None:

@@ -60,6 +60,7 @@ class Connection(H11Protocol):
 
     def __init__(self, *args: Any, bounds: Bounds, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.access_log = False  # whatever is configured: a path may hold a key
         self._bounds = bounds
         self._owing = ""  # what the client is about to send: "head", "body" or nothing
         self._due_s = math.inf  # when it must have gone on, by the loop's clock

@@ -12,7 +12,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
-from foreword.errors import ForewordError, InvalidRequest, Unauthorized
+from foreword.errors import ForewordError, InvalidRequest, Unauthorized, loggable
 from foreword.serve.wire import Json
 
 __all__ = ["add_error_handlers", "envelope", "error_headers", "error_response", "naming"]
@@ -60,7 +60,7 @@ def add_error_handlers(app: FastAPI) -> None:
 async def _on_ours(request: Request, error: Exception) -> Response:
     assert isinstance(error, ForewordError)
     if error.status >= 500:
-        logger.warning("%s %s: %s", request.method, request.url.path, error)
+        logger.warning("%s %s: %s", request.method, request.url.path, loggable(error))
     return error_response(error)
 
 

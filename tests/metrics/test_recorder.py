@@ -484,7 +484,7 @@ def test_the_line_of_a_request(clock: Clock, lines: list[str]) -> None:
     clock.now = 103.0
     recorder.delivered(asked, tokens(3, 1, reason="length"), 103.0)
     (line,) = lines
-    assert line.startswith("request a: length; n 1 asked, 1 returned; params temperature=0.5 stop=('secret ")
+    assert line.startswith("request a: length; n 1 asked, 1 returned; params temperature=0.5 stop=... ")
     assert line.endswith(
         "seed=7; tokens 10 prompt (0 cached), 4 generated; drafter ngram (2 of 2 accepted); "
         "times queue 1000.0 ms, first token 2000.0 ms, total 3000.0 ms"
