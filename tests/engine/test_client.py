@@ -213,6 +213,21 @@ async def test_who_kills_every_engine_is_refused_and_the_others_wait(
     assert client.readiness.restarts - before <= 4
 
 
+async def test_who_waits_for_a_suspect_goes_on_when_that_is_aborted(
+    client: ProcessClient, undisturbed: dict[str, Answer]
+) -> None:
+    assert client.pid is not None
+    os.kill(client.pid, signal.SIGSTOP)
+    client.submit(make_request("suspect"))
+    for _ in range(2):
+        client._live._suspects.died(["suspect"])
+    answering = asyncio.create_task(answers(client, [make_request("waits-greedy", "greedy")]))
+    await asyncio.sleep(0)
+    client.abort("suspect")
+    os.kill(client.pid, signal.SIGCONT)
+    assert (await answering)["greedy"] == undisturbed["greedy"]
+
+
 async def test_who_aborts_or_stops_while_there_is_no_engine_is_not_resumed(client: ProcessClient) -> None:
     streams = {name: client.submit(make_request(f"gone-{name}")) for name in ("abort", "finish", "leave")}
     for stream in streams.values():

@@ -184,6 +184,17 @@ class Service:
         raise AssertionError("somebody waits for ever")
 
 
+def test_streams_that_merely_live_through_deaths_are_not_suspected() -> None:
+    service = Service()
+    for name in "abc":
+        service.submit(name)
+    while len(service.requests):
+        service.step(CHECKED + 1)
+        service.die(list(service.engine.said))
+        assert service.requests.alone is None
+    assert service.ends == dict.fromkeys("abc", "length")
+
+
 events = st.one_of(
     st.tuples(st.just("step"), st.integers(1, 7)),
     st.tuples(st.just("die"), st.integers(1, 7)),
