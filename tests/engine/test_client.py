@@ -222,7 +222,8 @@ async def test_who_waits_for_a_suspect_goes_on_when_that_is_aborted(
     for _ in range(2):
         client._live._suspects.died(["suspect"])
     answering = asyncio.create_task(answers(client, [make_request("waits-greedy", "greedy")]))
-    await asyncio.sleep(0)
+    while len(client._live) < 2:
+        await asyncio.sleep(0)
     client.abort("suspect")
     os.kill(client.pid, signal.SIGCONT)
     assert (await answering)["greedy"] == undisturbed["greedy"]
