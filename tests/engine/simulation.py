@@ -16,6 +16,7 @@ from foreword.core.params import SamplingParams
 from foreword.core.request import Request, RequestState
 from foreword.engine.plan import Plan, Work
 from foreword.engine.scheduler import Scheduler
+from foreword.errors import RequestFailed
 from foreword.sampling.verify import verify
 
 VOCAB = 11
@@ -53,17 +54,36 @@ def no_guess(state: RequestState) -> Sequence[int]:
     return ()
 
 
+Fate = Callable[[], str | None]
+
+
+def no_fault() -> None:
+    return None
+
+
 class Simulation:
     """A scheduler, a pretended model and drafter, and the outputs so far by request id.
 
+    fate     asked for each piece of work: "pass" if it fails before its KV is there, "commit" if it yields what cannot be taken
     vectors  of prompts that become vectors: the tokens whose rows were pooled
+    failed   requests that ended with an error
     """
 
-    def __init__(self, num_blocks: int, block_size: int, max_model_len: int, guess: Guess = no_guess, **options: object) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        max_model_len: int,
+        guess: Guess = no_guess,
+        fate: Fate = no_fault,
+        **options: object,
+    ) -> None:
         defaults = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "prefix_caching": True}
         self.scheduler = Scheduler(BlockPool(num_blocks), block_size, **(defaults | options))  # type: ignore[arg-type]
         self.max_model_len = max_model_len
         self.guess = guess
+        self.fate = fate
+        self.failed: set[str] = set()
         self.outputs: dict[str, list[int]] = {}
         self.reasons: dict[str, str] = {}
         self.vectors: dict[str, bytes] = {}
@@ -89,15 +109,17 @@ class Simulation:
         assert works or self.scheduler.idle, "live requests, but nothing planned"
         assert sum(w.num_tokens + w.num_draft for w in works) <= self.scheduler.max_num_batched_tokens
         assert all(w.num_tokens for w in works) and len({w.state.id for w in works}) == len(works)
+        fates = {work.state.id: self.fate() for work in works}
         for work in works:
-            self._write(work)
+            if fates[work.state.id] != "pass":
+                self._write(work)
         for work in works:
-            self._read(work)
-        outcomes = tuple(self._outcome(work) for work in plan.work)
-        for event in self.scheduler.commit(plan, outcomes):
-            self._take(event)
-        for event in self.scheduler.commit_pooled(plan, [self._vector(work) for work in plan.pooled]):
-            self._take(event)
+            if fates[work.state.id] != "pass":
+                self._read(work)
+        outcomes = tuple(self._fated(work, fates[work.state.id]) for work in plan.work)
+        vectors = [RequestFailed("a fault") if fates[work.state.id] else self._vector(work) for work in plan.pooled]
+        for event in (*self.scheduler.commit(plan, outcomes), *self.scheduler.commit_pooled(plan, vectors)):
+            self._take(event, struck=fates[event.request_id] is not None)
         self.scheduler.check()
         self.num_steps += 1
         assert self.num_steps < 100_000, "runs without end"
@@ -120,6 +142,11 @@ class Simulation:
         for position in range(work.start + work.num_tokens + work.num_draft):
             assert self._kv[self._slot(work.state, position)] == tuple(tokens[: position + 1]), "somebody else's KV"
 
+    def _fated(self, work: Work, fate: str | None) -> Outcome:
+        if fate == "pass":
+            return Outcome(error=RequestFailed("a fault"))
+        return Outcome((1,) * (self.max_model_len + 1)) if fate == "commit" else self._outcome(work)
+
     def _outcome(self, work: Work) -> Outcome:
         state = work.state
         if not work.samples:
@@ -139,8 +166,11 @@ class Simulation:
         self._rows[state.id] = rows + work.num_tokens
         return bytes(state.tokens) if work.start + work.num_tokens == len(state.tokens) else None
 
-    def _take(self, event: Event) -> None:
-        assert not isinstance(event, Failed)
+    def _take(self, event: Event, struck: bool) -> None:
+        assert isinstance(event, Failed) == struck
+        if isinstance(event, Failed):
+            self.failed.add(event.request_id)
+            return
         if isinstance(event, Embedded):
             assert event.request_id not in self.vectors, "an event after the end"
             self.vectors[event.request_id] = event.vector

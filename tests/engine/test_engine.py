@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,10 +17,12 @@ from foreword.core.batch import Batch
 from foreword.core.draft import Draft
 from foreword.core.events import Event, Failed, Tokens
 from foreword.core.request import Request
+from foreword.core.structured import StructuredOutput
 from foreword.drafting.base import Ask
 from foreword.engine.engine import Engine
 from foreword.engine.load import load
-from foreword.errors import ContextLengthExceeded, InvalidRequest, RequestFailed, Unsatisfiable
+from foreword.engine.trace import replay
+from foreword.errors import ContextLengthExceeded, DeadlineExceeded, InvalidRequest, Overloaded, RequestFailed, Unsatisfiable
 from tests.checkpoints import EOS, write_checkpoint
 
 PROMPT = (40, 41, 42, 40, 41)
@@ -227,3 +231,93 @@ def test_removing_a_request_frees_everything_at_once(checkpoint: Path) -> None:
     drafter.check(())
     assert not drafter._tracks  # type: ignore[attr-defined]
     engine.remove("nobody")
+
+
+class Clock:
+    """Time as the test says."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def timed(checkpoint: Path, **options: object) -> tuple[Engine, Clock]:
+    engine, clock = engine_of(checkpoint, **options), Clock()
+    engine._clock = clock
+    engine._looked_s = clock.now_s
+    return engine, clock
+
+
+def limited(name: str, start_by_s: float | None = None, deadline_s: float | None = None, **fields: Any) -> Request:
+    return replace(make_request(name, **fields), arrival_s=100.0, start_by_s=start_by_s, deadline_s=deadline_s)
+
+
+def test_who_waits_for_too_long_is_told_when_to_come_again(checkpoint: Path) -> None:
+    """But not one that is resumed: it has run before."""
+    engine, clock = timed(checkpoint, max_num_seqs=1)
+    engine.submit(limited("runs", start_by_s=102.0, max_tokens=40))
+    engine.submit(limited("waits", start_by_s=102.0))
+    engine.submit(limited("resumed", start_by_s=102.0, delivered=[5, 6, 7]))
+    for second in range(4):
+        clock.now_s = 100.0 + second
+        for event in engine.step().events:
+            if isinstance(event, Failed):
+                assert second == 2 and event.request_id == "waits"
+                assert isinstance(event.error, Overloaded) and event.error.retry_after_s == 2.0
+                assert event.error.message == "the request waited 2 s and could not be started"
+        engine.check()
+    assert "waits" not in engine.scheduler.states
+    events = run(engine)
+    assert len(tokens_of(events["resumed"])) == 17
+
+
+@pytest.mark.parametrize("name", ["runs", "waits", "embeds", "compiles"])
+def test_a_deadline_ends_a_request_whatever_it_has(checkpoint: Path, name: str) -> None:
+    engine, clock = timed(checkpoint, max_num_seqs=2, max_num_batched_tokens=8)
+    requests = {
+        "runs": limited("runs", max_tokens=50),
+        "embeds": replace(limited("embeds", prompt=[40] * 60), pooling="mean"),
+        "waits": limited("waits"),
+        "compiles": limited("compiles", structured=StructuredOutput("json_object")),  # for ever: nobody tells the vocabulary
+    }
+    for request in requests.values():
+        engine.submit(replace(request, deadline_s=101.5) if request.id == name else request)
+    before = [event for _ in range(3) for event in engine.step().events]
+    assert not [event for event in before if isinstance(event, Failed)]
+    clock.now_s = 101.6
+    (failed,) = [event for event in engine.step().events if isinstance(event, Failed)]
+    assert failed.request_id == name and isinstance(failed.error, DeadlineExceeded)
+    assert failed.error.message == "the request was given 1.5 s, and took longer"
+    engine.check()
+    for other in requests:
+        engine.remove(other)
+    assert engine.idle and engine.scheduler.pool.num_used == 0
+    engine.close()  # a compilation that waits for the vocabulary would keep the process
+
+
+def test_limits_are_looked_at_now_and_then(checkpoint: Path) -> None:
+    engine, clock = timed(checkpoint)
+    engine.submit(limited("a", deadline_s=100.1, max_tokens=50))
+    clock.now_s = 100.15
+    assert not [event for event in engine.step().events if isinstance(event, Failed)]
+    clock.now_s = 100.2
+    assert [event for event in engine.step().events if isinstance(event, Failed)]
+
+
+def test_who_ran_out_of_time_is_in_the_trace(checkpoint: Path, tmp_path: Path) -> None:
+    engine, clock = timed(checkpoint, trace=str(tmp_path / "trace"))
+    engine.submit(limited("late", deadline_s=101.0, max_tokens=50))
+    engine.submit(limited("other", max_tokens=30))
+    engine.step()
+    clock.now_s = 101.0
+    run(engine)
+    assert len(list(replay((tmp_path / "trace").read_text().splitlines()))) == engine._num_steps
+
+
+def test_without_drafters_nothing_is_kept_of_requests_that_ended(checkpoint: Path) -> None:
+    engine = engine_of(checkpoint, speculate="off")
+    engine.submit(make_request("a"))
+    run(engine)
+    assert not engine.drafting._live

@@ -24,8 +24,8 @@ from foreword.engine.engine import Engine
 from foreword.engine.load import load
 from foreword.engine.trace import replay
 from foreword.errors import RequestFailed
-from tests.checkpoints import EOS, VOCAB_SIZE, write_checkpoint
 from tests import faulty_engine
+from tests.checkpoints import EOS, VOCAB_SIZE, write_checkpoint
 from tests.faults import Fault, Faults
 
 COMMON = (40, 41, 42, 40, 41, 43, 40, 41, 42, 40, 41, 44, 45, 40, 41, 42, 40)

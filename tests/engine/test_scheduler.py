@@ -1,6 +1,7 @@
 """The scheduler without a model: every request ends with its own tokens, whatever it shares, loses or drafts."""
 
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -87,6 +88,44 @@ def test_every_request_gets_its_own_tokens(
             assert simulation.outputs[request.id] == expected[: len(simulation.outputs[request.id])]
         else:
             assert simulation.outputs[request.id] == expected
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    arrivals=arrivals,
+    num_blocks=st.integers(6, 14),
+    block_size=st.sampled_from([1, 2, 4]),
+    budget=st.integers(4, 24),
+    seed=st.integers(0, 99),
+    fault_rate=st.sampled_from([0.02, 0.2]),
+)
+def test_faults_cost_nobody_else_anything(arrivals, num_blocks, block_size, budget, seed, fault_rate) -> None:
+    """Whatever fails in a pass or when it is committed; a block that was not computed is not found by others."""
+    chance = random.Random(seed)
+
+    def fate() -> str | None:
+        return chance.choice(["pass", "commit"]) if chance.random() < fault_rate else None
+
+    max_model_len = min(num_blocks * block_size, 20)
+    guess = noisy_guess(seed, 4, 0.3)
+    simulation = Simulation(num_blocks, block_size, max_model_len, guess, fate, max_num_batched_tokens=budget)
+    requests = []
+    for number, (length, which, own, priority, max_tokens, ignore_eos, pause, _, pooling) in enumerate(arrivals):
+        prompt = [(which * 5 + i) % VOCAB for i in range(min(length, max_model_len - (pooling is None)))]
+        request = make_request(str(number), prompt, own, priority, pooling, max_tokens=max_tokens, ignore_eos=ignore_eos)
+        requests.append(replace(request, account="abc"[which]))
+        simulation.add(requests[-1])
+        for _ in range(pause):
+            simulation.step()
+    simulation.run()
+    for request in requests:
+        output = simulation.outputs[request.id]
+        if request.id in simulation.failed:
+            assert output == expected_output(request, max_model_len)[: len(output)]
+        elif request.pooling is None:
+            assert output == expected_output(request, max_model_len)
+        else:
+            assert request.id in simulation.vectors
 
 
 def test_preemption_takes_the_youngest_and_the_oldest_goes_on() -> None:

@@ -1,6 +1,8 @@
 """A trace reproduces every plan without the model."""
 
 import json
+import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,16 +13,17 @@ from foreword.drafting.control.decisions import replay as replay_decisions
 from foreword.engine.trace import TracedScheduler, replay
 from foreword.errors import Unsatisfiable
 from tests.checkpoints import write_checkpoint
-from tests.engine.simulation import Simulation, make_request
+from tests.engine.simulation import Fate, Simulation, make_request, no_fault
 from tests.engine.test_scheduler import noisy_guess
 
 
-def _traced_run(path: Path) -> tuple[list[str], int]:
-    simulation = Simulation(8, 2, 14, noisy_guess(5, 4, 0.3))
+def _traced_run(path: Path, fate: Fate = no_fault) -> tuple[list[str], int]:
+    simulation = Simulation(8, 2, 14, noisy_guess(5, 4, 0.3), fate)
     simulation.scheduler = TracedScheduler(path / "trace", BlockPool(8), 2, 4, 16, True)
     for number in range(6):
         pooling = "mean" if number == 4 else None
-        simulation.add(make_request(str(number), [1, 2, 3], number % 2, number % 3, pooling, logit_bias={3: 1.5}))
+        request = make_request(str(number), [1, 2, 3], number % 2, number % 3, pooling, logit_bias={3: 1.5})
+        simulation.add(replace(request, account="ab"[number % 2]))
         simulation.step()
     simulation.scheduler.remove("5")
     simulation.run()
@@ -31,6 +34,13 @@ def test_replay_yields_the_recorded_plans(tmp_path: Path) -> None:
     lines, num_steps = _traced_run(tmp_path)
     assert len(list(replay(lines))) == num_steps
     assert any(json.loads(line).get("preempted") for line in lines), "the trace should hold a preemption"
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_faults_are_replayed(tmp_path: Path, seed: int) -> None:
+    chance = random.Random(seed)
+    lines, num_steps = _traced_run(tmp_path, lambda: chance.choice(["pass", "commit", *[None] * 20]))
+    assert len(list(replay(lines))) == num_steps
 
 
 def test_a_changed_plan_is_noticed(tmp_path: Path) -> None:
