@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import IO
@@ -27,14 +28,15 @@ class ServerProcess:
 
     url    its base URL
     lines  what it said until it was ready
+    flags  further ones, such as those of the HTTP side, which the config's are not about
     Raises ForewordError with its last words if it does not start.
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, flags: Sequence[str] = ()) -> None:
         self.url = ""
         self.lines: list[str] = []
         fields = {**engine_fields(config), "port": 0, "host": "127.0.0.1"}
-        self._command = [sys.executable, "-m", "foreword", "serve", *_flags(fields)]
+        self._command = [sys.executable, "-m", "foreword", "serve", *_flags(fields), *flags]
         self._log: IO[bytes] | None = None
         self._process: subprocess.Popen[bytes] | None = None
 

@@ -1,5 +1,6 @@
 """`foreword serve` as a process: what it prints works, how it ends, and what it never mentions."""
 
+import contextlib
 import json
 import os
 import shlex
@@ -7,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +23,7 @@ from foreword.config import Config
 from foreword.errors import ConfigError, ForewordError
 from tests.checkpoints import write_checkpoint
 
+ROOT = Path(__file__).parents[2]
 ASK = {
     "model": "tiny",
     "messages": [{"role": "user", "content": "the thing in the thing in the"}],
@@ -45,11 +48,14 @@ def ask(url: str) -> httpx.Response:
     return httpx.post(f"{url}/v1/chat/completions", json=ASK, timeout=60)
 
 
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
 def engine_pid(server: ServerProcess) -> int:
-    """The only child of the server."""
-    children = Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text().split()
-    assert len(children) == 1
-    return int(children[0])
+    """The youngest of the process that starts engines, which is the only child of the server."""
+    (spawner,) = children(server.pid)
+    return children(spawner)[-1]
 
 
 def test_the_curl_line_works_when_pasted(plain: ServerProcess) -> None:
@@ -102,6 +108,121 @@ def test_an_engine_that_cannot_be_replaced_ends_it_with_a_failure(tmp_path: Path
         assert "error" in rest[-1]
         assert httpx.get(f"{server.url}/health").status_code == 503
         assert server.wait(60) == 1
+
+
+# How it ends
+
+LONG = {**ASK, "stream": True, "max_tokens": 60_000, "ignore_eos": True}
+
+
+def long_answer(url: str, said: list[str]) -> threading.Thread:
+    """Reads a stream that will not end by itself, in a thread; returns when it has begun."""
+    begun = threading.Event()
+
+    def read() -> None:
+        with httpx.stream("POST", f"{url}/v1/chat/completions", json=LONG, timeout=60) as response:
+            for line in response.iter_lines():
+                said.append(line)
+                begun.set()
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    assert begun.wait(60)
+    return thread
+
+
+@pytest.fixture(scope="module")
+def roomy(tmp_path_factory: pytest.TempPathFactory) -> Config:
+    """A model whose answers take longer than any test."""
+    path = write_checkpoint(tmp_path_factory.mktemp("serve") / "tiny", max_position_embeddings=65_536)
+    return Config(model=str(path), speculate="off", on_runaway="off", kv_cache_memory="66000tokens")
+
+
+def test_sigterm_lets_answers_finish_or_hands_them_back(roomy: Config) -> None:
+    """Meanwhile health is 503 and new requests are refused, and the exit code is 0."""
+    said: list[str] = []
+    with ServerProcess(roomy, ["--drain-timeout", "2"]) as server:
+        reader = long_answer(server.url, said)
+        os.kill(server.pid, signal.SIGTERM)
+        deadline = time.monotonic() + 20
+        while (health := httpx.get(f"{server.url}/health")).status_code == 200:
+            assert time.monotonic() < deadline
+        assert health.json()["status"] == "draining"
+        refused = ask(server.url)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "shutting_down") and refused.headers["Retry-After"]
+        assert server.wait(30) == 0
+        reader.join(30)
+        assert "Traceback" not in "".join(server.read())
+    assert said[-2] == "data: [DONE]" and '"code":"shutting_down"' in said[-4]
+
+
+def test_a_second_signal_does_not_wait(roomy: Config) -> None:
+    said: list[str] = []
+    with ServerProcess(roomy, ["--drain-timeout", "3600"]) as server:
+        reader = long_answer(server.url, said)
+        os.kill(server.pid, signal.SIGTERM)
+        deadline = time.monotonic() + 20
+        while httpx.get(f"{server.url}/health").status_code == 200:
+            assert time.monotonic() < deadline
+        os.kill(server.pid, signal.SIGINT)
+        assert server.wait(30) == 0
+        reader.join(30)
+    assert '"code":"shutting_down"' in said[-4]
+
+
+# How it starts
+
+
+def test_it_listens_while_it_loads(tiny: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "foreword", "serve", str(tiny), "--port", str(port)]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    seen: list[tuple[str, int]] = []
+    try:
+        deadline = time.monotonic() + 60
+        while not seen or seen[-1][0] != "ok":
+            assert time.monotonic() < deadline and process.poll() is None
+            with contextlib.suppress(httpx.TransportError):
+                body = httpx.get(f"http://127.0.0.1:{port}/health").json()
+                status = body["status"]
+                if status == "loading":
+                    other = httpx.get(f"http://127.0.0.1:{port}/v1/models")
+                    seen.append((status, other.status_code))
+                else:
+                    seen.append((status, httpx.get(f"http://127.0.0.1:{port}/v1/models").status_code))
+    finally:
+        process.send_signal(signal.SIGTERM)
+        _, said = process.communicate(timeout=30)
+    assert seen[0][0] == "loading" and seen[0][1] in (200, 503), seen[:3]
+    assert seen[-1] == ("ok", 200) and "address: " in said and process.returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        (["nowhere/at/all"], "there is no directory or file nowhere/at/all"),
+        (["text.txt"], "not in GGUF format"),
+        (["text.gguf"], "this is no GGUF file"),
+        (["empty"], "empty has no"),
+        (["--api-key-file", "text.txt"], "key file text.txt"),
+        (["--api-key-file", "missing.yaml"], "key file missing.yaml cannot be read"),
+        (["--kv-cache-memory", "90000GiB"], "needs 90000.00 GiB beside"),
+        (["--trust-remote-code"], "no code out of a checkpoint is ever run"),
+        (["--host", "203.0.113.1"], "cannot listen on 203.0.113.1 port 0"),
+    ],
+)
+def test_what_keeps_it_from_starting_is_one_line(tmp_path: Path, flags: list[str], reason: str) -> None:
+    for name in ("text.txt", "text.gguf"):
+        (tmp_path / name).write_text("hello")
+    (tmp_path / "empty").mkdir()
+    command = [sys.executable, "-m", "foreword", "serve", "--port", "0", *flags]
+    done = subprocess.run(
+        command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 2 and done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("foreword serve: ") and reason in line
 
 
 def test_a_port_in_use_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
