@@ -255,7 +255,7 @@ async def test_callbacks_that_fail_lose_nothing(client: ProcessClient, undisturb
     assert found == undisturbed
 
 
-async def test_an_engine_that_hangs_is_replaced(checkpoint: Path, undisturbed: dict[str, Answer]) -> None:
+async def test_an_engine_that_hangs_is_noticed_and_replaced(checkpoint: Path, undisturbed: dict[str, Answer]) -> None:
     """One stands still in a step, the other altogether."""
     client = client_of(checkpoint, hang_timeout=2.0)
     await client.start()
