@@ -80,13 +80,14 @@ async def test_an_engine_has_nothing_of_its_parent(spawner: Spawner) -> None:
 
 async def test_ends_by_signals_are_told(spawner: Spawner) -> None:
     engines = [await spawn(spawner) for _ in range(3)]
+    for _, ours in engines:
+        await heard(ours)
     for pid, _ in engines[1:]:
         os.kill(pid, signal.SIGKILL)
     assert [await spawner.exit_code(pid, WAIT_S) for pid, _ in engines[1:]] == [-signal.SIGKILL] * 2
     pid, ours = engines[0]
     assert await spawner.exit_code(pid, 0.01) is None, "it lives"
     for _, ours in engines:
-        await heard(ours)
         ours.close()
     assert await spawner.exit_code(pid, WAIT_S) == 0, "it ended, for its client is gone"
 
