@@ -211,8 +211,9 @@ def library_errors(as_ours: Callable[[str], ForewordError]) -> Iterator[None]:
         raise as_ours(str(error)) from None
 
 
-def _fails(why: str) -> ForewordError:
-    return RequestFailed(f"the tokenizer fails on this text: {why}")
+def _fails(_: str) -> ForewordError:
+    """What the library says may quote the text, and this error is logged."""
+    return RequestFailed("the tokenizer fails on this text")
 
 
 def _check_unicode(text: str) -> None:
