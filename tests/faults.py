@@ -200,7 +200,7 @@ class _Sampler:
         except Exception:
             for row in rows:
                 if row.state.ledger is not None:
-                    row.state.ledger._output._counts += 1
+                    row.state.ledger._output._counts -= 1000
             raise
 
 
@@ -226,8 +226,8 @@ def _break_grammar(state: RequestState, faults: Faults) -> None:
             try:
                 faults._strike("mask", (request_id,))
             except Exception:
-                if self._masks is not None:
-                    self._masks.fill_(-1)  # half done
+                if found is not None:  # it looks beyond the output, and does not come back
+                    self._llg.consume_tokens([max(i for i in range(256) if int(found[i // 32]) >> i % 32 & 1)])
                 raise
             return found
 
