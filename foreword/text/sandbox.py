@@ -7,9 +7,7 @@ writing it out, comparing it, hashing it. Signals or threads are not needed for 
 
 from __future__ import annotations
 
-import itertools
-import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import wraps
@@ -19,22 +17,12 @@ import jinja2
 from jinja2 import nodes
 from jinja2.runtime import Context, LoopContext, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
-from foreword.text.growth import FILTERS, MAX_BITS, METHODS, formatted
+from foreword.text.budget import Budget, Watched, check_numbers, product, weight
+from foreword.text.growth import FILTERS, METHODS, formatted
 
-__all__ = ["Budget", "GuardedEnvironment"]
-
-MAX_STEPS = 2_000_000
-MAX_SECONDS = 2.0  # of this thread's processor time: a busy machine makes no template worse
-MAX_CHARACTERS = 4_000_000  # made in all, beside what the input allows
-PER_INPUT_CHARACTER = 32
-MAX_BY_INPUT = 128_000_000
-MEASURED_BETWEEN_LOOKS = 4096  # values
-LOOK_EVERY = 16  # steps between looks at the clock, which cost more than a step
-ITEM = 16  # characters' worth of memory of an item of a list
-OPAQUE = 100  # characters of what is written as its type's name
+__all__ = ["GuardedEnvironment"]
 
 # Filters that nobody needs in a prompt and that take long on small inputs, or are not the same each time.
 REFUSED_FILTERS = ("pprint", "random", "striptags", "urlize", "wordwrap", "xmlattr")
@@ -49,104 +37,6 @@ HEAVY_TESTS = (
     *("in", "divisibleby"),
 )
 WATCHED, USED, SLICED, JOINED = (f"foreword {name}" for name in ("watched", "used", "sliced", "joined"))
-
-
-class TooMuch(jinja2.TemplateRuntimeError):
-    """The template takes more than it may."""
-
-
-class Budget:
-    """What one rendering may still use.
-
-    characters  that it may still make, in all texts and lists together
-    """
-
-    __slots__ = ("_end_s", "_steps", "characters")
-
-    def __init__(self, characters: int) -> None:
-        self._steps = MAX_STEPS
-        self._end_s = time.thread_time() + MAX_SECONDS
-        self.characters = characters
-
-    @classmethod
-    def of(cls, given: object) -> Budget:
-        """For a rendering of these messages and options: the more they are, the more it may do."""
-        allowed = cls(MAX_BY_INPUT // PER_INPUT_CHARACTER)
-        try:
-            size = allowed.measure(given)
-        except TooMuch:
-            size = allowed.characters
-        return cls(MAX_CHARACTERS + PER_INPUT_CHARACTER * size)
-
-    def step(self) -> None:
-        self._steps -= 1
-        if self._steps < 0:
-            raise TooMuch(f"it takes more than {MAX_STEPS} steps")
-        if self._steps % LOOK_EVERY == 0:
-            self.look()
-
-    def look(self) -> None:
-        """At the clock."""
-        if time.thread_time() > self._end_s:
-            raise TooMuch(f"it takes more than {MAX_SECONDS:g} s")
-
-    def check(self, characters: int) -> None:
-        """Raises if so many are too many."""
-        if characters > self.characters:
-            raise TooMuch("it makes too much text")
-
-    def charge(self, value: object) -> None:
-        """A value was made."""
-        self.spend(_weight(value))
-
-    def spend(self, characters: int) -> None:
-        self.characters -= characters
-        if self.characters < 0:
-            raise TooMuch("it makes too much text")
-
-    def measure(self, value: Any) -> int:
-        """Characters of a value that is written out. Raises if they are too many."""
-        if isinstance(value, str):
-            return len(value)
-        size, waiting = 0, [value]
-        for count in itertools.count(1):
-            if not waiting:
-                break
-            one = waiting.pop()
-            kind = type(one)
-            if kind is str:
-                size += len(one) + 2
-            elif kind is dict:
-                size += 2 * len(one) + 2
-                waiting += one
-                waiting += one.values()
-            else:
-                size += _written_size(one)
-                waiting += _parts(one)
-            if size > self.characters:
-                raise TooMuch("it uses a value that is too large")
-            if count % MEASURED_BETWEEN_LOOKS == 0:
-                self.look()
-        return size
-
-
-class Watched:
-    """What a loop runs over: each turn is a step."""
-
-    __slots__ = ("_budget", "_values")
-
-    def __init__(self, values: Any, budget: Budget) -> None:
-        self._values = values
-        self._budget = budget
-
-    def __len__(self) -> int:
-        return len(self._values)
-
-    def __iter__(self) -> Iterator[Any]:
-        step = self._budget.step
-        for value in self._values:
-            step()
-            yield value
 
 
 class GuardedEnvironment(ImmutableSandboxedEnvironment):
@@ -208,13 +98,13 @@ class GuardedEnvironment(ImmutableSandboxedEnvironment):
             budget.spend(len(left) + len(right))
             return left + right
         if isinstance(left, int) and isinstance(right, int):
-            _check_numbers(operator, left, right)
+            check_numbers(operator, left, right)
         elif operator == "%" and isinstance(left, str | bytes):
             budget.check(formatted(left, budget.measure(right), "%"))
         elif operator == "*":
-            budget.check(_product(left, right))
+            budget.check(product(left, right))
         elif operator == "+":
-            budget.check(_weight(left) + _weight(right))
+            budget.check(weight(left) + weight(right))
         result = super().call_binop(context, operator, left, right)
         budget.charge(result)
         return result
@@ -278,7 +168,7 @@ class GuardedEnvironment(ImmutableSandboxedEnvironment):
     def _used(self, value: Any) -> Any:
         """A value that is compared, hashed or divided."""
         if isinstance(value, int):
-            _check_numbers("+", value, 0)
+            check_numbers("+", value, 0)
         else:
             self._budget.get().measure(value)
         return value
@@ -377,50 +267,3 @@ def _is_constant(node: nodes.Node) -> bool:
     if isinstance(node, nodes.List | nodes.Tuple):
         return all(isinstance(item, nodes.Const) for item in node.items)
     return isinstance(node, nodes.Const) or (isinstance(node, nodes.Neg) and isinstance(node.node, nodes.Const))
-
-
-def _check_numbers(operator: str, left: int, right: int) -> None:
-    """Whole numbers of any size are a way to compute for hours."""
-    bits = left.bit_length() * max(right, 1) if operator == "**" else left.bit_length() + right.bit_length()
-    if bits > MAX_BITS:
-        raise TooMuch("it computes with numbers that are too large")
-
-
-def _product(left: Any, right: Any) -> int:
-    """Weight of a text or a list repeated so many times; 0 for what is none."""
-    for value, count in ((left, right), (right, left)):
-        if isinstance(count, int) and isinstance(value, str | bytes | list | tuple):
-            return _weight(value) * max(count, 0)
-    return 0
-
-
-def _weight(value: object) -> int:
-    """Memory of a value itself, in characters; what its items take was counted when they were made."""
-    if isinstance(value, str | bytes):
-        return len(value)
-    if isinstance(value, int):
-        return value.bit_length() // 8
-    return ITEM * len(value) if isinstance(value, list | tuple | dict | set) else 0
-
-
-def _written_size(value: object) -> int:
-    """Characters of one value, without those of its parts."""
-    if isinstance(value, list | tuple | str | bytes):
-        return 2 * len(value) + 2
-    if isinstance(value, int):
-        return value.bit_length() // 3 + 1
-    if isinstance(value, jinja2.Undefined):
-        return 0
-    if isinstance(value, Namespace):
-        raise TooMuch("it uses a namespace as a value")
-    return 2 * len(value) + 2 if isinstance(value, Collection) and not isinstance(value, range) else OPAQUE
-
-
-def _parts(value: object) -> Iterable[object]:
-    if isinstance(value, list | tuple):
-        return value
-    if isinstance(value, Mapping):
-        return itertools.chain.from_iterable(value.items())
-    if isinstance(value, str | bytes | int | range | jinja2.Undefined) or not isinstance(value, Collection):
-        return ()
-    return value

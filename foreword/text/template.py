@@ -14,7 +14,8 @@ from jinja2.nodes import Node
 from jinja2.parser import Parser
 
 from foreword.errors import CheckpointError, InvalidRequest, Unsupported
-from foreword.text.sandbox import Budget, GuardedEnvironment
+from foreword.text.budget import Budget
+from foreword.text.sandbox import GuardedEnvironment
 from foreword.text.tokenizer import Tokenizer
 
 __all__ = ["ChatTemplate", "plain_messages"]

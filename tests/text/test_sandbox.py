@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from foreword.errors import CheckpointError, InvalidRequest
-from foreword.text import sandbox
+from foreword.text import budget
 from foreword.text.template import MAX_SOURCE, ChatTemplate
 
 USER = [{"role": "user", "content": "a"}]
@@ -113,8 +113,8 @@ HOSTILE = {
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_what_takes_too_much_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sandbox, "MAX_SECONDS", 0.5)
-    monkeypatch.setattr(sandbox, "MAX_CHARACTERS", 1_000_000)
+    monkeypatch.setattr(budget, "MAX_SECONDS", 0.5)
+    monkeypatch.setattr(budget, "MAX_CHARACTERS", 1_000_000)
     source, reason = HOSTILE[name]
     with pytest.raises(InvalidRequest, match=reason) as caught:
         ChatTemplate(source, {}).render(USER)
@@ -199,7 +199,7 @@ def test_a_long_text_is_no_reason() -> None:
 
 
 def test_threads_have_budgets_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sandbox, "MAX_STEPS", 3000)
+    monkeypatch.setattr(budget, "MAX_STEPS", 3000)
     template = ChatTemplate("{% for i in range(2000) %}{% endfor %}done", {})
     found: list[Any] = []
     threads = [threading.Thread(target=lambda: found.append(template.render(USER))) for _ in range(4)]
@@ -211,6 +211,6 @@ def test_threads_have_budgets_of_their_own(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_the_clock_ends_what_has_few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sandbox, "MAX_SECONDS", -1.0)
+    monkeypatch.setattr(budget, "MAX_SECONDS", -1.0)
     with pytest.raises(InvalidRequest, match="takes more than -1 s"):
         ChatTemplate("{% for i in range(99) %}{% endfor %}", {}).render(USER)
