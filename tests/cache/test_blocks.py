@@ -11,7 +11,7 @@ from foreword.cache.prefix import extend_hashes
 @settings(max_examples=200, deadline=None)
 @given(
     st.integers(1, 6),
-    st.lists(st.tuples(st.sampled_from(["allocate", "release", "publish", "share"]), st.integers(0, 7)), max_size=80),
+    st.lists(st.tuples(st.sampled_from(["allocate", "release", "publish", "share", "withdraw"]), st.integers(0, 7)), max_size=80),
 )
 def test_references_are_those_of_the_holders(num_blocks: int, actions: list[tuple[str, int]]) -> None:
     """Whatever happens, each block is held as often as its holders say, and free blocks are free."""
@@ -32,6 +32,10 @@ def test_references_are_those_of_the_holders(num_blocks: int, actions: list[tupl
             if digest not in content and block not in content.values():
                 content[digest] = block
             pool.publish(block, digest)
+        elif action == "withdraw" and held:
+            block = held[number % len(held)]
+            content = {d: b for d, b in content.items() if b != block}
+            pool.withdraw([block])
         elif action == "share":
             found = pool.share(digest)
             assert found == content.get(digest)

@@ -1,0 +1,174 @@
+"""Who is tried with whom after an error, what is asked of a harmless request, and what no request can be blamed for."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import weakref
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from foreword.core.draft import Outcome
+from foreword.core.request import RequestState
+from foreword.engine.containment import NONFINITE, PATIENCE, Containment
+from foreword.engine.plan import Work
+from foreword.engine.stages import Stages
+from foreword.errors import InvalidRequest, RequestFailed
+from tests.engine.simulation import make_request
+
+Pass = Callable[[Sequence[str]], Sequence[Outcome]]
+
+
+class Steps:
+    """A containment around a pass that sees names alone. `tried` are its calls, in order."""
+
+    def __init__(self, compute: Pass) -> None:
+        self.tried: list[list[str]] = []
+        self.announced: list[list[str]] = []
+        self.faults: Counter[str] = Counter()
+        stages = Stages()
+
+        def attempt(works: Sequence[Work]) -> Sequence[Outcome]:
+            self.tried.append([work.state.id for work in works])
+            with stages("forward"):
+                return compute(self.tried[-1])
+
+        def announce(works: Sequence[Work]) -> None:
+            self.announced.append([work.state.id for work in works])
+
+        self.containment = Containment(attempt, announce, lambda error: Outcome(error=error), None, stages, self.faults)
+
+    def run(self, *names: str) -> list[str]:
+        """Of each name its result: "ok", or the class of its error."""
+        works = [Work(RequestState(make_request(name, [1]), 0, 9), 0, 1, samples=True) for name in names]
+        results = self.containment.run(works)
+        return ["ok" if result.error is None else type(result.error).__name__ for result in results]
+
+
+def breaking(*bad: str, error: type[Exception] = RuntimeError) -> Pass:
+    """A pass that fails where one of these takes part."""
+
+    def compute(names: Sequence[str]) -> Sequence[Outcome]:
+        if set(bad) & set(names):
+            raise error("broken")
+        return [Outcome()] * len(names)
+
+    return compute
+
+
+def test_halves_are_tried_until_it_is_known_who_fails() -> None:
+    steps = Steps(breaking("c"))
+    assert steps.run(*"abcd") == ["ok", "ok", "RequestFailed", "ok"]
+    assert ["".join(names) for names in steps.tried] == ["abcd", "ab", "cd", "c", "c", "d"]
+    assert steps.announced == steps.tried, "if it ends the process, that was it"
+    assert steps.faults == {"forward": 1} and steps.containment.disturbed
+
+
+@given(st.sets(st.sampled_from("abcdefgh")), st.integers(1, 8))
+def test_exactly_those_fail_that_fail_alone(bad: set[str], count: int) -> None:
+    names = "abcdefgh"[:count]
+    steps = Steps(breaking(*bad))
+    assert steps.run(*names) == ["RequestFailed" if name in bad else "ok" for name in names]
+    assert steps.containment.disturbed == bool(bad & set(names))
+    assert len(steps.tried) <= 3 * count + 1
+
+
+def test_what_passes_ends_nobody() -> None:
+    errors = [MemoryError()]
+
+    def compute(names: Sequence[str]) -> Sequence[Outcome]:
+        if errors and len(names) == 1:
+            raise errors.pop()
+        return [Outcome()] * len(names)
+
+    steps = Steps(compute)
+    assert steps.run("a") == ["ok"]
+    assert steps.run("a", "b") == ["ok", "ok"] and not steps.containment.disturbed
+    assert not steps.faults
+
+
+def test_a_step_that_is_too_large_ends_nobody() -> None:
+    def compute(names: Sequence[str]) -> Sequence[Outcome]:
+        if len(names) > 2:
+            raise torch.OutOfMemoryError("too much at once")
+        return [Outcome()] * len(names)
+
+    assert Steps(compute).run(*"abcdefg") == ["ok"] * 7
+
+
+def test_the_memory_of_what_failed_is_free_before_the_next_try(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.CRITICAL, "foreword.engine")  # what pytest captures, it holds
+    held: list[weakref.ref[torch.Tensor]] = []
+    still_there: list[Sequence[str]] = []
+
+    def compute(names: Sequence[str]) -> Sequence[Outcome]:
+        if any(ref() is not None for ref in held):
+            still_there.append(names)
+        activations = torch.zeros(4)
+        held.append(weakref.ref(activations))
+        if "bad" in names and names != ["nobody"]:
+            raise RuntimeError("broken")
+        return [Outcome()] * len(names)
+
+    gc.disable()
+    try:
+        assert Steps(compute).run("a", "bad", "c") == ["ok", "RequestFailed", "ok"]
+    finally:
+        gc.enable()
+    assert not still_there, "an error holds what it was raised over"
+
+
+def test_a_lost_device_ends_the_engine_at_once() -> None:
+    steps = Steps(breaking("b", error=torch.AcceleratorError))
+    with pytest.raises(torch.AcceleratorError):
+        steps.run("a", "b")
+    assert len(steps.tried) == 1
+
+
+def test_a_device_without_memory_is_not_lost() -> None:
+    def compute(names: Sequence[str]) -> Sequence[Outcome]:
+        if len(names) > 1:
+            raise torch.AcceleratorError("CUDA error: out of memory")
+        return [Outcome()]
+
+    assert Steps(compute).run("a", "b") == ["ok", "ok"]
+
+
+def test_where_all_fail_a_harmless_request_tells_whose_fault_it_is() -> None:
+    steps = Steps(breaking("a", "b"))
+    assert steps.run("a", "b") == ["RequestFailed", "RequestFailed"]
+    assert steps.tried[-1] == ["nobody"] and steps.announced[-1] == ["b"]
+    with pytest.raises(RuntimeError):
+        Steps(breaking("a", "b", "nobody")).run("a", "b")
+    with pytest.raises(RuntimeError, match="nobody sent fails as well"):
+        Steps(lambda names: [Outcome(error=RequestFailed("NaN"))] * len(names)).run("a")
+
+
+def test_patience_ends_only_where_nobody_gets_anything() -> None:
+    steps = Steps(breaking("bad"))
+    for _ in range(2 * PATIENCE):
+        steps.run("bad")
+        if len(steps.tried) % 2:
+            steps.run("good")
+        steps.run("good")
+    for _ in range(PATIENCE - 1):
+        steps.run("bad")
+    with pytest.raises(RuntimeError, match=f"{PATIENCE} steps"):
+        steps.run("bad")
+
+
+def test_errors_of_the_caller_are_none_of_ours() -> None:
+    def compute(names: Sequence[str]) -> Sequence[Outcome]:
+        errors = {"nan": RequestFailed("NaN"), "asked": InvalidRequest("nothing is left")}
+        return [Outcome(error=errors.get(name)) for name in names]
+
+    steps = Steps(compute)
+    for _ in range(2 * PATIENCE):
+        assert steps.run("asked") == ["InvalidRequest"]
+    assert steps.run("a", "nan") == ["ok", "RequestFailed"]
+    assert steps.faults == {NONFINITE: 1}
