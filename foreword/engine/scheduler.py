@@ -88,8 +88,7 @@ class Scheduler:
             self._free(state)
         else:
             self.waiting.remove(state)
-        if self.shares.ended(state, self.waiting):
-            self.waiting.sort(key=_rank)
+        self.shares.ended(state)
         return state
 
     def draft(self, drafts: Mapping[str, Draft]) -> None:
@@ -99,6 +98,8 @@ class Scheduler:
 
     def plan(self) -> Plan:
         """Choose the rows of the next step. Running requests go first, then new ones, then drafts."""
+        if self.shares.correct(self.waiting):
+            self.waiting.sort(key=_rank)
         preempted: list[str] = self._yield_to_priority()
         work: list[Work] = []
         budget, vector_rows = self.max_num_batched_tokens, self._vector_rows()

@@ -4,12 +4,13 @@ Each request that waits has a turn: the later of the moment at which it came and
 before it. The smallest turn starts first, and moves the clock. So accounts that want more than there is get equal shares,
 whoever sends more; an account that wants little is served at once; and within an account nobody overtakes.
 
-What a request costs is estimated when it comes, and put right when it ends.
+What a request costs is estimated when it comes; what it turns out to have cost changes the turns of those behind it, the less
+often the more there are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -18,6 +19,7 @@ from foreword.core.request import RequestState
 __all__ = ["Shares"]
 
 USUAL_ANSWER: Final = 256  # tokens that an answer is thought to have, if it may have so many
+AT_ONCE: Final = 256  # turns that a plan may correct; of more, in so many plans as it takes
 
 
 @dataclass(slots=True)
@@ -42,6 +44,8 @@ class Shares:
 
     def __init__(self) -> None:
         self._now = 0
+        self._plans = 0  # since turns were corrected
+        self._wrong: set[str] = set()
         self._entries: dict[str, _Entry] = {}
         self._accounts: dict[str, _Account] = {}
 
@@ -66,33 +70,39 @@ class Shares:
             self._now = state.turn
             self._forget()
 
-    def ended(self, state: RequestState, waiting: Iterable[RequestState]) -> bool:
-        """It is over. Returns whether turns have changed: of those of its account that wait, which are in `waiting`."""
+    def ended(self, state: RequestState) -> None:
+        """It is over."""
         entry = self._entries.pop(state.id)
-        account = self._accounts[state.request.account]
+        name = state.request.account
+        account = self._accounts[name]
         account.live -= 1
         if state.scheduled_s is not None:
             account.used += len(state.tokens) - state.num_cached - entry.cost
-        if len(self._accounts) > 1:
-            self._retag(state.request.account, waiting)
+        self._wrong.add(name)
         self._forget()
-        return len(self._accounts) > 1
 
-    def _retag(self, name: str, waiting: Iterable[RequestState]) -> None:
-        """Turns of those that wait, from what their account has really used."""
-        account = self._accounts[name]
-        end = account.used
+    def correct(self, waiting: Sequence[RequestState]) -> bool:
+        """Called with each plan. Returns whether turns have changed: of some that wait, which are in `waiting` by rank."""
+        self._plans += 1
+        if self._plans * AT_ONCE < len(waiting) or not self._wrong or len(self._accounts) < 2:
+            return False
+        self._plans = 0
+        for name in self._wrong & self._accounts.keys():
+            self._accounts[name].end = self._accounts[name].used
         for state in waiting:
-            if state.request.account == name and state.scheduled_s is None:
-                entry = self._entries[state.id]
-                state.turn = max(entry.came, end)
-                end = state.turn + entry.cost
-        account.end = end
+            name = state.request.account
+            if name in self._wrong and state.scheduled_s is None:
+                entry, account = self._entries[state.id], self._accounts[name]
+                state.turn = max(entry.came, account.end)
+                account.end = state.turn + entry.cost
+        self._wrong.clear()
+        return True
 
     def _forget(self) -> None:
         """Whoever has nothing here and owes nothing begins anew when it comes again."""
         if not self._entries:
             self._accounts.clear()
+            self._wrong.clear()
             self._now = 0
         elif len(self._accounts) > 1:
             self._accounts = {name: one for name, one in self._accounts.items() if one.live or one.used > self._now}

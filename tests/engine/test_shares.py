@@ -54,8 +54,9 @@ class Queue:
             self._over(self.waiting.pop(place % len(self.waiting)))
 
     def _over(self, state: RequestState) -> None:
+        self.shares.ended(state)
         self.waiting.sort(key=lambda one: one.rank)
-        self.shares.ended(state, self.waiting)
+        self.shares.correct(self.waiting)
 
 
 moves = st.lists(
