@@ -278,6 +278,14 @@ def test_what_is_found_again_after_a_preemption_was_not_cached() -> None:
     assert simulation.scheduler.prefix_queries == 3 * 5
 
 
+def test_what_goes_on_after_a_death_was_counted_before() -> None:
+    simulation = Simulation(num_blocks=16, block_size=4, max_model_len=32)
+    request = make_request("a", range(9), max_tokens=8, ignore_eos=True)
+    simulation.add(replace(request, delivered_ids=(1, 2)))
+    simulation.run()
+    assert (simulation.scheduler.prefix_queries, simulation.scheduler.prefix_hits) == (0, 0)
+
+
 def test_a_block_is_found_only_when_its_last_token_is_computed() -> None:
     """Seven prompt tokens and a sampled eighth: the second block is full, but the eighth token's KV is not there yet."""
     simulation = Simulation(num_blocks=16, block_size=4, max_model_len=32)
