@@ -93,7 +93,7 @@ class Simulation:
         self._kv: dict[int, tuple[int, ...]] = {}
 
     def add(self, request: Request) -> None:
-        self.outputs[request.id] = []
+        self.outputs[request.id] = list(request.delivered_ids)
         self.scheduler.add(RequestState(request, self._arrivals, self.max_model_len))
         self._arrivals += 1
 
