@@ -33,6 +33,7 @@ T = TypeVar("T")
 
 MAX_TIMEOUT_S = 86_400.0
 BIG_BODY = 16 * 1024  # bytes of a request above which its text is prepared in a thread
+MAX_RENDERING = 2  # threads that a slow template may take from the others
 
 
 class Abortable(Protocol):
@@ -49,6 +50,7 @@ class Server:
     created  Unix time at which it began
     generating  what generates, by the id of each of its choices
     recipe   how the generating model makes vectors of texts
+    renderers  how many more may render a slow template
     """
 
     config: Config
@@ -64,6 +66,7 @@ class Server:
     encoder: EncoderClient | None = None
     recipe: Recipe = DECODER_RECIPE
     generating: dict[str, Abortable] = field(default_factory=dict)
+    renderers: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_RENDERING))
 
     def info(self) -> EngineInfo:
         """Facts of the running engine. Raises EngineDead while there is none."""
@@ -131,6 +134,13 @@ class Server:
         """Try a constraint out, away from everybody else. Raises InvalidRequest for one that cannot be served."""
         if params.structured is not None:
             await self.grammars.check(params.structured)
+
+    async def while_rendering(self, request: Request, work: Callable[[], T]) -> T:
+        """Do `work`, which renders the template; in a thread if that is slow or has much to render."""
+        if not self.template.slow:
+            return await away_from_loop(request, work)
+        async with self.renderers:
+            return await asyncio.to_thread(work)
 
     def chat_ids(
         self, messages: Sequence[Mapping[str, Any]], rendering: Mapping[str, Any], add_special_tokens: bool = False

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import re
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import datetime
 from typing import Any, NoReturn
 
@@ -24,6 +27,8 @@ END_MARK = "CONTINUE_FINAL_MESSAGE_TAG "  # the space shows whether the template
 MAX_SOURCE = 131_072  # characters
 MAX_REASON = 500  # characters of what a template says against messages
 MAX_DATE = 1_000  # characters of a pattern, whose fields may be wide
+SLOW_S = 0.005  # of processor time: more than others should wait for one rendering
+REMEMBERED = 0.99  # of the longest rendering so far, after each one: a second counts for some five hundred
 WIDE = re.compile(r"\d{3}")
 RESERVED = frozenset({"messages", "add_generation_prompt", "tools", "documents"})
 
@@ -35,17 +40,23 @@ class ChatTemplate:
     variables  what every template may ask for: `bos_token`, `eos_token`, ...
     """
 
-    __slots__ = ("_environment", "_template", "_variables")
+    __slots__ = ("_environment", "_template", "_variables", "_worst_s")
 
     def __init__(self, source: str | None, variables: Mapping[str, str]) -> None:
         self._environment = _environment()
         self._template = None if source is None else _compile(self._environment, source)
         self._variables = dict(variables)
+        self._worst_s = math.inf  # what it takes is not known yet
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> ChatTemplate:
         """The template that came with the tokenizer."""
         return cls(tokenizer.chat_template, tokenizer.special_tokens)
+
+    @property
+    def slow(self) -> bool:
+        """It has lately taken long, or was never tried: where others wait, it should be rendered in a thread."""
+        return self._worst_s > SLOW_S
 
     def render(
         self,
@@ -71,12 +82,21 @@ class ChatTemplate:
             plain[-1]["content"] += END_MARK
         given = {**self._variables, "tools": None, "documents": None, **(options or {})}
         try:
-            with self._environment.within(Budget.of((plain, given))):
+            with self._timed(), self._environment.within(Budget.of((plain, given))):
                 text = self._template.render(messages=plain, add_generation_prompt=add_generation_prompt, **given)
         except Exception as error:  # a template may fail in any way on messages that it did not expect
             reason = str(error)[:MAX_REASON] or type(error).__name__
             raise InvalidRequest(f"the model's chat template refuses these messages: {reason}", "messages") from None
         return _cut_at_mark(text) if continue_final_message else text
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        began_s = time.thread_time()
+        try:
+            yield
+        finally:
+            before_s = self._worst_s if math.isfinite(self._worst_s) else 0.0
+            self._worst_s = max(time.thread_time() - began_s, before_s * REMEMBERED)
 
 
 def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

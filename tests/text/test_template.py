@@ -171,3 +171,29 @@ def test_where_templates_stand(tmp_path: Path, name: str) -> None:
     elif name == "chat_template.jinja":
         (tmp_path / name).write_text("yes")
     assert ChatTemplate.of(Tokenizer.from_directory(tmp_path)).render(PLAIN) == "yes"
+
+
+BUSY = "{% for i in range(messages[0]['content'] | length * 100000) %}{{ 'a' if i % 7 == 8 }}{% endfor %}"
+
+
+def test_a_template_is_slow_until_it_is_known_and_for_a_while_after_it_was() -> None:
+    template = ChatTemplate(BUSY, {})
+    quick, heavy = ({"role": "user", "content": content} for content in ("", "a"))
+    assert template.slow
+    template.render([quick])
+    assert not template.slow
+    template.render([heavy])
+    template.render([quick])
+    assert template.slow
+    for _ in range(3000):
+        template.render([quick])
+    assert not template.slow
+
+
+def test_what_fails_late_is_slow_too() -> None:
+    template = ChatTemplate("{% if messages | length > 1 %}" + BUSY + "{{ raise_exception('no') }}{% endif %}", {})
+    template.render([{"role": "user", "content": "a"}])
+    assert not template.slow
+    with pytest.raises(InvalidRequest, match="no"):
+        template.render([{"role": "user", "content": "a"}] * 2)
+    assert template.slow

@@ -11,7 +11,7 @@ from foreword.serve.errors import naming
 from foreword.serve.generation import Generation
 from foreword.serve.respond import head_of, respond, wanted_of
 from foreword.serve.schema.chat import ChatBody, plain_messages
-from foreword.serve.state import ServerDep, away_from_loop
+from foreword.serve.state import ServerDep
 
 __all__ = ["router"]
 
@@ -33,6 +33,6 @@ async def chat_completions(body: ChatBody, request: Request, access: AccessDep, 
         return server.requests(ids, params, head.id, caller)
 
     with naming({"prompt": "messages"}):
-        requests = await away_from_loop(request, prepare)
+        requests = await server.while_rendering(request, prepare)
     generation = Generation(server, requests, meter=caller.meter)
     return await respond(request, generation, ChatWriter(server, generation, params.n, head, wanted), bool(body.stream))

@@ -24,7 +24,8 @@ async def tokenize(body: TokenizeBody, request: Request, access: AccessDep, serv
     """Token ids of a prompt or of a conversation."""
     server.check_model(body.model, access)
     body.check()
-    ids = await away_from_loop(request, lambda: _ids(server, body))
+    doing = away_from_loop if body.messages is None else server.while_rendering
+    ids = await doing(request, lambda: _ids(server, body))
     answer: dict[str, Any] = {"count": len(ids), "max_model_len": server.info().resolved.max_model_len, "tokens": ids}
     if body.return_token_strs:
         answer["token_strs"] = [server.tokenizer.token(token_id) for token_id in ids]
