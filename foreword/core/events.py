@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from foreword.core.runaway import Repetition
@@ -20,6 +20,7 @@ __all__ = [
     "TokenLogprob",
     "Tokens",
     "cut",
+    "joined",
     "without_first",
 ]
 
@@ -204,4 +205,20 @@ def without_first(event: Tokens, count: int) -> Tokens:
         hashes=event.hashes[count:],
         draft=use,
         repeating=event.repeating and event.repeating.behind(count),
+    )
+
+
+def joined(events: Sequence[Tokens]) -> Tokens:
+    """Events that follow each other as one. Their drafts are told as one draft of the first drafter."""
+    last, uses = events[-1], [event.draft for event in events if event.draft is not None]
+    return replace(
+        events[0],
+        token_ids=tuple(token for event in events for token in event.token_ids),
+        logprobs=tuple(token for event in events for token in event.logprobs),
+        draft=DraftUse(uses[0].drafter, sum(use.drafted for use in uses), sum(use.accepted for use in uses)) if uses else None,
+        finish_reason=last.finish_reason,
+        stop_id=last.stop_id,
+        num_cached=max(event.num_cached for event in events),
+        hashes=tuple(one for event in events for one in event.hashes),
+        repeating=next((event.repeating for event in events if event.repeating), None),
     )

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import functools
 import math
 import socket
+import sys
+import termios
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +28,7 @@ MAX_HEAD_BYTES = 32 * 1024  # of a request line and its headers
 SEND_BUFFER_BYTES = 256 * 1024  # of the kernel: what it takes for a client that reads nothing is not noticed
 BODY_TIMES = 10  # a body that trickles may take so many times the time of one that stands still
 LAST_WORDS_S = 1  # after the end of all answers, for connections to close
+QUEUED = termios.TIOCOUTQ if sys.platform == "linux" else 0  # asks a socket how many bytes its peer has not taken
 REASONS = {400: "Bad Request", 408: "Request Timeout", 429: "Too Many Requests"}
 
 
@@ -93,7 +97,7 @@ class Connection(H11Protocol):
     def pause_writing(self) -> None:
         """The client takes nothing any more, and the kernel no more for it."""
         super().pause_writing()
-        self._stalled = self.loop.call_later(self._bounds.client_timeout_s, self._give_up)
+        self._watch_taking()
 
     def resume_writing(self) -> None:
         super().resume_writing()
@@ -139,8 +143,20 @@ class Connection(H11Protocol):
     def _begun(self) -> bool:
         return self._owing == "body" or bool(self.conn.trailing_data[0])
 
-    def _give_up(self) -> None:
-        self.transport.abort()
+    def _watch_taking(self) -> None:
+        """As long as it takes a little in each time it is slow, and not gone."""
+        self._stalled = self.loop.call_later(self._bounds.client_timeout_s, self._check_taking, self._untaken())
+
+    def _check_taking(self, before: int) -> None:
+        if self._untaken() < before:
+            self._watch_taking()
+        else:
+            self.transport.abort()
+
+    def _untaken(self) -> int:
+        """Bytes of answers that the client has not taken, as far as the system tells. None are added while it stalls."""
+        waiting: int = self.transport.get_write_buffer_size()
+        return waiting + _in_kernel(self.transport.get_extra_info("socket"))
 
     def _end(self, error: ForewordError | None) -> None:
         """Say why, unless an answer has begun, and close; whoever works on a request finds its client gone."""
@@ -166,6 +182,13 @@ def _message(error: ForewordError) -> bytes:
     }
     lines = [f"HTTP/1.1 {error.status} {REASONS[error.status]}", *(f"{name}: {value}" for name, value in headers.items()), "", ""]
     return "\r\n".join(lines).encode() + body
+
+
+def _in_kernel(client: socket.socket) -> int:
+    """Bytes that were handed to the system, and that its peer has not confirmed; 0 where the system does not tell."""
+    if not QUEUED:
+        return 0
+    return int.from_bytes(fcntl.ioctl(client.fileno(), QUEUED, bytes(4)), sys.byteorder)
 
 
 def _notice_dead_peers(client: socket.socket, timeout_s: float) -> None:

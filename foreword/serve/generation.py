@@ -9,9 +9,10 @@ from collections.abc import AsyncIterator, Sequence
 
 from foreword.core.events import Event, Failed, Tokens, cut
 from foreword.core.request import Request
-from foreword.errors import DeadlineExceeded, ForewordError, RequestFailed
+from foreword.errors import ForewordError, RequestFailed
 from foreword.metrics.tally import DraftTally
 from foreword.serve.admission import Ticket
+from foreword.serve.backlog import Backlog
 from foreword.serve.limits import Meter
 from foreword.serve.state import Server
 from foreword.text.answer import Answer, Delta
@@ -19,7 +20,6 @@ from foreword.text.answer import Answer, Delta
 __all__ = ["Generation"]
 
 logger = logging.getLogger("foreword.serve")
-MAX_BEHIND = 8192  # events that wait for a client; about half a kilobyte each
 
 
 class Generation:
@@ -30,7 +30,7 @@ class Generation:
     predicted    what the drafts out of the caller's prediction were worth, of all choices together
     """
 
-    __slots__ = ("_failed", "_meter", "_prompt_only", "_queue", "_server", "_tasks", "_ticket", "answers", "predicted")
+    __slots__ = ("_backlog", "_failed", "_meter", "_prompt_only", "_server", "_tasks", "_ticket", "answers", "predicted")
 
     def __init__(
         self, server: Server, requests: Sequence[Request], prompt_only: bool = False, meter: Meter | None = None
@@ -39,7 +39,7 @@ class Generation:
         self.predicted = DraftTally()
         self._server = server
         self._prompt_only = prompt_only
-        self._queue: asyncio.Queue[tuple[int, Delta | ForewordError]] = asyncio.Queue()
+        self._backlog = Backlog()
         self._tasks: list[asyncio.Task[None]] = []
         self._failed: set[str] = set()
         self._meter = meter or Meter()
@@ -69,7 +69,7 @@ class Generation:
         """(choice, what is new) as it comes, until each choice has ended with a finish reason or an error."""
         running = len(self.answers)
         while running:
-            index, item = await self._queue.get()
+            index, item = await self._backlog.take()
             running -= isinstance(item, ForewordError) or item.finish_reason is not None
             yield index, item
 
@@ -111,11 +111,9 @@ class Generation:
                 if isinstance(event, Failed):
                     raise event.error
                 assert isinstance(event, Tokens)
-                self._queue.put_nowait((index, self._take(answer, event)))
+                self._backlog.put(index, self._take(answer, event))
                 if answer.finished:
                     return
-                if self._queue.qsize() > MAX_BEHIND:
-                    return self.abort(request.id, DeadlineExceeded("the client does not take its answer"))
             raise RequestFailed("the engine ended the request without an answer")
         except ForewordError as error:
             self._fail(index, request, error)
@@ -144,4 +142,4 @@ class Generation:
     def _fail(self, index: int, request: Request, error: ForewordError) -> None:
         self._failed.add(request.id)
         self._server.recorder.failed(request, error)
-        self._queue.put_nowait((index, error))
+        self._backlog.put(index, error)

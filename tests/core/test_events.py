@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from foreword.core.events import DraftUse, TokenLogprob, Tokens, cut, without_first
+from foreword.core.events import DraftUse, TokenLogprob, Tokens, cut, joined, without_first
 from foreword.core.runaway import Repetition
 from foreword.errors import ContextLengthExceeded
 
@@ -64,3 +64,14 @@ def test_a_repetition_among_tokens_delivered_before_was_told_before(
 ) -> None:
     event = replace(EVENT, repeating=found_with and Repetition(found_with, 7))
     assert without_first(event, before).repeating == (told and Repetition(told, 7))
+
+
+def test_what_is_joined_is_what_was_apart() -> None:
+    first = replace(EVENT, finish_reason=None, stop_id=None, repeating=Repetition(2, 3))
+    plain = replace(first, index=8, draft=None, num_cached=3, repeating=None)
+    whole = joined([first, plain, replace(EVENT, index=12)])
+    assert (whole.index, whole.token_ids, whole.hashes) == (4, EVENT.token_ids * 3, EVENT.hashes * 3)
+    assert whole.logprobs == EVENT.logprobs * 3
+    assert whole.draft == DraftUse("ngram", drafted=12, accepted=6)
+    assert (whole.finish_reason, whole.stop_id, whole.num_cached, whole.repeating) == ("length", 8, 3, Repetition(2, 3))
+    assert joined([EVENT]) == EVENT

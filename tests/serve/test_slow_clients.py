@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import socket
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
-
-import pytest
+from typing import Any
 
 from foreword.config import Config
 from foreword.core.events import Event, Tokens
 from foreword.core.request import Request
-from foreword.serve import generation
 from tests.fakes import FakeClient, Script, engine_info
 from tests.serve.conftest import Running, running
 
@@ -24,10 +23,21 @@ CONTEXT = 1_000_000
 class Endless(FakeClient):
     """Gives a token as often as the loop turns, until it is told to stop."""
 
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.ended: set[str] = set()
+
+    def end(self, request_id: str) -> None:
+        self.ended.add(request_id)
+
     async def _events(self, request: Request) -> AsyncIterator[Event]:
         for index in range(CONTEXT):
             await asyncio.sleep(0)
             if request.id not in self.live:
+                return
+            if request.id in self.ended:
+                self.live.discard(request.id)
+                yield Tokens(request.id, index, (97,), finish_reason="length")
                 return
             yield Tokens(request.id, index, (97,), scheduled_s=time.monotonic())
 
@@ -60,8 +70,7 @@ def wait_until(condition: object, limit_s: float = 60) -> None:
         time.sleep(0.01)
 
 
-def test_a_reader_that_stops_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generation, "MAX_BEHIND", 1 << 30)
+def test_a_reader_that_stops_is_cut_off() -> None:
     with endless(client_timeout=1) as server, stalled(server) as first, stalled(server) as second:
         wait_until(lambda: len(server.client.live) == 2)
         server.wait_until_idle(60)
@@ -70,14 +79,31 @@ def test_a_reader_that_stops_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None
             assert not rest_of(raw).endswith(b"0\r\n\r\n"), "an end that was never sent"
 
 
-def test_no_more_waits_for_a_reader_than_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Long before the time is over, where the engine is fast."""
-    monkeypatch.setattr(generation, "MAX_BEHIND", 100)
+def test_a_reader_that_is_slow_is_not_cut_off() -> None:
+    """It takes something within each time, but far less than would let the server write again."""
+    with endless(client_timeout=1) as server, stalled(server) as raw:
+        wait_until(lambda: server.client.submitted)
+        for _ in range(40):
+            time.sleep(0.1)
+            assert raw.recv(2048)
+        assert server.client.live and not server.client.aborted
+        server.wait_until_idle(60)  # it takes nothing any more
+
+
+def test_what_waits_for_a_slow_reader_is_kept_and_joined() -> None:
+    """However long the answer: it takes no more memory than one that is not streamed."""
     with endless(client_timeout=600) as server, stalled(server) as raw:
         wait_until(lambda: server.client.submitted)
-        wait_until(lambda: server.client.aborted)
+        request = server.client.submitted[0]
+        (generation,) = server.app.state.server.generating.values()
+        wait_until(lambda: generation.answers[0].num_tokens > 30_000)
+        assert len(generation._backlog) < 30_000 / 32
+        server.client.end(request.id)
         said = rest_of(raw)
-        assert b"the client does not take its answer" in said and b"deadline_exceeded" in said
+        assert said.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n") and b"error" not in said
+        texts = re.findall(rb'"content":"(a+)"', said)
+        assert sum(map(len, texts)) == generation.answers[0].num_tokens
+        assert len(texts) < generation.answers[0].num_tokens / 2
         server.wait_until_idle(60)
 
 
