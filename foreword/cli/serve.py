@@ -12,7 +12,8 @@ import logging
 import resource
 import socket
 import time
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 from foreword.cli.backends import Backends
@@ -90,7 +91,9 @@ async def _run(prepared: Prepared, listener: socket.socket) -> int:
     started = time.perf_counter()
     async with AsyncExitStack() as stack:
         with loading_bar(f"loading {prepared.path.name}") as progress:
-            backends = await stack.enter_async_context(Backends(prepared, progress))
+            backends = Backends(prepared, progress)
+            await stack.enter_async_context(_hurrying(backends, ending))
+            await stack.enter_async_context(backends)
             entrance = Entrance(backends.waiting_room(drain))
             web = WebServer(web_config(entrance, config), listener)
             await _listen(stack, web, config, listener)
@@ -102,6 +105,21 @@ async def _run(prepared: Prepared, listener: socket.socket) -> int:
             entrance.app = app
             _say_ready(backends, info, config, listener, time.perf_counter() - started)
             return await _until_end(backends, web, drain, ending, config.drain_timeout)
+
+
+@asynccontextmanager
+async def _hurrying(backends: Backends, ending: Ending) -> AsyncIterator[None]:
+    """Told to end now, nobody waits for an engine in the midst of a step, not even where that is closed already."""
+
+    async def hurry() -> None:
+        await ending.now.wait()
+        backends.engine.hurry()
+
+    task = asyncio.create_task(hurry(), name="hurry")
+    try:
+        yield
+    finally:
+        task.cancel()
 
 
 async def _listen(stack: AsyncExitStack, web: WebServer, config: Config, listener: socket.socket) -> None:

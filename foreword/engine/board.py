@@ -45,6 +45,11 @@ class Glance:
     since_s: float
     steps: int
 
+    @property
+    def well_until_s(self) -> float:
+        """Until when it did what it should: work that has no end is not counted."""
+        return self.since_s if self.phase == WORKING else self.sign_of_life_s
+
 
 class Board:
     """A page of memory behind a file descriptor, which is passed to the other side. Closing it twice is fine."""

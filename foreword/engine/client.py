@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import time
 from collections.abc import AsyncIterator, Callable
@@ -12,17 +13,18 @@ from typing import Any, Final, Protocol
 
 from foreword.config import Config
 from foreword.core.events import Event, Failed, StepReport, StepStats, Tokens
+from foreword.core.params import SamplingParams, Speculation
 from foreword.core.readiness import Readiness
 from foreword.core.request import Request
 from foreword.core.vocabulary import Vocabulary
 from foreword.drafting.control.costs import Timings
-from foreword.engine.child import Child
+from foreword.engine.child import Child, Unsaid
 from foreword.engine.live import LiveRequests
 from foreword.engine.messages import Loading, Ready, Refused, Remove, Start
 from foreword.engine.spawning import Spawner
 from foreword.engine.suspects import Patience
 from foreword.engine.watch import Finding, Watch, cpu_seconds
-from foreword.errors import ConfigError, EngineDead, ForewordError
+from foreword.errors import ConfigError, EngineDead, ForewordError, RequestFailed
 from foreword.resolve import EngineInfo
 
 __all__ = ["EngineClient", "ProcessClient"]
@@ -39,19 +41,22 @@ class EngineClient(Protocol):
     """An engine as an asyncio program sees it.
 
     info     None until start() returned
-    stats    of the newest step
+    stats    of the newest step; while the engine says nothing, the requests that are open as its client knows them
     alive    requests are taken: true from the first start on, also while a dead engine is replaced, which streams see as a
              pause; once it was True, False means that the engine is gone for good and every open stream has got a
              Failed(EngineDead)
     on_step  called in the event loop with the stats of every step
-    on_restart  called in the event loop with the reason each time a dead or hung engine is about to be replaced
+    on_restart  called in the event loop each time a dead or hung engine is about to be replaced, with the reason as far as it is
+             known at once
     """
 
     info: EngineInfo | None
-    stats: StepStats
     alive: bool
     on_step: Callable[[StepStats], None] | None
     on_restart: Callable[[str], None] | None
+
+    @property
+    def stats(self) -> StepStats: ...
 
     @property
     def readiness(self) -> Readiness:
@@ -94,7 +99,6 @@ class ProcessClient:
         entry: str = ENTRY,
     ) -> None:
         self.info: EngineInfo | None = None
-        self.stats = StepStats()
         self.alive = False
         self.on_step: Callable[[StepStats], None] | None = None
         self.on_restart: Callable[[str], None] | None = None
@@ -108,12 +112,14 @@ class ProcessClient:
         self._serving = False  # the child takes requests
         self._ready: asyncio.Future[Ready] | None = None
         self._live = LiveRequests()
+        self._stats = StepStats()
         self._queues: dict[str, asyncio.Queue[Event | None]] = {}
         self._timings: Timings | None = None
         self._patience = Patience()
         self._finding = Finding()
         self._loaded: Loading | None = None
         self._restarts = 0
+        self._hurried = False
         self._tasks: list[asyncio.Task[None]] = []
         self._complained = False
 
@@ -121,6 +127,14 @@ class ProcessClient:
     def pid(self) -> int | None:
         """Of the engine process that lives now."""
         return self._child.pid if self._child is not None else None
+
+    @property
+    def stats(self) -> StepStats:
+        return self._stats if self._answers else self._live.stats(time.monotonic(), self._stats, self._serving)
+
+    @property
+    def _answers(self) -> bool:
+        return self._serving and self._finding.ready
 
     @property
     def readiness(self) -> Readiness:
@@ -175,9 +189,15 @@ class ProcessClient:
         if self._ready is not None:
             self._ready.cancel()
         if self._child is not None:
-            await self._child.close(self._spawner)
+            await self._child.close(self._spawner, at_once=self._hurried or not self._finding.ready)
         await self._spawner.close()
         self._fail_all("the engine was shut down")
+
+    def hurry(self) -> None:
+        """close() is not to wait for the engine, now or when it is called."""
+        self._hurried = True
+        if not self.alive and self._child is not None:
+            self._child.hurry()
 
     async def _events(self, request_id: str, queue: asyncio.Queue[Event | None]) -> AsyncIterator[Event]:
         try:
@@ -202,20 +222,23 @@ class ProcessClient:
         if self._child is None or not self._serving:
             return
         for request in self._live.due():
+            first = None
             if request.params.structured is not None and not self._child.knows_vocabulary:
                 self._child.knows_vocabulary = True
-                self._child.send(self._vocabulary)
-            self._child.send(request)
+                first = self._vocabulary
+            self._child.send(request, first)
 
     # What it says
 
-    def _received(self, child: Child, message: StepReport | Loading | Ready | Refused) -> None:
+    def _received(self, child: Child, message: StepReport | Loading | Ready | Refused | Unsaid) -> None:
         if child is not self._child:
             return  # it was replaced
         if isinstance(message, StepReport):
             self._report(message)
         elif isinstance(message, Loading):
             self._loading(message)
+        elif isinstance(message, Unsaid):
+            self._unsaid(child, message)
         elif self._ready is not None and not self._ready.done():
             if isinstance(message, Ready):
                 self._ready.set_result(message)
@@ -227,8 +250,16 @@ class ProcessClient:
         if self._on_progress is not None and self.info is None:
             self._on_progress(message.done, message.total)
 
+    def _unsaid(self, child: Child, unsaid: Unsaid) -> None:
+        """A bug of ours: whoever it was for ends, and the others go on with an engine that counts as we do."""
+        name = type(unsaid.error).__name__
+        if isinstance(unsaid.message, Request) and unsaid.message.id in self._live:
+            self._live.remove(unsaid.message.id)
+            self._deliver(Failed(unsaid.message.id, RequestFailed(f"the request could not be handed to the engine ({name})")))
+        child.kill(f"a message to it could not be said ({name})")
+
     def _report(self, report: StepReport) -> None:
-        self.stats = report.stats
+        self._stats = report.stats
         if self.on_step is not None:
             self._call(partial(self.on_step, report.stats))
         for event in report.events:
@@ -268,6 +299,7 @@ class ProcessClient:
         if not self._ready.done():
             why = await child.bury(self._spawner)
             raise ConfigError(f"the engine process ended while it was loading{self._so_far()}: {why}")
+        child.ready_s = time.monotonic()
         return self._ready.result()
 
     def _progress(self) -> float | None:
@@ -300,26 +332,39 @@ class ProcessClient:
 
     async def _replace(self, child: Child) -> bool:
         """The engine ended: start another, and let those that are open go on with it. False if that makes no sense."""
-        self._serving = False
         noticed_s = time.monotonic()
-        why = await child.bury(self._spawner)
-        for failed in self._live.died(child.board.working_for()):
-            self._deliver(failed)
-            logger.error("request %s: %s", failed.request_id, failed.error)
+        self._serving = False
         self._restarts += 1
-        self.stats, self._finding = StepStats(), Finding()
+        self._stats, self._finding = StepStats(), Finding()
         if self.on_restart is not None:
-            self._call(partial(self.on_restart, why))
+            self._call(partial(self.on_restart, child.why or "it hung up"))
+        why = await child.bury(self._spawner)
         logger.error("the engine died: %s; %d open requests wait for its replacement", why, len(self._live))
-        if not self._patience.died(noticed_s - child.began_s, blamed=self._live.alone is not None):
-            logger.error("it has died too often, and nobody had anything of it")
-            return False
-        if not await self._launch_again():
+        if not self._worth_another(child) or not await self._launch_again():
             return False
         logger.warning("the engine is back after %.1f s", time.monotonic() - noticed_s)
         self._serving = True
         self._send_due()
         return True
+
+    def _worth_another(self, child: Child) -> bool:
+        """Settle what the death of this one means."""
+        aftermath = self._live.died(child.board.working_for())
+        for failed in aftermath.failed:
+            self._deliver(failed)
+            logger.error("request %s: %s", failed.request_id, failed.error)
+        if not self._patience.died(child.board.glance().well_until_s - child.ready_s, aftermath.blamed):
+            logger.error("it has died too often, and nobody had anything of it")
+            return False
+        if self._patience.in_doubt:
+            self._live.prove(self._harmless())
+        return True
+
+    def _harmless(self) -> Request:
+        """What no engine that works dies of."""
+        token_id = next(token_id for token_id in itertools.count() if token_id not in self._unused_ids)
+        params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, speculation=Speculation("off"))
+        return Request(f"self-test-{self._restarts}", (token_id,), params, seed=0, arrival_s=time.monotonic())
 
     async def _launch_again(self) -> bool:
         """Try a few times. False if it does not start, or is another engine than before."""
@@ -354,6 +399,7 @@ class ProcessClient:
                 watch = Watch(self._config.hang_timeout, partial(self._cpu_seconds, child.pid))
             if child is not None:
                 self._look(child, watch)
+            self._end_late()
             await asyncio.sleep(LOOK_S)
 
     def _look(self, child: Child, watch: Watch) -> None:
@@ -362,6 +408,18 @@ class ProcessClient:
             child.kill(self._finding.detail)
         elif before.ready and not self._finding.ready:
             logger.warning("the engine does not answer: %s", self._finding.detail)
+
+    def _end_late(self) -> None:
+        """An engine that answers ends its requests in time itself, as a rule before they are looked at here."""
+        if self._child is None:
+            return
+        at_work = () if self._answers else self._child.board.working_for()
+        late = self._live.end_late(time.monotonic(), self._answers, at_work)
+        for failed in late:
+            self._deliver(failed)
+            self._send(Remove(failed.request_id))
+        if late:
+            self._send_due()
 
     def _cpu_seconds(self, pid: int) -> float | None:
         """On a GPU the host waits in a step, and uses no time."""

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
 
+from foreword.core.deadlines import overdue
 from foreword.core.draft import Draft, Outcome
 from foreword.core.events import Event, Failed, StepReport, StepStats
 from foreword.core.grammar import RequestGrammar
@@ -23,7 +24,7 @@ from foreword.engine.pooling import Pooled
 from foreword.engine.runner import Runner
 from foreword.engine.scheduler import Scheduler
 from foreword.engine.stages import Stages
-from foreword.errors import ContextLengthExceeded, DeadlineExceeded, ForewordError, InvalidRequest, Overloaded, RequestFailed
+from foreword.errors import ContextLengthExceeded, ForewordError, InvalidRequest, RequestFailed
 from foreword.grammar.grammars import Grammars
 from foreword.resolve import EngineInfo
 
@@ -33,7 +34,6 @@ logger = logging.getLogger(__name__)
 
 COMPILING_S = 0.01  # a step that has nothing to do but to wait for a grammar takes so long
 LOOK_S = 0.2  # between two looks at the time limits of requests
-LONGEST_RETRY_S = 60.0  # is asked of a caller
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,8 +171,8 @@ class Engine:
     def _end_late(self, now_s: float) -> None:
         """End those that should have begun, or be done, by now."""
         states = list(self.scheduler.states.values())
-        late = [(state.request, _late(state.request, now_s, state.scheduled_s is not None)) for state in states]
-        late += [(one.request, _late(one.request, now_s, has_run=False)) for one in self._compiling.values()]
+        late = [(state.request, overdue(state.request, now_s, state.scheduled_s is not None)) for state in states]
+        late += [(one.request, overdue(one.request, now_s, has_run=False)) for one in self._compiling.values()]
         for request, error in late:
             if error is not None:
                 self.remove(request.id)
@@ -311,18 +311,6 @@ def _ended_by(error: RequestFailed) -> Outcome:
 
 def _not_pooled(error: RequestFailed) -> Pooled:
     return Pooled(error=error)
-
-
-def _late(request: Request, now_s: float, has_run: bool) -> ForewordError | None:
-    """Why a request has no more time, or None. One that was resumed has run before."""
-    waited_s = now_s - request.arrival_s
-    if request.deadline_s is not None and now_s >= request.deadline_s:
-        return DeadlineExceeded(f"the request was given {request.deadline_s - request.arrival_s:.3g} s, and took longer")
-    if request.start_by_s is None or now_s < request.start_by_s or has_run or request.delivered_ids:
-        return None
-    return Overloaded(
-        f"the request waited {waited_s:.3g} s and could not be started", retry_after_s=min(max(waited_s, 1.0), LONGEST_RETRY_S)
-    )
 
 
 def _refusal(request_id: str, error: BaseException) -> ForewordError:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Final
 
-from foreword.core.events import Embedded, Event, Failed, Tokens, without_first
+from foreword.core.deadlines import overdue
+from foreword.core.events import Embedded, Event, Failed, StepStats, Tokens, without_first
 from foreword.core.request import Request
 from foreword.engine.suspects import ALONE, Suspects
 from foreword.errors import ForewordError, RequestFailed
 
-__all__ = ["LiveRequest", "LiveRequests"]
+__all__ = ["Aftermath", "LiveRequest", "LiveRequests"]
 
 logger = logging.getLogger(__name__)
 
@@ -25,21 +26,27 @@ class LiveRequest:
     |<- request.delivered_ids ->|<- delivered ---------------->|
                                 |<- resumed with ->|<- checked ->|<- new ...
 
-    number  the engine's name for it: how many requests it was sent before; None: it has not got it
+    number   the engine's name for it: how many requests it was sent before; None: it has not got it
+    has_run  an engine, dead by now, worked on it
     """
 
-    __slots__ = ("_began", "delivered", "number", "request")
+    __slots__ = ("_began", "delivered", "has_run", "number", "request")
 
     def __init__(self, request: Request) -> None:
         self.request = request
         self.number: int | None = None
+        self.has_run = False
         self.delivered: list[int] = []
         self._began: tuple[int, float] | None = None  # num_cached and scheduled_s, as they were told first
+
+    @property
+    def num_output(self) -> int:
+        return len(self.request.delivered_ids) + len(self.delivered)
 
     def resumed(self) -> Request:
         """What an engine is sent: all that was delivered but the last few tokens is output already."""
         if not self.delivered:
-            return self.request
+            return replace(self.request, start_by_s=None) if self.has_run else self.request
         before = self.request.delivered_ids
         kept = self.delivered[: max(len(self.delivered) - CHECKED, 0)]
         params = self.request.params
@@ -76,15 +83,31 @@ class LiveRequest:
         return Failed(event.request_id, error)
 
 
-class LiveRequests:
-    """Every open request, in order of arrival, and who of them may be sent to the engine that lives now."""
+@dataclass(frozen=True, slots=True)
+class Aftermath:
+    """What a death means.
 
-    __slots__ = ("_live", "_num_sent", "_suspects", "_unsent")
+    failed  who is not tried again
+    blamed  a caller's request was worked on, which may be gone by now
+    """
+
+    failed: list[Failed]
+    blamed: bool
+
+
+class LiveRequests:
+    """Every open request, in order of arrival, and who of them may be sent to the engine that lives now.
+
+    An engine that is to prove itself first gets a request of ours, and nothing else until it answers.
+    """
+
+    __slots__ = ("_live", "_num_sent", "_proof", "_suspects", "_unsent")
 
     def __init__(self) -> None:
         self._live: dict[str, LiveRequest] = {}
         self._unsent: dict[str, LiveRequest] = {}
         self._suspects = Suspects()
+        self._proof: LiveRequest | None = None
         self._num_sent = 0
 
     def __len__(self) -> int:
@@ -109,12 +132,18 @@ class LiveRequests:
 
     def due(self) -> list[Request]:
         """Those that the engine has not got and may have now; it has got them after this."""
+        if self._proof is not None:
+            return [self._sent(self._proof)] if self._proof.number is None else []
         alone = self._suspects.alone
         if alone is None:
             due, self._unsent = self._unsent, {}
             return [self._sent(live) for live in due.values()]
         live = self._unsent.pop(alone, None)
         return [] if live is None else [self._sent(live)]
+
+    def prove(self, request: Request) -> None:
+        """The next engine is to answer this first; what it says is for nobody."""
+        self._proof = LiveRequest(request)
 
     def _sent(self, live: LiveRequest) -> Request:
         live.number = self._num_sent
@@ -125,6 +154,7 @@ class LiveRequests:
         """What is new of what the engine says; None if nothing is, or if nobody listens any more."""
         live = self._live.get(event.request_id)
         if live is None:
+            self._proven(event)
             return None
         new = live.take(event) if isinstance(event, Tokens) else event
         if isinstance(new, Failed | Embedded) or (new is not None and new.finish_reason is not None):
@@ -133,19 +163,58 @@ class LiveRequests:
             self._suspects.clear(event.request_id)
         return new
 
-    def died(self, numbers: Collection[int]) -> list[Failed]:
-        """The engine died while it worked on the requests of these numbers. Returns who is not tried again."""
+    def _proven(self, event: Event) -> None:
+        """Any answer is good enough: an error is one."""
+        if self._proof is not None and event.request_id == self._proof.request.id:
+            self._proof = None
+
+    def died(self, numbers: Collection[int]) -> Aftermath:
+        """The engine died while it worked on the requests of these numbers."""
         wanted = frozenset(numbers)
+        blamed = bool(wanted - {self._proof.number} if self._proof is not None else wanted)
         at_work = [request_id for request_id, live in self._live.items() if live.number in wanted]
         condemned = self._suspects.died(at_work)
         failed = [] if condemned is None else [Failed(condemned, _condemned())]
         for one in failed:
             self.remove(one.request_id)
+        self._take_back(wanted)
+        return Aftermath(failed, blamed)
+
+    def _take_back(self, at_work: Collection[int]) -> None:
+        """No engine has got any of them."""
         for live in self._live.values():
+            live.has_run = live.has_run or live.number in at_work
             live.number = None
+        self._proof = None
         self._unsent = dict(self._live)
         self._num_sent = 0
+
+    def end_late(self, now_s: float, answers: bool, at_work: Collection[int]) -> list[Failed]:
+        """End those whose time is over, at time.monotonic() `now_s`.
+
+        answers  the engine says itself who of those that it has got should have begun by now
+        at_work  numbers of those that it works on
+        """
+        failed = []
+        for request_id, live in self._live.items():
+            has_run = live.has_run or live.number in at_work or bool(live.delivered) or (answers and live.number is not None)
+            error = overdue(live.request, now_s, has_run)
+            if error is not None:
+                failed.append(Failed(request_id, error))
+        for one in failed:
+            self.remove(one.request_id)
         return failed
+
+    def stats(self, now_s: float, last: StepStats, running: bool) -> StepStats:
+        """What is to be told while an engine says nothing, after it told `last`; `running`: it has got requests."""
+        count = min(last.requests_running, len(self._live)) if running else 0
+        return replace(
+            last,
+            requests_running=count,
+            requests_waiting=len(self._live) - count,
+            longest_running_tokens=max((live.num_output for live in self._live.values()), default=0),
+            oldest_running_seconds=max((now_s - live.request.arrival_s for live in self._live.values()), default=0.0),
+        )
 
     def fail(self, error: ForewordError) -> list[Failed]:
         """End all of them."""

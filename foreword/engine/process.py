@@ -106,7 +106,7 @@ def _handle(engine: Engine, message: Request | Remove | Vocabulary, board: Board
         board.work((engine.num_arrived,))
         engine.submit(message)
     elif isinstance(message, Vocabulary):
-        board.work(())
+        board.work((engine.num_arrived,))  # the request that needs it follows
         engine.know(message)
     else:
         board.work(())

@@ -36,7 +36,7 @@ class Spawner:
         self._exits: dict[int, asyncio.Future[int | None]] = {}
 
     async def spawn(self, engine_fd: int) -> int:
-        """Start an engine at this end of a socket; returns its pid. Raises ConfigError if that cannot be done."""
+        """Start an engine at this end of a socket; returns its pid. Raises ConfigError or OSError if that cannot be done."""
         for _ in range(2):
             if self._control is None:
                 await self._bury()
@@ -61,6 +61,10 @@ class Spawner:
                 return code
         return None
 
+    def distrust(self) -> None:
+        """It does not say what it should: the next engine is started by another one."""
+        self._lost()
+
     async def close(self) -> None:
         """End the spawner; engines that it started are not its business."""
         self._lost()
@@ -78,10 +82,14 @@ class Spawner:
         self._control.setblocking(False)
         command = [sys.executable, "-m", "foreword.engine.spawner", str(theirs.fileno()), self._entry]
         environment = {**ENVIRONMENT, **os.environ, **NO_THREADS}
-        with theirs:
-            self._process = subprocess.Popen(
-                command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, process_group=0, env=environment
-            )
+        try:
+            with theirs:
+                self._process = subprocess.Popen(
+                    command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, process_group=0, env=environment
+                )
+        except OSError:
+            self._lost()
+            raise
         asyncio.get_running_loop().add_reader(self._control, self._hear)
 
     async def _ask(self, engine_fd: int, timeout_s: float | None) -> int:

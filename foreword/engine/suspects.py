@@ -11,7 +11,8 @@ STRIKES: Final = 2  # deaths in a row without a token between them that make a r
 ALONE: Final = 2  # deaths that are its own fault beyond doubt
 MAX_DEATHS: Final = 5
 MAX_STARTS: Final = 3
-STEADY_S: Final = 60.0  # an engine that lived for so long was no failure, whatever it did not do
+STEADY_S: Final = 60.0  # an engine that was well for so long was no failure, whatever it did not do
+DOUBTS: Final = 2  # deaths in a row without a token to anybody, after which a replacement has to prove itself
 
 
 class Suspects:
@@ -56,20 +57,36 @@ class Suspects:
 
 
 class Patience:
-    """How much is borne before an engine is given up for good."""
+    """How much is borne before an engine is given up for good.
 
-    __slots__ = ("_deaths", "_failed_starts")
+    Requests that kill engines are refused in the end, so deaths in the midst of their work never lead to giving up, however
+    many there are. What does: engines that do not start, and such that die of nothing. Who is in doubt gets work that kills
+    nobody, so that one that is broken altogether dies of nothing too.
+    """
+
+    __slots__ = ("_failed_starts", "_in_vain", "_of_nothing")
 
     def __init__(self) -> None:
-        self._deaths = 0
+        self._in_vain = 0
+        self._of_nothing = 0
         self._failed_starts = 0
 
-    def died(self, lived_s: float, blamed: bool) -> bool:
-        """An engine died; `blamed`: there is somebody to suspect. Returns whether it is worth to start another."""
-        if blamed or lived_s >= STEADY_S:
-            self._deaths = 0
-        self._deaths += not blamed
-        return self._deaths < MAX_DEATHS
+    @property
+    def in_doubt(self) -> bool:
+        """Whether the next engine is to prove itself before it gets a request."""
+        return self._in_vain >= DOUBTS
+
+    def died(self, well_s: float, blamed: bool) -> bool:
+        """An engine died. Returns whether it is worth to start another.
+
+        well_s  seconds from its readiness to the last step that it ended, or its last sign of life where it had none to do
+        blamed  it worked on somebody's request
+        """
+        self._in_vain += 1
+        if well_s >= STEADY_S:
+            self._of_nothing = 0
+        self._of_nothing += not blamed
+        return self._of_nothing < MAX_DEATHS
 
     def failed_to_start(self) -> bool:
         """Returns whether it is worth to try again."""
@@ -81,4 +98,4 @@ class Patience:
 
     def delivered(self) -> None:
         """Somebody gained something: it was not in vain."""
-        self._deaths = 0
+        self._in_vain = self._of_nothing = 0

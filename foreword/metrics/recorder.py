@@ -54,6 +54,7 @@ class Recorder:
     drafters        names of those that may run; empty: nothing of speculation exists here
     log_interval_s  seconds between throughput lines; 0 for none
     clock           monotonic seconds, the same clock as Request.arrival_s and Tokens.scheduled_s
+    stats_now       asked for the gauges; None: they are those of the last step
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class Recorder:
     ) -> None:
         self._drafters = drafters
         self._log_interval_s = log_interval_s
+        self.stats_now: Callable[[], StepStats] | None = None
         self._clock = clock
         self._live: dict[str, Progress] = {}
         self._choices: dict[str, log.Choices] = {}
@@ -208,8 +210,9 @@ class Recorder:
 
     def render(self) -> bytes:
         """The scrape; its type is prometheus.CONTENT_TYPE."""
+        stats = self._stats if self.stats_now is None else self.stats_now()
         for name in GAUGES:
-            self._registry.set(name, getattr(self._stats, name))
+            self._registry.set(name, getattr(stats, name))
         return self._registry.render()
 
     def tick(self, now: float | None = None) -> None:

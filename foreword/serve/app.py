@@ -80,6 +80,7 @@ def create_app(
 
     client.on_step = stepped
     client.on_restart = recorder.restarted
+    recorder.stats_now = lambda: client.stats
     app = FastAPI(title="Foreword", docs_url=None, redoc_url=None, lifespan=_lifespan)
     app.state.server = server
     app.state.health = Health(client, encoder, drain, probe)

@@ -38,6 +38,11 @@ def test_who_rests_works_for_nobody() -> None:
         assert board.working_for() == () and board.glance().phase == IDLE
 
 
+def test_work_without_end_is_no_life() -> None:
+    assert Glance(sign_of_life_s=100.0, phase=WORKING, since_s=40.0, steps=7).well_until_s == 40.0
+    assert Glance(sign_of_life_s=100.0, phase=IDLE, since_s=40.0, steps=7).well_until_s == 100.0
+
+
 def test_more_than_fit_are_not_noted() -> None:
     with Board.create() as board:
         board.work(range(CAPACITY + 7))

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from foreword.core.events import DraftUse, Embedded, Event, Failed, TokenLogprob, Tokens
+from foreword.core.events import DraftUse, Embedded, Event, Failed, StepStats, TokenLogprob, Tokens
 from foreword.core.params import SamplingParams
 from foreword.core.request import Request
 from foreword.core.runaway import Repetition
-from foreword.engine.live import CHECKED, LiveRequest, LiveRequests
-from foreword.errors import EngineDead, RequestFailed
+from foreword.engine.live import CHECKED, Aftermath, LiveRequest, LiveRequests
+from foreword.errors import DeadlineExceeded, EngineDead, Overloaded, RequestFailed
 
 LENGTH = 20  # tokens of every answer
 
@@ -39,6 +39,17 @@ def _answer(request_id: str, position: int) -> int:
 def test_a_request_of_which_nothing_was_delivered_is_sent_as_it_came() -> None:
     request = make_request("a", prompt_logprobs=2)
     assert LiveRequest(request).resumed() is request
+
+
+def test_who_ran_need_not_begin_in_time_again() -> None:
+    requests = LiveRequests()
+    for name in "ab":
+        requests.add(replace(make_request(name), start_by_s=1.0, deadline_s=9.0))
+    requests.due()
+    requests.died([0])
+    ran, waited = requests.due()
+    assert (ran.start_by_s, ran.deadline_s) == (None, 9.0) and waited.start_by_s == 1.0
+    assert [failed.request_id for failed in requests.end_late(2.0, answers=False, at_work=())] == ["b"]
 
 
 def test_what_was_delivered_returns_as_output_and_the_last_of_it_is_checked() -> None:
@@ -106,8 +117,56 @@ def test_who_ended_is_not_sent_again_and_the_others_in_order() -> None:
     requests.add(make_request("d"))
     requests.add(make_request("e"))
     requests.remove("e")
-    assert requests.died([0]) == []
+    assert requests.died([0]) == Aftermath([], blamed=True)
     assert [request.id for request in requests.due()] == ["a", "c", "d"]
+
+
+def test_an_engine_in_doubt_gets_nothing_before_it_has_proven_itself() -> None:
+    requests = LiveRequests()
+    requests.add(make_request("a"))
+    requests.prove(make_request("proof"))
+    assert [request.id for request in requests.due()] == ["proof"] and not requests.due()
+    requests.add(make_request("b"))
+    assert not requests.due() and len(requests) == 2
+    assert requests.take(Failed("proof", RequestFailed("an answer"))) is None
+    assert [request.id for request in requests.due()] == ["a", "b"]
+
+
+def test_a_death_is_nobodys_fault_only_if_nobody_was_worked_on() -> None:
+    requests = LiveRequests()
+    assert requests.died([]) == Aftermath([], blamed=False)
+    requests.add(make_request("a"))
+    requests.prove(make_request("proof"))
+    requests.due()
+    assert requests.died([0]) == Aftermath([], blamed=False), "the proof is ours"
+    assert [request.id for request in requests.due()] == ["a"]
+    requests.remove("a")
+    assert requests.died([0]).blamed, "it has gone since"
+
+
+def test_who_is_late_ends_here_where_the_engine_cannot_end_it() -> None:
+    requests = LiveRequests()
+    for name in "ab":
+        requests.add(replace(make_request(name), start_by_s=5.0, deadline_s=9.0))
+    requests.due()
+    requests.add(replace(make_request("c"), start_by_s=5.0))
+    assert requests.end_late(4.0, answers=False, at_work=()) == []
+    assert [one.request_id for one in requests.end_late(5.0, answers=True, at_work=())] == ["c"], "the engine has not got it"
+    late = requests.end_late(5.0, answers=False, at_work=(0,))
+    assert [one.request_id for one in late] == ["b"] and isinstance(late[0].error, Overloaded)
+    late = requests.end_late(9.0, answers=True, at_work=())
+    assert [one.request_id for one in late] == ["a"] and isinstance(late[0].error, DeadlineExceeded)
+
+
+def test_open_requests_age_and_wait_while_nothing_is_said() -> None:
+    requests = LiveRequests()
+    for name, arrival_s in zip("abc", (10.0, 20.0, 30.0), strict=True):
+        requests.add(replace(make_request(name), arrival_s=arrival_s))
+    requests.take(said("b", 0, 6))
+    hung = requests.stats(50.0, StepStats(step=9, requests_running=2, oldest_running_seconds=3.0), running=True)
+    assert hung == StepStats(9, requests_running=2, requests_waiting=1, longest_running_tokens=6, oldest_running_seconds=40.0)
+    gone = requests.stats(50.0, StepStats(), running=False)
+    assert (gone.requests_running, gone.requests_waiting, gone.oldest_running_seconds) == (0, 3, 40.0)
 
 
 @dataclass
@@ -171,7 +230,7 @@ class Service:
 
     def die(self, at_work: list[str]) -> None:
         self.deaths += 1
-        for failed in self.requests.died([self.engine.numbers[name] for name in at_work]):
+        for failed in self.requests.died([self.engine.numbers[name] for name in at_work]).failed:
             self.ends[failed.request_id] = "failed"
         self.engine = Engine()
         self.engine.submit(self.requests.due())

@@ -123,6 +123,14 @@ async def test_how_much_was_delivered_reaches_the_engine(client: ProcessClient, 
     assert heard == [("a", 5), ("b", None)]
 
 
+async def test_who_needs_the_vocabulary_answers_for_it() -> None:
+    noted: list[tuple[int, ...]] = []
+    with Board.create() as board:
+        engine: Any = SimpleNamespace(num_arrived=7, know=lambda _: noted.append(board.working_for()))
+        _handle(engine, no_tokens(), board)
+    assert noted == [(7,)]
+
+
 async def test_grammars_that_wait_do_not_hold_up_the_end(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Minutes of compilation are in the queue: the process ends by itself, long before they are over."""
     monkeypatch.setattr("foreword.engine.child.END_S", 40.0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foreword.engine.suspects import MAX_DEATHS, MAX_STARTS, STEADY_S, Patience, Suspects
+from foreword.engine.suspects import DOUBTS, MAX_DEATHS, MAX_STARTS, STEADY_S, Patience, Suspects
 
 NAMES = "abcd"
 
@@ -91,18 +91,35 @@ def test_who_always_kills_is_found_within_four_deaths(beside: list[list[str]]) -
     assert condemned == "a"
 
 
-def test_patience_ends_after_deaths_without_use() -> None:
+def test_patience_ends_after_deaths_of_nothing() -> None:
     patience = Patience()
     assert [patience.died(1.0, blamed=False) for _ in range(MAX_DEATHS)] == [True] * (MAX_DEATHS - 1) + [False]
 
 
-def test_patience_is_restored() -> None:
+def test_deaths_in_the_midst_of_work_end_no_patience_and_restore_none() -> None:
     patience = Patience()
-    for restore in (patience.delivered, lambda: patience.died(STEADY_S, blamed=False), lambda: patience.died(1.0, blamed=True)):
-        for _ in range(MAX_DEATHS - 2):
+    assert all(patience.died(1.0, blamed=True) for _ in range(100))
+    deaths = [patience.died(1.0, blamed) for blamed in [False, True, True] * MAX_DEATHS]
+    assert deaths.index(False) == 3 * (MAX_DEATHS - 1)
+
+
+def test_patience_is_restored_by_a_token_and_by_a_long_life() -> None:
+    patience = Patience()
+    for restore in (patience.delivered, lambda: patience.died(STEADY_S, blamed=True)):
+        for _ in range(MAX_DEATHS - 1):
             assert patience.died(1.0, blamed=False)
         restore()
     assert patience.died(1.0, blamed=False)
+
+
+def test_an_engine_is_in_doubt_until_somebody_gains_a_token() -> None:
+    patience = Patience()
+    for _ in range(DOUBTS):
+        assert not patience.in_doubt
+        patience.died(STEADY_S, blamed=True)
+    assert patience.in_doubt
+    patience.delivered()
+    assert not patience.in_doubt
 
 
 def test_three_starts_that_fail_are_enough() -> None:

@@ -1,0 +1,24 @@
+"""Whether a request has time left: asked in the engine, and by its client while that cannot answer."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from foreword.core.request import Request
+from foreword.errors import DeadlineExceeded, ForewordError, Overloaded
+
+__all__ = ["overdue"]
+
+LONGEST_RETRY_S: Final = 60.0  # is asked of a caller
+
+
+def overdue(request: Request, now_s: float, has_run: bool) -> ForewordError | None:
+    """Why a request has no more time, or None. One that was resumed has run before."""
+    waited_s = now_s - request.arrival_s
+    if request.deadline_s is not None and now_s >= request.deadline_s:
+        return DeadlineExceeded(f"the request was given {request.deadline_s - request.arrival_s:.3g} s, and took longer")
+    if request.start_by_s is None or now_s < request.start_by_s or has_run or request.delivered_ids:
+        return None
+    return Overloaded(
+        f"the request waited {waited_s:.3g} s and could not be started", retry_after_s=min(max(waited_s, 1.0), LONGEST_RETRY_S)
+    )
