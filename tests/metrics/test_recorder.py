@@ -362,6 +362,15 @@ def test_a_replaced_engine_is_counted_and_its_successor_begins_at_zero(clock: Cl
     assert (series["engine_restarts_total",], series["preemptions_total",]) == (1, 5 + 6)
 
 
+def test_gauges_are_asked_for_where_somebody_knows_better(clock: Clock) -> None:
+    recorder = Recorder((), clock=clock)
+    recorder.step(StepStats(step=3, requests_running=7))
+    recorder.stats_now = lambda: StepStats(requests_waiting=2, oldest_running_seconds=60.0)
+    series = scrape(recorder)
+    gauges = [series[name,] for name in ("requests_running", "requests_waiting", "oldest_running_seconds")]
+    assert gauges == [0, 2, 60]
+
+
 def test_decisions_outlive_the_engine(clock: Clock) -> None:
     recorder = Recorder(("ngram", "draft"), clock=clock)
     recorder.step(StepStats(step=5, drafting=DECIDED_MORE))
