@@ -64,6 +64,7 @@ class Connection(H11Protocol):
 
     def __init__(self, *args: Any, bounds: Bounds, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.conn = _Conversation(h11.SERVER, MAX_HEAD_BYTES)
         self.access_log = False  # whatever is configured: a path may hold a key
         self._bounds = bounds
         self._owing = ""  # what the client is about to send: "head", "body" or nothing
@@ -169,6 +170,16 @@ class Connection(H11Protocol):
             self.cycle.disconnected = True
             self.cycle.message_event.set()
         self.transport.close()
+
+
+class _Conversation(h11.Connection):
+    """Refuses a body whose length is told in two ways: a proxy in front may believe the other, and miss a request in it."""
+
+    def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
+        event = super().next_event()
+        if isinstance(event, h11.Request) and {b"content-length", b"transfer-encoding"} <= {name for name, _ in event.headers}:
+            raise h11.RemoteProtocolError("both Content-Length and Transfer-Encoding")
+        return event
 
 
 def _message(error: ForewordError) -> bytes:

@@ -96,7 +96,8 @@ def whole(body: bytes = BODY) -> bytes:
         (HEAD + b"Transfer-Encoding: chunked\r\n\r\nffffffffffffffffffff\r\nabc", {400, 408}),
         (HEAD + b"Transfer-Encoding: chunked\r\n\r\n5\r\nabcdefgh\r\n0\r\n\r\n", {400}),
         (HEAD + b"Transfer-Encoding: chunked\r\n\r\n" + b"1\r\n{\r\n" * 3, {408}),
-        (HEAD + b"Transfer-Encoding: chunked\r\nConnection: close\r\nContent-Length: 3\r\n\r\n2\r\n{}\r\n0\r\n\r\n", {400}),
+        (HEAD + b"Transfer-Encoding: chunked\r\nContent-Length: 3\r\n\r\n%x\r\n%s\r\n0\r\n\r\n" % (len(BODY), BODY), {400}),
+        (HEAD + b"Content-Length: %d\r\ntransfer-encoding: Chunked\r\n\r\n" % len(BODY) + BODY, {400}),
     ],
 )
 def test_what_is_no_request(edge: Running, sent: bytes, statuses: set[int]) -> None:
@@ -116,6 +117,15 @@ def test_a_refusal_has_the_envelope(edge: Running) -> None:
         raw.sendall(b"nonsense\r\n\r\n")
         head, _, body = said(raw).partition(b"\r\n\r\n")
     assert b"Connection: close" in head and json.loads(body)["error"]["type"] == "invalid_request_error"
+
+
+def test_two_lengths_smuggle_no_second_request(edge: Running) -> None:
+    with dial(edge) as raw:
+        raw.sendall(
+            HEAD + b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\nGET /live HTTP/1.1\r\nHost: x\r\n\r\n"
+        )
+        answer = said(raw)
+    assert answer.count(b"\r\n\r\n") == 1 and b"Connection: close" in answer
 
 
 def test_garbage_behind_a_request_does_not_harm_it(edge: Running) -> None:

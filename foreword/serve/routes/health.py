@@ -16,6 +16,7 @@ router = APIRouter()
 UNWELL: dict[int | str, dict[str, Any]] = {503: {"model": HealthBody, "description": "No step could run now."}}
 
 
+@router.head("/health", include_in_schema=False)
 @router.get("/health", response_model=HealthBody, responses=UNWELL)
 async def health(request: Request) -> Response:
     """200 only if a step could run now."""
@@ -23,6 +24,7 @@ async def health(request: Request) -> Response:
     return await state.response()
 
 
+@router.head("/live", include_in_schema=False)
 @router.get("/live")
 async def live() -> Response:
     """The API process is there; says nothing of the engine."""
