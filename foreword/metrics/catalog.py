@@ -17,6 +17,7 @@ FAULTS = ("start", "assemble", "forward", "sample", "nonfinite", "commit", "embe
 REJECTIONS = (
     "queue",
     "queue_tokens",
+    "queue_timeout",
     "rate_requests",
     "rate_tokens",
     "concurrency",

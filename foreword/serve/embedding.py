@@ -14,7 +14,7 @@ from fastapi import Request
 
 from foreword.core.vectors import cosine, finished
 from foreword.encoders.client import EncoderClient, EncoderInfo, EncoderTexts
-from foreword.errors import DeadlineExceeded, EngineDead, Unsupported
+from foreword.errors import DeadlineExceeded, EngineDead, Overloaded, Unsupported
 from foreword.serve.access import Access, Caller
 from foreword.serve.engine_vectors import EngineVectors
 from foreword.serve.errors import naming
@@ -97,7 +97,11 @@ class DecoderEmbedder:
             inputs, pooling or self._recipe.pooling, f"embd-{uuid.uuid4().hex}", caller.tenant, caller.priority
         )
         accounted = [replace(request, account=caller.account) for request in requests]
-        return await EngineVectors(self._server.client, self._resolved, self._server.config.queue_timeout).of(accounted)
+        try:
+            return await EngineVectors(self._server.client, self._resolved, self._server.config.queue_timeout).of(accounted)
+        except Overloaded:
+            self._server.recorder.rejected("queue_timeout")
+            raise
 
 
 class EncoderEmbedder:

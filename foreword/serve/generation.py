@@ -6,10 +6,11 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 
 from foreword.core.events import Event, Failed, Tokens, cut
 from foreword.core.request import Request
-from foreword.errors import ForewordError, RequestFailed
+from foreword.errors import ForewordError, Overloaded, RequestFailed
 from foreword.metrics.tally import DraftTally
 from foreword.serve.admission import Ticket
 from foreword.serve.backlog import Backlog
@@ -35,7 +36,7 @@ class Generation:
     def __init__(
         self, server: Server, requests: Sequence[Request], prompt_only: bool = False, meter: Meter | None = None
     ) -> None:
-        self.answers = [Answer(server.tokenizer, request) for request in requests]
+        self.answers = [Answer(server.tokenizer, request) for request in _waiting_once(requests)]
         self.predicted = DraftTally()
         self._server = server
         self._prompt_only = prompt_only
@@ -115,6 +116,8 @@ class Generation:
                 if answer.finished:
                     return
             raise RequestFailed("the engine ended the request without an answer")
+        except Overloaded as error:
+            self._refused(index, request, error)
         except ForewordError as error:
             self._fail(index, request, error)
         except Exception:
@@ -139,7 +142,20 @@ class Generation:
         if use is not None and use.drafter == "prediction":
             self.predicted.add(use.drafted, use.accepted, len(event.token_ids))
 
+    def _refused(self, index: int, request: Request, error: Overloaded) -> None:
+        """It waited too long for its first step, and all that came with it."""
+        self._server.recorder.rejected("queue_timeout")
+        self._fail(index, request, error)
+        for answer in self.answers:
+            if not answer.token_ids:
+                self.abort(answer.request.id, error)
+
     def _fail(self, index: int, request: Request, error: ForewordError) -> None:
         self._failed.add(request.id)
         self._server.recorder.failed(request, error)
         self._backlog.put(index, error)
+
+
+def _waiting_once(requests: Sequence[Request]) -> list[Request]:
+    """Only the first may be late to begin: once it runs, the others wait for nobody but their own."""
+    return [requests[0], *(replace(request, start_by_s=None) for request in requests[1:])]

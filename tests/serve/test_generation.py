@@ -93,3 +93,29 @@ async def test_a_fault_of_ours_ends_only_that_choice(monkeypatch: pytest.MonkeyP
     assert sorted(index for index, _ in ends) == [0, 1]
     assert begun.answers[1].text == "Hello world" and client.aborted == ["r-0"]
     begun.close()
+
+
+async def test_only_the_first_choice_may_be_late() -> None:
+    """The others wait for it, and that is nobody's fault."""
+    client = FakeClient()
+    begun = generation(await server_of(client, queue_timeout=5.0), n=3)
+    begun.start()
+    assert [request.start_by_s is None for request in client.submitted] == [False, True, True]
+    begun.close()
+
+
+def late(index: int, others: Script) -> Any:
+    error = Overloaded("it waited too long", retry_after_s=1)
+    return lambda request: Script(fail_after=0, error=error) if request.id.endswith(f"-{index}") else others
+
+
+async def test_what_is_late_takes_with_it_all_that_did_not_begin() -> None:
+    client = FakeClient(late(0, Script(delay_s=1000)))
+    server = await server_of(client)
+    begun = generation(server, n=3)
+    begun.start()
+    ends = [item async for _, item in begun.deltas()]
+    assert len(ends) == 3 and all(isinstance(item, Overloaded) for item in ends)
+    assert client.aborted == ["r-1", "r-2"] and not client.live
+    assert b'requests_rejected_total{reason="queue_timeout"} 1.0' in server.recorder.render()
+    begun.close()

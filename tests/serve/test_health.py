@@ -79,6 +79,16 @@ def test_each_state_has_a_body_of_the_published_schema(moody: Running, state: Re
     moody.client.state = Readiness("ok")
 
 
+@pytest.mark.parametrize("state", [Readiness("ok"), Readiness("dead", "it will not come back")])
+@pytest.mark.parametrize("path", ["/health", "/live"])
+def test_a_balancer_may_ask_for_the_head_alone(moody: Running, path: str, state: Readiness) -> None:
+    moody.client.state = state
+    whole, head = moody.http.get(path), moody.http.head(path)
+    assert head.status_code == whole.status_code and not head.content
+    assert head.headers["Content-Length"] == str(len(whole.content))
+    moody.client.state = Readiness("ok")
+
+
 async def body_of(health: Health) -> tuple[int, dict[str, Any]]:
     response = await health.response()
     body = HealthBody.model_validate_json(bytes(response.body)).model_dump()
@@ -164,7 +174,8 @@ async def test_while_it_loads_the_server_says_so() -> None:
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as http:
         reply = await http.get("/health")
         assert (reply.status_code, reply.json()["progress"]) == (503, 0.5)
-        assert (await http.get("/live")).status_code == 200
+        assert (await http.get("/live")).status_code == (await http.head("/live")).status_code == 200
+        assert (await http.head("/health")).status_code == 503
         for method, path in (("POST", CHAT), ("GET", "/v1/models"), ("GET", "/metrics"), ("DELETE", "/nothing")):
             reply = await http.request(method, path)
             assert reply.status_code == 503 and reply.headers["Retry-After"] == "1" and "X-Request-Id" in reply.headers
@@ -197,3 +208,21 @@ def test_one_choice_that_fails_at_once_leaves_the_others(served: Running) -> Non
     served.say(lambda request: Script("fine", fail_after=0 if request.id.endswith("-0") else None))
     reply = served.http.post(CHAT, json={"messages": USER, "stream": True, "n": 2})
     assert reply.status_code == 200 and '"finish_reason":"stop"' in reply.text and "the script says so" in reply.text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("body", [{"prompt": "Hi", "n": 3}, {"prompt": ["Hi", "Ho", "Ha"]}])
+def test_a_request_that_waits_too_long_is_refused_as_a_whole(served: Running, body: dict[str, Any], stream: bool) -> None:
+    """What the engine says of the first is true of the others, which it leaves in the queue."""
+    refused = Script(fail_after=0, error=Overloaded("it waited too long", retry_after_s=2))
+    served.say(lambda request: refused if request is served.client.submitted[0] else Script(delay_s=1000))
+    before = rejections(served)
+    reply = served.http.post("/v1/completions", json={**body, "stream": stream})
+    assert (reply.status_code, reply.headers["Retry-After"]) == (429, "2")
+    assert len(served.client.aborted) == 2
+    assert rejections(served) == before + 1
+
+
+def rejections(served: Running) -> float:
+    text = served.http.get("/metrics").text
+    return float(text.split('requests_rejected_total{reason="queue_timeout"} ')[1].split()[0])
