@@ -9,8 +9,11 @@ import argparse
 import importlib
 import logging
 import os
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -58,7 +61,12 @@ class Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code. Errors meant for the user are one line on stderr."""
     argv = sys.argv[1:] if argv is None else list(argv)
-    args = build_parser(_chosen(argv)).parse_args(argv)
+    chosen = _chosen(argv)
+    with _ending_early(chosen):
+        return _run(build_parser(chosen).parse_args(argv))
+
+
+def _run(args: argparse.Namespace) -> int:
     try:
         return int(args.run(args))
     except ForewordError as error:
@@ -68,6 +76,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the flush at exit complains again
         return FAILED
+
+
+@contextmanager
+def _ending_early(chosen: str | None) -> Iterator[None]:
+    """A server that is told to end while it is imported ends well: it has begun nothing. Later it hears of it itself."""
+    if chosen != "serve" or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda number, frame: os._exit(0))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def build_parser(chosen: str | None) -> argparse.ArgumentParser:

@@ -1,9 +1,12 @@
 """The command line as a user meets it: help everywhere, errors in one line, light to import."""
 
 import argparse
+import os
+import signal
 import subprocess
 import sys
 import types
+from pathlib import Path
 
 import pytest
 
@@ -104,3 +107,25 @@ def test_a_reader_that_leaves_early_is_no_traceback() -> None:
         process.stdout.close()
         said = process.stderr.read()
     assert (process.returncode, said) == (1, b"")
+
+
+@pytest.mark.parametrize(("name", "code"), [("serve", 0), ("chat", -signal.SIGTERM)])
+def test_a_server_may_be_ended_while_it_is_imported(name: str, code: int, tmp_path: Path) -> None:
+    """Which takes seconds; nothing has begun that would have to be ended."""
+    (tmp_path / "heavy.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(60)")
+    start = (
+        f"from foreword.cli import main as cli; cli.COMMANDS = (cli.Command({name!r}, 'heavy', 'pretend'),); cli.main([{name!r}])"
+    )
+    paths = os.pathsep.join((str(tmp_path), str(Path(__file__).parents[2])))
+    command = [sys.executable, "-c", start]
+    process = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": paths}, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None and process.stdout.readline() == b"importing\n"
+    process.send_signal(signal.SIGTERM)
+    assert process.communicate(timeout=30) == (b"", b"") and process.returncode == code
+
+
+def test_the_signal_is_given_back() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit):
+        cli.main(["serve", "--no-such-option"])
+    assert signal.getsignal(signal.SIGTERM) is before
