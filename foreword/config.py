@@ -267,7 +267,7 @@ def parse_bytes(name: str, text: str) -> int:
 def _spread_vllm(text: str) -> dict[str, Any]:
     try:
         given = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"speculative_config is not JSON: {error}", "speculative_config") from None
     if not isinstance(given, Mapping):
         raise ConfigError("speculative_config must be a JSON object", "speculative_config")

@@ -80,7 +80,8 @@ def test_vllms_speculative_config(given: dict[str, Any], expected: tuple[Any, ..
 
 
 @pytest.mark.parametrize(
-    "text", ["{", "[]", '{"method": "eagle3"}', '{"method": "ngram", "tree": 1}', '{"num_speculative_tokens": "5"}']
+    "text",
+    ["{", "[" * 100_000, "[]", '{"method": "eagle3"}', '{"method": "ngram", "tree": 1}', '{"num_speculative_tokens": "5"}'],
 )
 def test_a_wrong_speculative_config_is_refused(text: str) -> None:
     with pytest.raises(ConfigError):

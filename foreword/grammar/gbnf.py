@@ -32,6 +32,7 @@ ESCAPE: Final = re.compile(r"\\x([0-9A-Fa-f]{2})|\\u([0-9A-Fa-f]{4})|\\U([0-9A-F
 CONTROL: Final = {"n": "\n", "r": "\r", "t": "\t"}
 TIMES: Final = {"*": (0, None), "+": (1, None), "?": (0, 1)}
 EMPTY: Final = '""'
+MAX_DIGITS: Final = 9  # of a number of times; Python reads thousands of digits slowly, or not at all
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,10 +209,11 @@ def _code(digits: str) -> str:
 
 def _bounds(text: str) -> tuple[int, int | None]:
     low, comma, high = (part.strip() for part in text[1:-1].partition(","))
-    bounds = int(low), (int(high) if high else None) if comma else int(low)
-    if max(bounds[0], bounds[1] or 0) > limits.MAX_REPEAT:
-        raise GrammarError(f"a repetition may have {limits.MAX_REPEAT} times, got {text}")
-    return bounds
+    if max(len(low), len(high)) <= MAX_DIGITS:
+        bounds = int(low), (int(high) if high else None) if comma else int(low)
+        if max(bounds[0], bounds[1] or 0) <= limits.MAX_REPEAT:
+            return bounds
+    raise GrammarError(f"a repetition may have {limits.MAX_REPEAT} times, got {text:.40}")
 
 
 def _references(node: Node) -> Iterator[str]:

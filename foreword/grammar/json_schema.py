@@ -11,6 +11,7 @@ from foreword.grammar.json_text import GrammarError, read_json
 
 __all__ = ["ANY_OBJECT", "compiled_schema", "schema_text"]
 
+MANY: Final = 10**12
 ANY_OBJECT: Final = '{"type": "object"}'
 ANY_NAME: Final = "(?s:.*)"  # of a property, as a pattern
 
@@ -96,7 +97,8 @@ class _Cleaner:
         if key == "enum" and isinstance(value, list) and len(value) > limits.MAX_CHOICES:
             raise GrammarError(f"an enum may hold {limits.MAX_CHOICES} values, got {len(value)}{_at(path)}")
         if key in LENGTHS and isinstance(value, int | float) and value > limits.MAX_REPEAT:
-            raise GrammarError(f"{key} may be at most {limits.MAX_REPEAT}, got {value:.12g}{_at(path)}")
+            told = f"{value:.12g}" if value < MANY else "more than can be told"
+            raise GrammarError(f"{key} may be at most {limits.MAX_REPEAT}, got {told}{_at(path)}")
         return value
 
     def _each(self, pairs: list[tuple[Any, Any]], path: str, build: Callable[[list[tuple[Any, Any]]], Any]) -> Any:

@@ -120,6 +120,7 @@ def test_what_is_not_recursive_is_one_terminal() -> None:
         ("root ::= [", "line 1"),
         ('root ::= "a" [^]', "set \\[\\^\\] is empty"),
         ('root ::= "a"{2,99999}', "10000 times"),
+        pytest.param('root ::= "a"{' + "9" * 5000 + "}", "10000 times", id="more than can be read"),
         ('root ::= "\\uD800"', "no character has the code D800"),
         ("root ::= )", "expected a rule name"),
         ("", "no rule 'root'"),

@@ -58,6 +58,14 @@ def test_a_keyword_that_is_not_supported_is_named(keyword: str, value: Any) -> N
         schema_text(json.dumps(schema), True)
 
 
+@pytest.mark.parametrize(
+    ("length", "told"), [(20_000, "got 20000 "), (10**400, "more than can be told"), (1e300, "more than can be told")]
+)
+def test_a_length_beyond_all_bounds_is_named(length: float, told: str) -> None:
+    with pytest.raises(GrammarError, match=f"maxLength may be at most .*{told}"):
+        schema_text(json.dumps({"type": "string", "maxLength": length}), True)
+
+
 def test_a_name_is_no_keyword(grammars: Grammars) -> None:
     """Properties may be called as they like, and values may hold anything."""
     schema = {
