@@ -179,7 +179,7 @@ def _body(model: str, number: int) -> dict[str, Any]:
     random = Random(number)
     prompt = " ".join(random.choice(WORDS) for _ in range(random.choice((3, 8, 20, 60))))
     body: dict[str, Any] = {"model": model, "messages": [{"role": "user", "content": f"Say something of {prompt}."}]}
-    body |= {"max_tokens": random.choice((8, 24, 48)), "stream": number % 2 == 0, "seed": number}
+    body |= {"max_tokens": random.choice((32, 96, 256)), "stream": number % 2 == 0, "seed": number}
     body |= {"temperature": random.choice((0.0, 0.8, 1.0)), "ignore_eos": number % 3 == 0}
     if number % 25 == 7:
         body["n"] = 2
