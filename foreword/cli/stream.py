@@ -85,7 +85,8 @@ def choices_of(chunk: Chunk) -> Sequence[Mapping[str, Any]]:
     """Raises ForewordError for an error that the server tells, and for choices that are none."""
     if "error" in chunk:
         error = chunk["error"]
-        raise ForewordError(str(error.get("message", error) if isinstance(error, dict) else error))
+        told = error.get("message") if isinstance(error, dict) else error
+        raise ForewordError(str(told or f"the server's stream holds an error without a message: {error!r:.{SHOWN}}"))
     choices = chunk.get("choices") or ()
     if not isinstance(choices, list | tuple) or not all(isinstance(choice, dict) for choice in choices):
         raise ForewordError(f"the server's stream holds choices that are none: {choices!r:.{SHOWN}}")

@@ -90,3 +90,9 @@ def test_token_ids_that_are_none() -> None:
     for ids in (1, ["a"], {"a": 1}):
         with pytest.raises(ForewordError, match="token ids that are none"):
             token_ids_of({"token_ids": ids})
+
+
+@pytest.mark.parametrize("error", [{"message": ""}, {}, None, ""])
+def test_an_error_without_a_message_is_told_too(error: object) -> None:
+    with pytest.raises(ForewordError, match="error without a message"):
+        choices_of({"error": error})
