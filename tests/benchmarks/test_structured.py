@@ -8,10 +8,12 @@ from benchmarks import structured
 
 
 def test_a_few_schemas(capsys: pytest.CaptureFixture[str]) -> None:
-    assert structured.main(["--schemas", "4", "--tokens", "600"]) == 0
+    """Which of them the demo can end depends on its weights, and on the instruction set."""
+    code = structured.main(["--schemas", "4", "--tokens", "600"])
     figures = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert figures["same"] == 4
-    assert [(tally["finished"], tally["conforming"]) for tally in figures["tallies"]] == [(4, 4), (4, 4)]
+    on, off = ((tally["finished"], tally["conforming"]) for tally in figures["tallies"])
+    assert figures["same"] == 4 and on == off and on[0] == on[1] > 0
+    assert code == (0 if on[0] == 4 else 1)
 
 
 def test_what_does_not_conform_is_noticed(capsys: pytest.CaptureFixture[str]) -> None:
