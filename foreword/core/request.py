@@ -33,6 +33,7 @@ class Request:
     bad_words_ids  `params.bad_words` as token id sequences
     dry_breakers   `params.dry_sequence_breakers` as token id sequences
     delivered_ids  output tokens already delivered (by an engine that died); they count as output
+    resumed        an engine that died had begun to answer it: what is counted at its first start was counted there
     priority       lower is served first
     tenant         namespace of the prefix cache and of what drafters learn
     prediction_ids what the caller expects the output to be, as token ids; drafts come from it
@@ -61,6 +62,7 @@ class Request:
     start_by_s: float | None = None
     deadline_s: float | None = None
     account: str = ""
+    resumed: bool = False
 
 
 @dataclass(frozen=True, slots=True)

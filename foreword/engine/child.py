@@ -14,13 +14,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
-from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Final
 
 from foreword.engine.board import Board
 from foreword.engine.messages import BOARD
 from foreword.engine.spawning import Spawner
+from foreword.engine.watch import stat_of
 from foreword.errors import ConfigError
 
 __all__ = ["Child", "Unsaid"]
@@ -196,7 +196,7 @@ def _is_gone(pid: int) -> bool:
     """Nothing is left of a process, or only what its parent has not asked for yet."""
     try:
         os.kill(pid, 0)
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+        return stat_of(pid)[0] == "Z"
     except OSError:
         return True
 

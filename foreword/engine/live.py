@@ -52,7 +52,7 @@ class LiveRequest:
         params = self.request.params
         if params.prompt_logprobs is not None:  # they came with the first token
             params = replace(params, prompt_logprobs=None)
-        return replace(self.request, params=params, delivered_ids=(*before, *kept), start_by_s=None)
+        return replace(self.request, params=params, delivered_ids=(*before, *kept), start_by_s=None, resumed=True)
 
     def take(self, event: Tokens) -> Event | None:
         """What is new of an event; None if nothing is, Failed if it is not what was delivered before."""

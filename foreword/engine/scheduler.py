@@ -283,7 +283,7 @@ class Scheduler:
         state.scheduled_s = self._clock()
         self.shares.started(state)
         state.num_cached = min(state.num_computed, state.num_prompt)
-        if self.prefixes.reads(state) and not state.request.delivered_ids:  # one that goes on after a death was counted before
+        if self.prefixes.reads(state) and not state.request.resumed:
             self.prefix_queries += state.num_prompt
             self.prefix_hits += state.num_cached
 

@@ -10,7 +10,7 @@ from typing import Final
 
 from foreword.engine.board import IDLE, LOADING, WORKING, Glance
 
-__all__ = ["Finding", "Watch", "cpu_seconds"]
+__all__ = ["Finding", "Watch", "cpu_seconds", "stat_of"]
 
 SILENT_S: Final = 3.0  # without a sign of life, or in a step that computes nothing
 BUSY_S: Final = 0.05  # of CPU time: who used less in SILENT_S computed nothing
@@ -87,8 +87,12 @@ class Watch:
 def cpu_seconds(pid: int) -> float | None:
     """CPU time of a process, all its threads together; None where the system does not tell."""
     try:
-        text = Path(f"/proc/{pid}/stat").read_text()
+        user, system = stat_of(pid)[11:13]
     except OSError:
         return None
-    user, system = text.rpartition(")")[2].split()[11:13]
     return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
+
+def stat_of(pid: int) -> list[str]:
+    """What Linux tells of a process, from its state on (proc(5)). Raises OSError where there is none."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

@@ -41,6 +41,13 @@ def test_a_request_of_which_nothing_was_delivered_is_sent_as_it_came() -> None:
     assert LiveRequest(request).resumed() is request
 
 
+def test_one_delivered_token_makes_it_resumed() -> None:
+    live = LiveRequest(make_request("a"))
+    assert not live.resumed().resumed
+    live.take(said("a", 0, 1))
+    assert live.resumed().resumed and not live.resumed().delivered_ids, "all of it is sampled again"
+
+
 def test_who_ran_need_not_begin_in_time_again() -> None:
     requests = LiveRequests()
     for name in "ab":

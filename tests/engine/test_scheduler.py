@@ -281,7 +281,7 @@ def test_what_is_found_again_after_a_preemption_was_not_cached() -> None:
 def test_what_goes_on_after_a_death_was_counted_before() -> None:
     simulation = Simulation(num_blocks=16, block_size=4, max_model_len=32)
     request = make_request("a", range(9), max_tokens=8, ignore_eos=True)
-    simulation.add(replace(request, delivered_ids=(1, 2)))
+    simulation.add(replace(request, resumed=True))  # what was delivered is all sampled again
     simulation.run()
     assert (simulation.scheduler.prefix_queries, simulation.scheduler.prefix_hits) == (0, 0)
 
