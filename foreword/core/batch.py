@@ -16,11 +16,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["Batch", "Chunk", "build_batch"]
+from foreword.core.positions import RopePositions
 
+__all__ = ["Batch", "Chunk", "Features", "build_batch"]
+
+EVERYWHERE_ALIKE = RopePositions(())  # of a request without pictures
 SCRATCH_BLOCK = 0  # never given to a request: rows of padding write and read here
 
 
@@ -29,12 +33,28 @@ class Chunk:
     """Consecutive rows of one request: tokens [start, start + len(token_ids)) and where their KV lives.
 
     num_sampled  how many of the last rows are sampled
+    positions    for models that know positions in several directions, of a request with pictures; None: they are the indices
+    features     of pictures: (index of the first row within the chunk, [rows, width])
     """
 
     token_ids: Sequence[int]
     start: int
     blocks: Sequence[int]
     num_sampled: int
+    positions: RopePositions | None = None
+    features: Sequence[tuple[int, Tensor]] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Features:
+    """Rows whose input is not the embedding of a token but a piece of a picture.
+
+    rows    int64 [N]
+    values  [N, width]: what stands for the embedding [H], and where width is more, what is added behind the first layers
+    """
+
+    rows: Tensor
+    values: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +69,8 @@ class Batch:
     ends          B ints        position after the last row of request b
     sample_rows   int64 [R]     rows whose logits are wanted, in order of request and position
     block_size    tokens a block
+    rope_positions  int64 [T, 3]: time, row and column, for models that know positions in several directions; else None
+    features      of pictures, or None: no row is part of one
     """
 
     token_ids: Tensor
@@ -59,10 +81,15 @@ class Batch:
     ends: tuple[int, ...]
     sample_rows: Tensor
     block_size: int
+    rope_positions: Tensor | None = None
+    features: Features | None = None
 
 
-def build_batch(chunks: Sequence[Chunk], block_size: int, row_tile: int, device: str) -> Batch:
-    """Lay the chunks out as one flat batch, padded to a multiple of `row_tile` rows."""
+def build_batch(chunks: Sequence[Chunk], block_size: int, row_tile: int, device: str, directions: bool = False) -> Batch:
+    """Lay the chunks out as one flat batch, padded to a multiple of `row_tile` rows.
+
+    directions  the model knows positions in several directions
+    """
     token_ids: list[int] = []
     positions: list[int] = []
     slots: list[int] = []
@@ -91,4 +118,22 @@ def build_batch(chunks: Sequence[Chunk], block_size: int, row_tile: int, device:
         ends=tuple(chunk.start + len(chunk.token_ids) for chunk in chunks),
         sample_rows=torch.tensor(sampled, dtype=torch.int64, device=device),
         block_size=block_size,
+        rope_positions=_rope_positions(chunks, padding, device) if directions else None,
+        features=_features(chunks, starts, device),
     )
+
+
+def _rope_positions(chunks: Sequence[Chunk], padding: int, device: str) -> Tensor:
+    """int64 [T, 3]"""
+    parts = [(chunk.positions or EVERYWHERE_ALIKE).rows(chunk.start, chunk.start + len(chunk.token_ids)) for chunk in chunks]
+    parts.append(np.zeros((padding, 3), np.int64))
+    return torch.from_numpy(np.concatenate(parts)).to(device)
+
+
+def _features(chunks: Sequence[Chunk], starts: Sequence[int], device: str) -> Features | None:
+    """Those of all chunks."""
+    found = [(first + row, values) for chunk, first in zip(chunks, starts, strict=False) for row, values in chunk.features]
+    if not found:
+        return None
+    rows = torch.cat([torch.arange(row, row + len(values)) for row, values in found])
+    return Features(rows.to(device), torch.cat([values for _, values in found]))

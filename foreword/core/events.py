@@ -137,9 +137,10 @@ class DraftingStats:
 class StepStats:
     """The engine after a step. Counters are totals since the engine started.
 
-    stage_seconds  seconds of this step by stage: schedule, assemble, forward, sample, draft, commit
+    stage_seconds  seconds of this step by stage: encode, schedule, assemble, forward, sample, draft, commit, embed
     drafter_errors exceptions caught in drafters, by drafter
     faults         errors that were kept to the request they belong to, by stage; "nonfinite" for logits that are no numbers
+    images_encoded_total, image_cache_hits_total  pictures that were encoded, and pictures of requests that need not be
     """
 
     step: int = 0
@@ -156,6 +157,8 @@ class StepStats:
     drafter_errors: Mapping[str, int] = field(default_factory=dict)
     drafting: DraftingStats = DraftingStats()
     faults: Mapping[str, int] = field(default_factory=dict)
+    images_encoded_total: int = 0
+    image_cache_hits_total: int = 0
 
 
 @dataclass(frozen=True, slots=True)

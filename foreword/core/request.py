@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 from foreword.core.events import TokenLogprob
 from foreword.core.grammar import RequestGrammar
 from foreword.core.params import SamplingParams
+from foreword.core.pictures import Picture
+from foreword.core.positions import RopePositions
 from foreword.core.runaway import Repetition, RunawayGuard
 
 if TYPE_CHECKING:  # whoever only submits requests needs no torch
@@ -42,6 +44,7 @@ class Request:
     arrival_s      time.monotonic() where the request entered
     start_by_s     time.monotonic() at which it fails if it has not run at all by then; None: it may wait
     deadline_s     time.monotonic() at which it fails, whatever it has; None: it may take its time
+    pictures       what the placeholders in the prompt stand for, in order of place
     account        whose share of the engine it takes: those that wait are served in turn, account by account
     """
 
@@ -63,6 +66,7 @@ class Request:
     deadline_s: float | None = None
     account: str = ""
     resumed: bool = False
+    pictures: tuple[Picture, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +100,8 @@ class RequestState:
     ledger        what sampling keeps between steps, once it needs to
     grammar       what the output must look like, or None
     lanes         sums of the rows of a prompt that becomes their mean, while it is computed (engine/pooling.py)
+    positions     where its tokens stand, for models that know several directions, if it has pictures; else None
+    met           digests of its pictures that the engine has come to, for the figures (engine/encoding.py)
 
     Of a request that wants a vector the prompt is all there is: nothing is sampled, and nothing drafted.
     """
@@ -112,9 +118,11 @@ class RequestState:
         "lanes",
         "ledger",
         "limit",
+        "met",
         "num_cached",
         "num_computed",
         "num_prompt",
+        "positions",
         "prompt_logprobs",
         "request",
         "scheduled_s",
@@ -140,6 +148,8 @@ class RequestState:
         self.block_hashes: list[bytes] = []
         self.grammar = grammar
         self.lanes: Tensor | None = None
+        self.positions = RopePositions(request.pictures) if request.pictures else None
+        self.met: set[bytes] = set()
         eos = () if request.params.ignore_eos and grammar is None else request.eos_token_ids
         self._stop_ids = frozenset((*eos, *request.params.stop_token_ids))
         self._guard = RunawayGuard() if request.params.on_runaway in ("warn", "stop") and not self.pools else None

@@ -15,14 +15,24 @@ NOTHING_SAMPLED = SamplingParams()
 
 
 def embedding_requests(
-    inputs: Sequence[Sequence[int]], pooling: str, request_id: str, tenant: str = "", priority: int = 0
+    inputs: Sequence[Sequence[int]],
+    pooling: str,
+    request_id: str,
+    tenant: str = "",
+    priority: int = 0,
+    placeholder: int | None = None,
 ) -> list[Request]:
     """One for each input, which check_input() has seen: ids "X-0", "X-1", ...
 
-    pooling  one of POOLINGS. Raises InvalidRequest.
+    pooling      one of POOLINGS
+    placeholder  the id that stands for pictures, of which there are none here
+    Raises InvalidRequest.
     """
     if pooling not in POOLINGS:
         raise InvalidRequest(f"pooling must be one of {', '.join(POOLINGS)}, got {pooling!r:.80}", "pooling")
+    for index, ids in enumerate(inputs):
+        if placeholder is not None and placeholder in ids:
+            raise InvalidRequest(f"input[{index}] has the token {placeholder} in it, which stands for a picture", "input")
     now = time.monotonic()
     return [
         Request(

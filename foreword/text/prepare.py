@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from foreword.core.params import SEED_MASK, SamplingParams
+from foreword.core.pictures import Picture
 from foreword.core.request import Request
 from foreword.errors import ContextLengthExceeded, InvalidRequest
 from foreword.text.tokenizer import Tokenizer
@@ -46,17 +47,23 @@ def make_requests(
     tenant: str = "",
     priority: int = 0,
     vocab_size: int | None = None,
+    pictures: Sequence[Picture] = (),
+    placeholder: int | None = None,
 ) -> list[Request]:
     """The `params.n` requests of one prompt: ids "X-0", "X-1", ..., seeds s, s + 1, ... mod 2^64.
 
     prompt_ids  cut to its end where `truncate_prompt_tokens` says so; a default of max_tokens takes no room from it
     vocab_size  of the model, which may lie below or above the tokenizer's
+    pictures    where they stand in the prompt; every choice has the same
+    placeholder the id that stands for a token of a picture; None: the model takes none
 
     Raises ContextLengthExceeded for a prompt that leaves no room for an answer, InvalidRequest for
-    an empty prompt, for ids outside the vocabulary, and for a prediction longer than the context.
+    an empty prompt, for ids outside the vocabulary or of pictures that are not there, and for a
+    prediction longer than the context.
     """
+    _check_pictures(prompt_ids, params, pictures, placeholder, tokenizer)
     prompt = _truncated(tuple(prompt_ids), params, max_model_len)
-    _check_length(len(prompt), max_model_len)
+    _check_length(len(prompt), max_model_len, pictures)
     limit = min(tokenizer.vocab_size, vocab_size or tokenizer.vocab_size)
     _check_ids("prompt", prompt, limit)
     _check_ids("logit_bias", params.logit_bias, limit)
@@ -82,6 +89,7 @@ def make_requests(
             prediction_ids=predicted,
             reasoning_end_ids=reasoning_end,
             arrival_s=now,
+            pictures=tuple(pictures),
         )
         for index in range(params.n)
     ]
@@ -165,12 +173,34 @@ def _truncated(prompt: tuple[int, ...], params: SamplingParams, max_model_len: i
     return prompt[-(max(max_model_len - (params.max_tokens or 1), 1) if wanted < 0 else wanted) :]
 
 
-def _check_length(length: int, max_model_len: int) -> None:
+def _check_pictures(
+    prompt_ids: Sequence[int],
+    params: SamplingParams,
+    pictures: Sequence[Picture],
+    placeholder: int | None,
+    tokenizer: Tokenizer,
+) -> None:
+    if pictures and params.truncate_prompt_tokens is not None:
+        raise InvalidRequest(
+            "truncate_prompt_tokens must be left out where there are pictures: one that is cut is none", "truncate_prompt_tokens"
+        )
+    expected = sum(picture.num_tokens for picture in pictures)
+    if placeholder is not None and prompt_ids.count(placeholder) != expected:
+        raise InvalidRequest(
+            f"prompt has the token {placeholder} ({tokenizer.token(placeholder)!r}) in it, which stands for a picture; "
+            "pictures are sent as parts of the messages of a chat",
+            "prompt",
+        )
+
+
+def _check_length(length: int, max_model_len: int, pictures: Sequence[Picture]) -> None:
     if length == 0:
         raise InvalidRequest("the prompt is empty: it must hold at least one token", "prompt")
     if length >= max_model_len:
+        seen = sum(picture.num_tokens for picture in pictures)
+        of_these = f", {seen} of them for {len(pictures)} picture{'s' * (len(pictures) > 1)}" if pictures else ""
         raise ContextLengthExceeded(
-            f"the prompt has {length} tokens; the context is {max_model_len} tokens long, "
+            f"the prompt has {length} tokens{of_these}; the context is {max_model_len} tokens long, "
             f"so a prompt may have at most {max_model_len - 1}",
             "prompt",
         )

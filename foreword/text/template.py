@@ -16,14 +16,16 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.nodes import Node
 from jinja2.parser import Parser
 
-from foreword.errors import CheckpointError, InvalidRequest, Unsupported
+from foreword.errors import CheckpointError, InvalidRequest
 from foreword.text.budget import Budget
+from foreword.text.messages import IMAGE, check_texts, listed_messages, plain_messages
 from foreword.text.sandbox import GuardedEnvironment
 from foreword.text.tokenizer import Tokenizer
 
-__all__ = ["ChatTemplate", "plain_messages"]
+__all__ = ["ChatTemplate"]
 
 END_MARK = "CONTINUE_FINAL_MESSAGE_TAG "  # the space shows whether the template trims
+PROBE = "Foreword asks"
 MAX_SOURCE = 131_072  # characters
 MAX_REASON = 500  # characters of what a template says against messages
 MAX_DATE = 1_000  # characters of a pattern, whose fields may be wide
@@ -36,22 +38,25 @@ RESERVED = frozenset({"messages", "add_generation_prompt", "tools", "documents"}
 class ChatTemplate:
     """One model's chat template, compiled once. Templates are foreign code: they run in a sandbox, within a budget.
 
-    source     Jinja source; None: the model has none, and every chat is refused
-    variables  what every template may ask for: `bos_token`, `eos_token`, ...
+    source       Jinja source; None: the model has none, and every chat is refused
+    variables    what every template may ask for: `bos_token`, `eos_token`, ...
+    placeholder  what stands for a picture in prompts; None: the model takes no pictures
     """
 
-    __slots__ = ("_environment", "_template", "_variables", "_worst_s")
+    __slots__ = ("_environment", "_placeholder", "_template", "_variables", "_walks_parts", "_worst_s")
 
-    def __init__(self, source: str | None, variables: Mapping[str, str]) -> None:
+    def __init__(self, source: str | None, variables: Mapping[str, str], placeholder: str | None = None) -> None:
         self._environment = _environment()
         self._template = None if source is None else _compile(self._environment, source)
         self._variables = dict(variables)
+        self._placeholder = placeholder
+        self._walks_parts = placeholder is not None and self._finds_pictures(placeholder)
         self._worst_s = math.inf  # what it takes is not known yet
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer) -> ChatTemplate:
+    def of(cls, tokenizer: Tokenizer, placeholder: str | None = None) -> ChatTemplate:
         """The template that came with the tokenizer."""
-        return cls(tokenizer.chat_template, tokenizer.special_tokens)
+        return cls(tokenizer.chat_template, tokenizer.special_tokens, placeholder)
 
     @property
     def slow(self) -> bool:
@@ -66,28 +71,52 @@ class ChatTemplate:
         continue_final_message: bool = False,
         options: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt text of a conversation.
+        """The prompt text of a conversation, with one placeholder for each picture.
 
+        messages                content is a text, or a list of texts and of IMAGE
         add_generation_prompt   end with the beginning of the assistant's turn
         continue_final_message  leave the last message open, so that the answer continues it
         options                 further variables for the template, such as `enable_thinking`
 
-        Raises InvalidRequest where the template refuses the messages.
+        Raises InvalidRequest where the template refuses the messages, or a text has the placeholder in it.
         """
         if self._template is None:
             raise InvalidRequest("this model has no chat template; use /v1/completions, or --raw on the command line", "messages")
         _check_options(options or {}, add_generation_prompt and continue_final_message)
-        plain = plain_messages(messages)
+        given = self._messages(messages)
         if continue_final_message:
-            plain[-1]["content"] += END_MARK
-        given = {**self._variables, "tools": None, "documents": None, **(options or {})}
+            _leave_open(given[-1])
         try:
-            with self._timed(), self._environment.within(Budget.of((plain, given))):
-                text = self._template.render(messages=plain, add_generation_prompt=add_generation_prompt, **given)
+            with self._timed():
+                text = self._rendered(given, add_generation_prompt, options or {})
         except Exception as error:  # a template may fail in any way on messages that it did not expect
             reason = str(error)[:MAX_REASON] or type(error).__name__
             raise InvalidRequest(f"the model's chat template refuses these messages: {reason}", "messages") from None
         return _cut_at_mark(text) if continue_final_message else text
+
+    def _messages(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """As the template knows them."""
+        if self._placeholder is None:
+            return plain_messages(messages)
+        listed = listed_messages(messages)
+        check_texts(listed, self._placeholder)
+        return listed if self._walks_parts else plain_messages(messages, self._placeholder)
+
+    def _rendered(self, messages: list[dict[str, Any]], add_generation_prompt: bool, options: Mapping[str, Any]) -> str:
+        assert self._template is not None
+        given = {**self._variables, "tools": None, "documents": None, **options}
+        with self._environment.within(Budget.of((messages, given))):
+            return self._template.render(messages=messages, add_generation_prompt=add_generation_prompt, **given)
+
+    def _finds_pictures(self, placeholder: str) -> bool:
+        """Whether the template walks through lists of parts, or knows texts only: some do not say, so one is tried."""
+        probe = {"role": "user", "content": [IMAGE, {"type": "text", "text": PROBE}]}
+        try:
+            text = "" if self._template is None else self._rendered([probe], True, {})
+        except Exception:  # as in render()
+            return False
+        written_out = "'type'" in text or '"type"' in text
+        return text.count(placeholder) == 1 and PROBE in text and not written_out
 
     @contextmanager
     def _timed(self) -> Iterator[None]:
@@ -99,40 +128,6 @@ class ChatTemplate:
             self._worst_s = max(time.thread_time() - began_s, before_s * REMEMBERED)
 
 
-def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Messages whose content is one text: parts of type text are joined by line breaks.
-
-    Raises InvalidRequest for malformed content, Unsupported for parts that are not text.
-    """
-    if not messages:
-        raise InvalidRequest("messages must hold at least one message", "messages")
-    return [{**message, "content": _plain_content(message, f"messages[{i}]")} for i, message in enumerate(messages)]
-
-
-def _plain_content(message: Mapping[str, Any], where: str) -> str:
-    content = message.get("content")
-    if isinstance(content, str):
-        return content
-    if content is None and message.get("role") == "assistant":
-        return ""
-    if not isinstance(content, list | tuple):
-        raise InvalidRequest(f"{where}.content must be a text or a list of parts, got {content!r:.80}", f"{where}.content")
-    return "\n".join(_part_text(part, f"{where}.content[{i}]") for i, part in enumerate(content))
-
-
-def _part_text(part: object, where: str) -> str:
-    if isinstance(part, str):
-        return part
-    if not isinstance(part, Mapping) or not isinstance(part.get("type"), str):
-        raise InvalidRequest(f"{where} must be an object with a type, got {part!r:.80}", where)
-    if part["type"] != "text":
-        raise Unsupported(f"{where}: parts of type {part['type']!r:.40} are not supported yet; only text is", where)
-    if not isinstance(part.get("text"), str):
-        raise InvalidRequest(f"{where}.text must be a text, got {part.get('text')!r:.80}", f"{where}.text")
-    text: str = part["text"]
-    return text
-
-
 def _check_options(options: Mapping[str, Any], both_ends: bool) -> None:
     if both_ends:
         raise InvalidRequest(
@@ -141,6 +136,17 @@ def _check_options(options: Mapping[str, Any], both_ends: bool) -> None:
     for name in options:
         if name in RESERVED:
             raise InvalidRequest(f"chat_template_kwargs must not set {name!r}", "chat_template_kwargs")
+
+
+def _leave_open(message: dict[str, Any]) -> None:
+    """Mark the end of its text."""
+    content = message["content"]
+    if isinstance(content, str):
+        message["content"] = content + END_MARK
+    elif content and "text" in content[-1]:
+        message["content"] = [*content[:-1], {"type": "text", "text": content[-1]["text"] + END_MARK}]
+    else:
+        message["content"] = [*content, {"type": "text", "text": END_MARK}]
 
 
 def _cut_at_mark(text: str) -> str:

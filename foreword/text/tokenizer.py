@@ -162,14 +162,15 @@ class Tokenizer:
         used = set(self._backend.get_vocab(with_added_tokens=True).values())
         return tuple(token_id for token_id in range(model_vocab_size) if token_id not in used)
 
-    def first_difference(self, other: Tokenizer) -> str | None:
+    def first_difference(self, other: Tokenizer, extra_special: bool = False) -> str | None:
         """The first id that means something else in `other`, in words; None if the tokenizers agree.
 
         What is a special token may differ: a GGUF file calls some so that tokenizer.json does not.
+        extra_special  special tokens for which `other` has none are no difference
         """
         for token_id in range(max(self.vocab_size, other.vocab_size)):
             here, there = self.token(token_id), other.token(token_id)
-            if here != there:
+            if here != there and not (extra_special and there is None and self.is_special(token_id)):
                 return f"id {token_id} is {_named(here)} in the one and {_named(there)} in the other"
         return None
 
