@@ -6,16 +6,30 @@ from array import array
 from collections.abc import Sequence
 from hashlib import blake2b
 
+from foreword.core.pictures import Picture
+
 __all__ = ["extend_hashes"]
 
+DIGEST_BYTES = 16
+SEEN = b"pictures"  # a block with pictures has no name in common with any without
 
-def extend_hashes(hashes: list[bytes], tokens: Sequence[int], block_size: int, namespace: str) -> None:
+
+def extend_hashes(
+    hashes: list[bytes], tokens: Sequence[int], block_size: int, namespace: str, pictures: Sequence[Picture] = ()
+) -> None:
     """Append the hash of each full block of `tokens` that `hashes` does not cover yet.
 
-    A hash names a block's tokens, all tokens before them, and the namespace (the tenant): equal
+    A hash names a block's tokens and pictures, all before them, and the namespace (the tenant): equal
     hashes mean equal KV. blake2b with 16 bytes: no two prompts can be made to collide.
     """
     for index in range(len(hashes), len(tokens) // block_size):
-        parent = hashes[-1] if hashes else namespace.encode()
-        block = array("q", tokens[index * block_size : (index + 1) * block_size])
-        hashes.append(blake2b(parent + block.tobytes(), digest_size=16).digest())
+        start, end = index * block_size, (index + 1) * block_size
+        content = (hashes[-1] if hashes else namespace.encode()) + array("q", tokens[start:end]).tobytes()
+        seen = _seen(pictures, start, end)
+        hashes.append(blake2b(content + seen, digest_size=DIGEST_BYTES, person=SEEN if seen else b"").digest())
+
+
+def _seen(pictures: Sequence[Picture], start: int, end: int) -> bytes:
+    """What is seen in a block: every picture that reaches into it, and where that begins, which tells the part."""
+    inside = [picture for picture in pictures if picture.start < end and picture.end > start]
+    return b"".join(picture.digest + array("q", [picture.start]).tobytes() for picture in inside)

@@ -19,6 +19,7 @@ from foreword.core.kv import KVLayer
 
 __all__ = [
     "AttentionPlan",
+    "Axes",
     "Blocks",
     "DraftLane",
     "DraftLoop",
@@ -50,6 +51,26 @@ Matrix = Tensor | Blocks  # [N, K]
 
 
 @dataclass(frozen=True, slots=True)
+class Axes:
+    """Which direction (0 time, 1 row, 2 column) each angle of a head turns by, in models with M-RoPE.
+
+    sections     angles for each direction, D_rot / 2 in all
+    interleaved  directions take turns (time, row, column, time, ...) as long as a section lasts, and time has the rest; else
+                 one section follows the other
+    """
+
+    sections: tuple[int, int, int]
+    interleaved: bool = False
+
+    def directions(self) -> tuple[int, ...]:
+        """One for each angle."""
+        if not self.interleaved:
+            return tuple(axis for axis, size in enumerate(self.sections) for _ in range(size))
+        angles = range(sum(self.sections))
+        return tuple(i % 3 if i % 3 and i < 3 * self.sections[i % 3] else 0 for i in angles)
+
+
+@dataclass(frozen=True, slots=True)
 class DraftSampling:
     """How one request samples, where temperature and filters are all of it; as in core/params.py, seed unsigned."""
 
@@ -71,6 +92,8 @@ class DraftLane:
     first       absolute index of the first guess, the counter of its noise
     max_tokens  guesses at most; 0: the known tokens are computed, and that is all
     floor       no more guesses once the sum of their log-probabilities is below this
+    shift       for models with M-RoPE: how far its tokens, which are text, stand behind (or before) their positions in all
+                directions; see RopePositions.shift
     """
 
     token_ids: Sequence[int]
@@ -80,6 +103,7 @@ class DraftLane:
     max_tokens: int
     floor: float
     sampling: DraftSampling
+    shift: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,13 +166,17 @@ class Ops(Protocol):
     def take_rows(self, x: Tensor, rows: Tensor) -> Tensor:
         """x [T, H], rows int64 [R] -> [R, H]."""
 
+    def put_rows(self, x: Tensor, rows: Tensor, values: Tensor) -> None:
+        """x[rows[i]] = values[i], in place; x [T, H], rows int64 [N], values [N, H]. Not within compile()."""
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x [T, ..., H], weight float32 [H] -> x / sqrt(mean(x^2) + eps) * weight, computed in float32."""
 
-    def rope(self, x: Tensor, table: Tensor, positions: Tensor) -> Tensor:
+    def rope(self, x: Tensor, table: Tensor, positions: Tensor, axes: Axes | None = None) -> Tensor:
         """x [T, heads, D] rotated in halves over its first D_rot values.
 
-        table float32 [positions, D_rot]: cosines of D_rot / 2 angles, then their sines.
+        table float32 [positions, D_rot]: cosines of D_rot / 2 angles, then their sines; positions int64 [T], or with axes
+        int64 [T, 3]: each angle turns by the position in its direction.
         """
 
     def gated(self, gate_up: Tensor, activation: str) -> Tensor:
@@ -173,6 +201,15 @@ class Ops(Protocol):
         """q [T, Hq, D] -> [T, Hq, D]. Row t attends to the positions of its own request in
         (positions[t] - window, positions[t]]; scores are capped to softcap * tanh(s / softcap) if given.
         `plan` is plan_attention(batch, window), made here if missing; rows of padding yield zeros."""
+
+    def attend_sections(
+        self, q: Tensor, k: Tensor, v: Tensor, q_starts: Sequence[int], kv_starts: Sequence[int], scale: float
+    ) -> Tensor:
+        """Attention without order, as towers need it: q [N, heads, D], k and v [M, heads, D] -> [N, heads, D].
+
+        Rows q_starts[i] to q_starts[i + 1] attend to all rows kv_starts[i] to kv_starts[i + 1]; no section is empty, and
+        both cover their rows. What a section's rows become depends on the section only. Not within compile().
+        """
 
     def softcap(self, x: Tensor, cap: float) -> Tensor:
         """cap * tanh(x / cap)."""

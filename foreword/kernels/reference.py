@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -16,12 +17,12 @@ from torch.nn import functional as F
 
 from foreword.core.batch import Batch
 from foreword.core.kv import KVLayer
-from foreword.kernels.ops import Blocks, Matrix
+from foreword.kernels.ops import Axes, Blocks, Matrix
 from foreword.kernels.quantization import dequantize, rounded
 from foreword.kernels.reference_attention import Plan, attend, plan_attention
 from foreword.kernels.reference_sampling import ReferenceSampling
 
-__all__ = ["Reference", "reference_threads"]
+__all__ = ["Reference", "reference_threads", "sizes_of"]
 
 VECTOR = 64  # values that no CPU's vector loop leaves a remainder of
 GRAIN = 32768  # torch splits element-wise work above this among threads
@@ -100,6 +101,10 @@ class Reference(ReferenceSampling):
         """x [T, H], rows [R] -> [R, H]"""
         return x.index_select(0, rows)
 
+    def put_rows(self, x: Tensor, rows: Tensor, values: Tensor) -> None:
+        """x [T, H], rows [N], values [N, H]"""
+        x.index_copy_(0, rows, values)
+
     def _layout(self, weight: Packed, dtype: torch.dtype) -> Layout:
         """The weight for activations of this type, made when they first come."""
         layout = weight.layouts.get(dtype)
@@ -137,10 +142,11 @@ class Reference(ReferenceSampling):
 
         return self._tiled(norm, x)
 
-    def rope(self, x: Tensor, table: Tensor, positions: Tensor) -> Tensor:
+    def rope(self, x: Tensor, table: Tensor, positions: Tensor, axes: Axes | None = None) -> Tensor:
         """x [T, heads, D], table [positions, D_rot] -> [T, heads, D]. Products and sums of single values: exact for any T."""
         rotary = table.shape[1]
-        cos, sin = table.index_select(0, positions)[:, None].chunk(2, -1)
+        angles = table.index_select(0, positions) if axes is None else _angles(table, positions, axes)
+        cos, sin = angles[:, None].chunk(2, -1)
         left, right = x[..., :rotary].to(torch.float32).chunk(2, -1)
         turned = torch.cat((left * cos - right * sin, right * cos + left * sin), -1).to(x.dtype)
         return turned if rotary == x.shape[-1] else torch.cat((turned, x[..., rotary:]), -1)
@@ -180,6 +186,14 @@ class Reference(ReferenceSampling):
         """q [T, Hq, D] -> [T, Hq, D]; see reference_attention"""
         return attend(q, cache, plan or plan_attention(batch, window), scale, softcap)
 
+    def attend_sections(
+        self, q: Tensor, k: Tensor, v: Tensor, q_starts: Sequence[int], kv_starts: Sequence[int], scale: float
+    ) -> Tensor:
+        """q [N, heads, D], k and v [M, heads, D] -> [N, heads, D], each section by a call of its own"""
+        queries = torch.split(q, sizes_of(q_starts))
+        keys, values = (torch.split(one, sizes_of(kv_starts)) for one in (k, v))
+        return torch.cat([_see(*section, scale) for section in zip(queries, keys, values, strict=True)])
+
     def softcap(self, x: Tensor, cap: float) -> Tensor:
         """cap * tanh(x / cap)"""
         return torch.tanh(x / cap).mul_(cap)
@@ -193,6 +207,23 @@ class Reference(ReferenceSampling):
         if padding:
             x = torch.cat((x, x.new_zeros(padding, *x.shape[1:])))
         return torch.cat([operation(rows) for rows in torch.split(x.contiguous(), self.row_tile)])[:num_rows]
+
+
+def sizes_of(starts: Sequence[int]) -> list[int]:
+    """Of sections that begin where the one before ends."""
+    return [end - start for start, end in pairwise(starts)]
+
+
+def _see(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """q [n, heads, D], k and v [m, heads, D] -> [n, heads, D]"""
+    q, k, v = (one.transpose(0, 1)[None] for one in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, scale=scale)[0].transpose(0, 1)
+
+
+def _angles(table: Tensor, positions: Tensor, axes: Axes) -> Tensor:
+    """Cosines and sines of each row [T, D_rot]; each angle turns by the position [T, 3] in its direction."""
+    directions = torch.tensor(axes.directions() * 2, device=table.device)
+    return table.gather(0, positions.index_select(1, directions))
 
 
 def _rows_a_call(width: int, most: int) -> int:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from foreword.core.batch import Batch
 from foreword.core.kv import KVLayer
-from foreword.kernels.ops import AttentionPlan, Ops
+from foreword.kernels.ops import AttentionPlan, Axes, Ops
 from foreword.layers.linear import Linear
 from foreword.layers.norm import RMSNorm
 
@@ -29,11 +29,13 @@ class AttentionConfig:
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """What all layers of one kind share in one forward pass: `table` as in Ops.rope."""
+    """What all layers of one kind share in one forward pass: `table`, `positions` and `axes` as in Ops.rope."""
 
     batch: Batch
     table: Tensor
     plan: AttentionPlan
+    positions: Tensor
+    axes: Axes | None = None
 
 
 class Attention:
@@ -68,4 +70,4 @@ class Attention:
 
     def _turned(self, x: Tensor, norm: RMSNorm | None, shared: Pass) -> Tensor:
         """[T, heads, D] -> the same, normed if there is a norm, and rotated"""
-        return self._ops.rope(x if norm is None else norm(x), shared.table, shared.batch.positions)
+        return self._ops.rope(x if norm is None else norm(x), shared.table, shared.positions, shared.axes)

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from foreword.kernels.ops import Axes
+
 __all__ = ["ROPE_TYPES", "Rope", "RopeConfig", "frequencies"]
 
 
@@ -21,6 +23,7 @@ class RopeConfig:
     """Names as in the checkpoint's `rope_parameters`; fields that `rope_type` does not use keep their defaults.
 
     rotary_dim  values of each head that are rotated
+    axes        by which direction each angle turns, in models with M-RoPE
     original    original_max_position_embeddings: the context before any scaling
     """
 
@@ -39,6 +42,7 @@ class RopeConfig:
     truncate: bool = True
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
+    axes: Axes | None = None
 
 
 class Rope:

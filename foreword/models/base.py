@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -11,10 +11,11 @@ from torch import Tensor
 
 from foreword.core.batch import Batch
 from foreword.core.kv import KVLayer
+from foreword.core.pictures import Picture
 from foreword.kernels.ops import Ops
 from foreword.resolve import ModelFacts
 
-__all__ = ["KV", "Model", "Precision"]
+__all__ = ["KV", "Model", "Precision", "Tower"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,17 +46,40 @@ class KV(Protocol):
         """K and V of one layer."""
 
 
+class Tower(Protocol):
+    """Sees one picture at a time: its features depend on nothing else.
+
+    width  values of a feature: H, or a multiple of it where features are also added behind the first layers
+    """
+
+    width: int
+
+    def encode(self, picture: Picture) -> Generator[int, None, Tensor]:
+        """Features [num_tokens, width] of one picture in the decoder's data type, on the engine's device.
+
+        It is run a piece at a time, between the steps of those that only wait for their next token: each yield tells the
+        multiply-adds since the last one, those of attention as many times as they take longer. A piece is a block of the
+        tower, or less where the picture is large.
+        """
+
+
 class Model(Protocol):
     """A loaded model.
 
     vocab_size  V: width of its logits
     kv_layers   (heads, head dimension) of each layer's KV cache
+    tower       sees pictures, or None
+    directions  batches need rope_positions: it knows positions in several directions (M-RoPE)
     """
 
     ops: Ops
     facts: ModelFacts
     vocab_size: int
     kv_layers: tuple[tuple[int, int], ...]
+    tower: Tower | None
+
+    @property
+    def directions(self) -> bool: ...
 
     def forward(self, batch: Batch, kv: KV) -> Tensor:
         """Hidden states [T, H] of every row; K and V of every row are written to the cache."""

@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from foreword.errors import CheckpointError
@@ -22,27 +23,40 @@ IRRELEVANT = frozenset(
         "bos_token_id",
         "cache_implementation",
         "chunk_size_feed_forward",
+        "diversity_penalty",
         "do_sample",
         "dtype",
+        "early_stopping",
         "embd_pdrop",
+        "encoder_no_repeat_ngram_size",
         "eos_token_id",
         "finetuning_task",
         "hidden_dropout",
         "id2label",
         "initializer_range",
         "label2id",
+        "length_penalty",
         "max_length",
         "max_sequence_length",
+        "min_length",
         "model_type",
+        "no_repeat_ngram_size",
+        "num_beam_groups",
+        "num_beams",
         "num_labels",
+        "num_return_sequences",
         "output_attentions",
         "output_hidden_states",
         "output_past",
+        "output_scores",
         "pad_token_id",
         "pretraining_tp",
         "problem_type",
+        "remove_invalid_values",
+        "repetition_penalty",
         "resid_pdrop",
         "return_dict",
+        "return_dict_in_generate",
         "task_specific_params",
         "temperature",
         "tokenizer_class",
@@ -51,11 +65,22 @@ IRRELEVANT = frozenset(
         "torch_dtype",
         "torchscript",
         "transformers_version",
+        "typical_p",
         "unsloth_fixed",
         "unsloth_version",
         "use_bfloat16",
         "use_cache",
     )
+)
+# Defaults that old versions of transformers wrote out in nested configs: nothing else is honoured.
+HARMLESS: Mapping[str, Any] = MappingProxyType(
+    {
+        "add_cross_attention": False,
+        "is_decoder": False,
+        "is_encoder_decoder": False,
+        "tf_legacy_loss": False,
+        "tie_encoder_decoder": False,
+    }
 )
 DTYPES = ("float32", "bfloat16", "float16")
 MISSING: Any = object()
@@ -166,11 +191,19 @@ class ConfigReader:
             raise self._bad(key, value, "an object")
         return ConfigReader(value, f"{self.source}: {key}")
 
+    def completed(self, defaults: Mapping[str, Any]) -> ConfigReader:
+        """The same options, and those of `defaults` that are not there."""
+        return ConfigReader({**defaults, **self._values}, self.source)
+
     def expect(self, key: str, value: Any) -> None:
         """The option must be missing or have the only value that is honoured."""
         given = self.raw(key, value)
         if given != value:
             raise self._bad(key, given, json.dumps(value))
+
+    def repeats(self, other: ConfigReader) -> None:
+        """What stands in `other` with the same value need not be asked for here too."""
+        self._taken |= {key for key, value in self._values.items() if other._values.get(key) == value}
 
     def dtype(self) -> str:
         """Data type that the weights are said to have."""
@@ -184,6 +217,8 @@ class ConfigReader:
         """Raises CheckpointError for options that nobody asked for, unless they are unset or without influence."""
         for key, value in self._values.items():
             if key in self._taken or key in IRRELEVANT or key.startswith("_") or value in (None, {}, []):
+                continue
+            if key in HARMLESS and value == HARMLESS[key]:
                 continue
             raise CheckpointError(f"{self.source}: `{key}` = {_short(value)} is not supported for this architecture")
 

@@ -10,9 +10,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from foreword.core.batch import Batch
+from foreword.core.batch import Batch, Features
 from foreword.core.kv import KVLayer
-from foreword.kernels.ops import Ops
+from foreword.kernels.ops import DraftLoop, Ops
 from foreword.layers.attention import Attention, AttentionConfig, Pass
 from foreword.layers.embedding import Embedding
 from foreword.layers.linear import Linear, load_linear
@@ -20,7 +20,7 @@ from foreword.layers.mlp import MLP
 from foreword.layers.norm import RMSNorm
 from foreword.layers.rope import Rope, RopeConfig
 from foreword.layers.weights import Weights
-from foreword.models.base import KV, Precision
+from foreword.models.base import KV, Precision, Tower
 from foreword.models.config import ConfigReader
 from foreword.resolve import ModelFacts
 
@@ -160,6 +160,7 @@ class Decoder(ABC):
         self._head = Linear(ops, head, torch.float32)
         self._ropes = {rope: Rope(rope, max_model_len, device) for rope in {kind.rope for kind in self._kinds}}
         self.facts = _facts(config, weights.parameters)
+        self.tower: Tower | None = None
 
     @classmethod
     @abstractmethod
@@ -173,10 +174,21 @@ class Decoder(ABC):
     def forward(self, batch: Batch, kv: KV) -> Tensor:
         """Hidden states [T, H] of every row; K and V of every row are written to the cache."""
         x = self._embedding(batch.token_ids)
+        if batch.features is not None:
+            self.ops.put_rows(x, batch.features.rows, batch.features.values[:, : self.config.hidden])
         shared = [self._shared(batch, kind) for kind in self._kinds]
         for index, (layer, kind) in enumerate(zip(self._layers, self._kind_of, strict=True)):
             x = layer(x, shared[kind], kv.layer(index))
+            if batch.features is not None:
+                self._deepen(x, batch.features, index + 1)
         return self._norm(x)
+
+    def _deepen(self, x: Tensor, features: Features, layer: int) -> None:
+        """Behind the first layers more of what the tower saw is added, where it has more."""
+        size = self.config.hidden
+        values = features.values[:, layer * size : (layer + 1) * size]
+        if values.shape[1]:
+            self.ops.put_rows(x, features.rows, self.ops.add(self.ops.take_rows(x, features.rows), values.contiguous()))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[R, H] -> float32 [R, V]"""
@@ -190,7 +202,7 @@ class Decoder(ABC):
         def sampled_logits(batch: Batch) -> Tensor:
             return self.logits(self.ops.take_rows(self.forward(batch, kv), batch.sample_rows))
 
-        return self.ops.compile(sampled_logits)
+        return self._compiled(sampled_logits)
 
     def compiled_hidden(self, kv: KV) -> Callable[[Batch], Tensor]:
         """Of a batch, the hidden states of its sampled rows behind the final norm [R, H], valid until the next call."""
@@ -198,10 +210,43 @@ class Decoder(ABC):
         def sampled_hidden(batch: Batch) -> Tensor:
             return self.ops.take_rows(self.forward(batch, kv), batch.sample_rows)
 
-        return self.ops.compile(sampled_hidden)
+        return self._compiled(sampled_hidden)
+
+    def _compiled(self, forward: Callable[[Batch], Tensor]) -> Callable[[Batch], Tensor]:
+        quick = self.ops.compile(forward)
+        if self.tower is None:
+            return quick
+        return _SeeingLoop(quick, forward) if isinstance(quick, DraftLoop) else _Seeing(quick, forward)
+
+    @property
+    def directions(self) -> bool:
+        """It knows positions in several directions (M-RoPE)."""
+        return any(kind.rope.axes is not None for kind in self._kinds)
 
     def _shared(self, batch: Batch, kind: Kind) -> Pass:
-        return Pass(batch, self._ropes[kind.rope].table, self.ops.plan_attention(batch, kind.window))
+        plan, axes = self.ops.plan_attention(batch, kind.window), kind.rope.axes
+        positions = batch.positions if axes is None else batch.rope_positions
+        assert positions is not None, "a batch without positions in several directions"
+        return Pass(batch, self._ropes[kind.rope].table, plan, positions, axes)
+
+
+class _Seeing:
+    """A batch with pictures, which is a prompt, goes operation by operation: what is compiled knows only tokens."""
+
+    def __init__(self, quick: Callable[[Batch], Tensor], forward: Callable[[Batch], Tensor]) -> None:
+        self._quick = quick
+        self._forward = forward
+
+    def __call__(self, batch: Batch) -> Tensor:
+        return self._quick(batch) if batch.features is None else self._forward(batch)
+
+
+class _SeeingLoop(_Seeing):
+    """Drafts are made behind pictures."""
+
+    def __init__(self, quick: DraftLoop, forward: Callable[[Batch], Tensor]) -> None:
+        super().__init__(quick, forward)
+        self.draft = quick.draft
 
 
 def _facts(config: DecoderConfig, parameters: int) -> ModelFacts:

@@ -2,60 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
-from types import MappingProxyType
 
 from foreword.errors import CheckpointError
 from foreword.kernels.ops import Ops
+from foreword.layers.weights import Weights
+from foreword.models.architectures import ARCHITECTURES, read_decoder
 from foreword.models.base import Model, Precision
 from foreword.models.config import ConfigReader, read_json
 from foreword.models.decoder import Decoder, DecoderConfig
-from foreword.models.gemma2 import Gemma2
-from foreword.models.gemma3_text import Gemma3Text
 from foreword.models.gguf.config import read_options
 from foreword.models.gguf.reader import GGUF, is_gguf, open_gguf, part_files
 from foreword.models.gguf.weights import GGUFWeights, check_kinds, read_factors, with_kept
-from foreword.models.llama import Llama
-from foreword.models.mistral import Mistral
-from foreword.models.phi3 import Phi3
-from foreword.models.qwen2 import Qwen2
-from foreword.models.qwen3 import Qwen3
-from foreword.models.weights import BodyWeights, CountedWeights, FileWeights, ShapesOnly
+from foreword.models.vision.base import PREPROCESSOR, PROCESSOR, VisionModel
+from foreword.models.vision.registry import VISION
+from foreword.models.weights import BodyWeights, CountedWeights, FileWeights, PartWeights, ShapesOnly
 from foreword.resolve import ModelFacts
 
-__all__ = ["ARCHITECTURES", "load_model", "read_facts", "weight_files"]
+__all__ = ["load_model", "read_facts", "weight_files"]
 
-ARCHITECTURES: Mapping[str, type[Decoder]] = MappingProxyType(
-    {
-        "gemma2": Gemma2,
-        "gemma3_text": Gemma3Text,
-        "llama": Llama,
-        "mistral": Mistral,
-        "phi3": Phi3,
-        "qwen2": Qwen2,
-        "qwen3": Qwen3,
-    }
-)
 BODY = "model.embed_tokens.weight"  # where it is missing, all names are those within the body: so embedders are saved
 NEEDED_FOR_FACTS = 1  # positions: tables by position are not what read_facts is after
 
 
 def read_facts(path: Path, gguf_dequantize: bool = False) -> ModelFacts:
     """What config.json or a GGUF file's metadata tell, without reading weights. Raises CheckpointError."""
-    gguf = open_gguf(path) if is_gguf(path) else None
-    architecture, config = _read_config(path) if gguf is None else _read_metadata(gguf)
-    facts = architecture(config, ShapesOnly(), Precision.of("float32"), CountedWeights(), "cpu", NEEDED_FOR_FACTS).facts
-    if gguf is None:
-        return facts
+    precision, counted = Precision.of("float32"), CountedWeights()
+    if not is_gguf(path):
+        return _build(_read_config(path), ShapesOnly(), precision, counted, "cpu", NEEDED_FOR_FACTS).facts
+    gguf = open_gguf(path)
+    architecture, config = _read_metadata(gguf)
     check_kinds(gguf, gguf_dequantize)
-    return with_kept(facts, gguf)
+    return with_kept(architecture(config, ShapesOnly(), precision, counted, "cpu", NEEDED_FOR_FACTS).facts, gguf)
 
 
 def weight_files(path: Path) -> list[Path]:
     """The files whose bytes decide what a model computes."""
-    return part_files(path) if path.is_file() else [path / "config.json", *sorted(path.glob("*.safetensors"))]
+    if path.is_file():
+        return part_files(path)
+    options = [path / "config.json", path / PREPROCESSOR, path / PROCESSOR]
+    return [*(file for file in options if file.is_file()), *sorted(path.glob("*.safetensors"))]
 
 
 def load_model(
@@ -82,19 +70,69 @@ def load_model(
         model = architecture(config, ops, precision, weights, device, max_model_len)
         weights.finish()
         return model
-    architecture, config = _read_config(path)
+    described = _read_config(path)
     files = FileWeights(path, device, progress)
-    named = files if BODY in files.names else BodyWeights(files)
-    model = architecture(config, ops, precision, named, device, max_model_len)
-    files.finish(ignore={"lm_head.weight": "a copy of the embedding"} if config.tied else None)
+    named = _named(described, files)
+    model = _build(described, ops, precision, named, device, max_model_len)
+    files.finish(ignore=_ignored(described, named, files.names))
     return model
 
 
-def _read_config(path: Path) -> tuple[type[Decoder], DecoderConfig]:
+@dataclass(frozen=True, slots=True)
+class _Described:
+    """What config.json says; `vision` where the model sees pictures."""
+
+    architecture: type[Decoder]
+    config: DecoderConfig
+    vision: VisionModel | None = None
+    name: str = ""
+
+
+def _build(described: _Described, ops: Ops, precision: Precision, weights: Weights, device: str, max_model_len: int) -> Decoder:
+    model = described.architecture(described.config, ops, precision, weights, device, max_model_len)
+    vision = described.vision
+    if vision is None:
+        return model
+    before = weights.parameters
+    model.tower = vision.tower(ops, precision, weights, device)
+    model.facts = replace(
+        model.facts,
+        architecture=described.name,
+        parameters=weights.parameters,
+        tower_parameters=weights.parameters - before,
+        image_token_id=vision.image_token_id,
+    )
+    return model
+
+
+def _named(described: _Described, files: FileWeights) -> Weights:
+    """Tensors by the names that models here ask for."""
+    if described.vision is not None:
+        return PartWeights(files, files.names, described.vision.PREFIXES)
+    return files if BODY in files.names else BodyWeights(files)
+
+
+def _ignored(described: _Described, named: Weights, names: frozenset[str]) -> dict[str, str]:
+    """Tensors that nobody takes, and why."""
+    actual = named.actual if isinstance(named, PartWeights) else str
+    ignored = {actual("lm_head.weight"): "a copy of the embedding"} if described.config.tied else {}
+    if described.vision is not None:
+        unused = tuple(map(actual, described.vision.unused))
+        ignored |= dict.fromkeys((name for name in names if name.startswith(unused)), "not read of a tower")
+    return ignored
+
+
+def _read_config(path: Path) -> _Described:
     file = path / "config.json"
     if not file.is_file():
         raise CheckpointError(f"{path} is not a checkpoint: it has no config.json")
-    return _strictly(ConfigReader(read_json(file), str(file)))
+    reader = ConfigReader(read_json(file), str(file))
+    model_type = reader.raw("model_type")
+    if not isinstance(model_type, str) or model_type not in VISION:
+        return _Described(*_strictly(reader))
+    vision = VISION[model_type].read(reader, path)
+    reader.finish()
+    return _Described(vision.decoder_type, vision.decoder, vision, model_type)
 
 
 def _read_metadata(gguf: GGUF) -> tuple[type[Decoder], DecoderConfig]:
@@ -107,10 +145,7 @@ def _read_metadata(gguf: GGUF) -> tuple[type[Decoder], DecoderConfig]:
 def _strictly(reader: ConfigReader) -> tuple[type[Decoder], DecoderConfig]:
     model_type = reader.raw("model_type")
     if not isinstance(model_type, str) or model_type not in ARCHITECTURES:
-        known = ", ".join(sorted(ARCHITECTURES))
+        known = ", ".join(sorted((*ARCHITECTURES, *VISION)))
         foreign = "; the code that `auto_map` names is not run: no code out of a checkpoint is" if "auto_map" in reader else ""
         raise CheckpointError(f"{reader.source}: model_type {model_type!r:.80} is not supported{foreign}; known: {known}")
-    architecture = ARCHITECTURES[model_type]
-    config = architecture.read(reader)
-    reader.finish()
-    return architecture, config
+    return read_decoder(reader)

@@ -5,25 +5,34 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+from foreword.kernels.ops import Axes
 from foreword.layers.rope import ROPE_TYPES, RopeConfig
 from foreword.models.config import ConfigReader
 
 __all__ = ["read_rope", "rope_from_table", "scaled_context"]
 
-NAMES = {name: name for name in ROPE_TYPES} | {"su": "longrope"}
+NAMES = {name: name for name in ROPE_TYPES} | {"su": "longrope", "mrope": "default"}
 
 
-def read_rope(config: ConfigReader, head_dim: int, context: int, default_theta: float = 10000.0) -> RopeConfig:
+def read_rope(
+    config: ConfigReader, head_dim: int, context: int, default_theta: float = 10000.0, axes: Axes | None = None
+) -> RopeConfig:
     """From `rope_parameters`, or from `rope_theta` and `rope_scaling` beside each other.
 
     context  the checkpoint's max_position_embeddings
+    axes     of models with M-RoPE: theirs, where the checkpoint does not say how many angles each direction has
     """
     theta = config.number("rope_theta", default_theta)
     share = config.number("partial_rotary_factor", 1.0)
     original = config.optional_whole("original_max_position_embeddings")
     options = config.table("rope_parameters")
     older = config.table("rope_scaling")
-    return rope_from_table(options or older or ConfigReader({}, config.source), head_dim, context, theta, share, original)
+    table = options or older or ConfigReader({}, config.source)
+    own = None if axes is None else _read_axes(table, axes)
+    rope = rope_from_table(table, head_dim, context, theta, share, original)
+    if own is not None and sum(own.sections) != rope.rotary_dim // 2:
+        raise table.refuse("mrope_section", f"has {sum(own.sections)} angles, and a head has {rope.rotary_dim // 2}")
+    return replace(rope, axes=own)
 
 
 def rope_from_table(
@@ -31,7 +40,8 @@ def rope_from_table(
 ) -> RopeConfig:
     """One table of RoPE options; `theta`, `share` and `original` hold where it does not say otherwise."""
     rope_type = options.choice("rope_type" if "rope_type" in options else "type", NAMES, "default")
-    options.expect("type", options.raw("rope_type", options.raw("type", None)))
+    if options.choice("type", NAMES, rope_type) != rope_type:
+        raise options.refuse("type", f"must be rope_type, {rope_type}")
     rope = RopeConfig(rope_type, _theta(options, theta), _rotary_dim(options, head_dim, share))
     original = original or options.whole("original_max_position_embeddings", context)
     if rope_type in ("linear", "dynamic", "llama3", "yarn"):
@@ -49,6 +59,16 @@ def rope_from_table(
         rope = _with_longrope(rope, options, context, original)
     options.finish()
     return rope
+
+
+def _read_axes(options: ConfigReader, axes: Axes) -> Axes:
+    """`mrope_section`; whether directions take turns is the architecture's affair, the file can only repeat it."""
+    options.expect("mrope_interleaved", axes.interleaved)
+    sections = options.raw("mrope_section", list(axes.sections))
+    if not isinstance(sections, list) or len(sections) != 3 or not all(type(item) is int and item >= 0 for item in sections):
+        raise options.refuse("mrope_section", f"must be a list of 3 whole numbers, got {sections!r:.60}")
+    time, row, column = sections
+    return Axes((time, row, column), axes.interleaved)
 
 
 def _theta(options: ConfigReader, default: float) -> float:

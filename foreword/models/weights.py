@@ -16,7 +16,7 @@ from foreword.layers.weights import Weights
 from foreword.models.config import read_json
 from foreword.models.safetensors import SafetensorsFile
 
-__all__ = ["BodyWeights", "CountedWeights", "FileWeights", "ScopedWeights", "ShapesOnly"]
+__all__ = ["BodyWeights", "CountedWeights", "FileWeights", "PartWeights", "ScopedWeights", "ShapesOnly"]
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -151,6 +151,36 @@ class BodyWeights(ScopedWeights):
 
     def within(self, prefix: str) -> Weights:
         return ScopedWeights(self._weights, prefix.removeprefix("model."))
+
+
+class PartWeights(ScopedWeights):
+    """Weights of several parts, whose names begin differently in different files.
+
+    prefixes  beginning of a name as it is asked for -> what it may be in the files; the first that is there holds
+    """
+
+    def __init__(self, weights: Weights, names: frozenset[str], prefixes: Mapping[str, Sequence[str]]) -> None:
+        super().__init__(weights, "")
+        self._actual = {
+            asked: next((one for one in given if any(name.startswith(one) for name in names)), given[0])
+            for asked, given in prefixes.items()
+        }
+
+    def take(self, name: str, *shape: int) -> Tensor:
+        return self._weights.take(self.actual(name), *shape)
+
+    def matrices(self, rows: Mapping[str, int], columns: int) -> AbstractContextManager[Sequence[Matrix]]:
+        return self._weights.matrices({self.actual(name): size for name, size in rows.items()}, columns)
+
+    def within(self, prefix: str) -> Weights:
+        return ScopedWeights(self._weights, self.actual(prefix))
+
+    def actual(self, name: str) -> str:
+        """A name, or the beginning of one, as the files have it."""
+        for asked, actual in self._actual.items():
+            if name.startswith(asked):
+                return actual + name.removeprefix(asked)
+        return name
 
 
 def _file_names(path: Path) -> list[str]:

@@ -11,7 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from foreword.core.batch import Chunk, build_batch
 from foreword.core.params import SamplingParams
+from foreword.core.pictures import Picture
+from foreword.core.positions import RopePositions
 from foreword.core.request import Request, RequestState
 from foreword.drafting.base import Ask
 from foreword.drafting.model_passes import PassByPass
@@ -19,7 +22,7 @@ from foreword.drafting.model_track import Track
 from foreword.kernels.cpu.backend import CpuOps
 from foreword.kernels.cpu.library import isas
 from foreword.kernels.cpu.recording import Program
-from foreword.kernels.ops import DraftLane, DraftLoop, Guess
+from foreword.kernels.ops import Axes, DraftLane, DraftLoop, Guess
 from foreword.kernels.reference import Reference
 from foreword.sampling.sampler import Sampler
 from tests.fakes import grown
@@ -133,6 +136,32 @@ def test_neighbours_change_nothing(isa: str) -> None:
     assert [guess.token_ids for guess in together] == [
         guess.token_ids[:length] for guess, length in zip(alone, lengths, strict=True)
     ]
+
+
+@pytest.mark.parametrize("isa", isas())
+def test_text_behind_pictures_stands_where_the_shift_says(isa: str) -> None:
+    """Each pass as an ordinary batch whose positions lag behind by as much."""
+    model = Small(CpuOps(isa, 2), torch.float32, "float32", Axes((1, 1, 1)))
+    program = model.ops.compile(model)
+    assert isinstance(program, Program)
+    pictures = [Picture(b"", count, (1, 2, count // 2), (28, 28), (1, 3, 28, 28), None) for count in (4, 10, 16)]
+    lanes = [lane_of(n, start=picture.end, shift=RopePositions((picture,)).shift) for n, picture in enumerate(pictures)]
+    guesses = program.draft(lanes, BLOCK_SIZE, torch.tensor(UNUSED))
+    model.kv.k.zero_()
+    model.kv.v.zero_()
+    chosen = [list(lane.token_ids) for lane in lanes]
+    done = [0] * len(lanes)
+    for _ in range(lanes[0].max_tokens):
+        chunks = [
+            Chunk(ids[old:], lane.start + old, list(lane.blocks), 1, RopePositions((picture,)))
+            for ids, old, lane, picture in zip(chosen, done, lanes, pictures, strict=True)
+        ]
+        logits = program(build_batch(chunks, BLOCK_SIZE, 1, "cpu", directions=True))
+        done = [len(ids) for ids in chosen]
+        logits[:, list(UNUSED)] = -math.inf
+        for ids, row in zip(chosen, logits, strict=True):
+            ids.append(int(row.argmax()))
+    assert [list(guess.token_ids) for guess in guesses] == [ids[3:] for ids in chosen]
 
 
 def test_nothing_legal_ends_the_draft() -> None:

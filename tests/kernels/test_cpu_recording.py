@@ -11,9 +11,12 @@ from torch import Tensor
 
 from foreword.core.batch import Batch, Chunk, build_batch
 from foreword.core.kv import KVLayer
+from foreword.core.pictures import Picture
+from foreword.core.positions import RopePositions
 from foreword.kernels.cpu.backend import CpuOps
 from foreword.kernels.cpu.library import isas
 from foreword.kernels.cpu.recording import Result, place
+from foreword.kernels.ops import Axes
 
 VOCAB, HIDDEN, HEADS, KV_HEADS, DIM, INNER = 97, 48, 4, 2, 16, 40
 BLOCK_SIZE, NUM_BLOCKS = 4, 40
@@ -28,6 +31,7 @@ class Small:
     ops: CpuOps
     dtype: torch.dtype
     kind: str
+    axes: Axes | None = None
 
     def __post_init__(self) -> None:
         def weight(rows: int, columns: int) -> Tensor:
@@ -64,17 +68,24 @@ class Small:
         ops = self.ops
         qkv = ops.linear(x, self.qkv).view(x.shape[0], HEADS + 2 * KV_HEADS, DIM)
         q, k, v = qkv[:, :HEADS], qkv[:, HEADS : HEADS + KV_HEADS], qkv[:, HEADS + KV_HEADS :]
-        q = ops.rope(ops.rms_norm(q, self.head_norm, 1e-6), self.rope, batch.positions)
-        ops.write_kv(ops.rope(k, self.rope, batch.positions), v, self.kv, batch.slots)
+        positions = batch.positions if self.axes is None else batch.rope_positions
+        assert positions is not None
+        q = ops.rope(ops.rms_norm(q, self.head_norm, 1e-6), self.rope, positions, self.axes)
+        ops.write_kv(ops.rope(k, self.rope, positions, self.axes), v, self.kv, batch.slots)
         return ops.linear(ops.attention(q, self.kv, batch, 0.25, window=9).view(x.shape[0], -1), self.out)
 
 
-def batches() -> list[Batch]:
-    """One row, a verification, prompts, mixtures, and a batch of which nothing is sampled."""
+def batches(directions: bool = False) -> list[Batch]:
+    """One row, a verification, prompts, mixtures, and a batch of which nothing is sampled.
+
+    directions  for a model that knows them: all requests have a picture
+    """
     chance = random.Random(3)
+    picture = Picture(b"", 6, (1, 2, 3), (28, 28), (1, 3, 28, 28), None, start=4)
+    positions = RopePositions((picture,)) if directions else None
 
     def chunk(rows: int, start: int, sampled: int, blocks: range) -> Chunk:
-        return Chunk([chance.randrange(VOCAB) for _ in range(rows)], start, list(blocks), sampled)
+        return Chunk([chance.randrange(VOCAB) for _ in range(rows)], start, list(blocks), sampled, positions)
 
     mixtures = [
         [chunk(1, 0, 1, range(1, 2))],
@@ -83,17 +94,28 @@ def batches() -> list[Batch]:
         [chunk(3, 0, 2, range(1, 3)), chunk(1, 17, 1, range(3, 9)), chunk(20, 5, 0, range(9, 20))],
         [chunk(8, 0, 0, range(1, 3))],
     ]
-    return [build_batch(mixture, BLOCK_SIZE, 1, "cpu") for mixture in mixtures]
+    return [build_batch(mixture, BLOCK_SIZE, 1, "cpu", directions) for mixture in mixtures]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "float16", "int8", "int4"])
 @pytest.mark.parametrize("isa", isas())
 def test_equals_the_operations_one_by_one(isa: str, kind: str, dtype: torch.dtype) -> None:
-    model = Small(CpuOps(isa, threads=2), dtype, kind)
+    check_recording(Small(CpuOps(isa, threads=2), dtype, kind), batches())
+
+
+@pytest.mark.parametrize("isa", isas())
+def test_positions_in_several_directions_are_recorded(isa: str) -> None:
+    model = Small(CpuOps(isa, threads=2), torch.float32, "float32", Axes((1, 1, 1)))
+    check_recording(model, batches(directions=True))
+    with pytest.raises(AssertionError, match="without positions in several directions"):
+        model.ops.compile(model)(batches()[0])
+
+
+def check_recording(model: Small, batches: list[Batch]) -> None:
     compiled = model.ops.compile(model)
     recorded_on, own = model.kv, model.cache()
-    for batch in batches():
+    for batch in batches:
         found = compiled(batch).clone()
         model.kv = own
         assert torch.equal(found, model(batch))

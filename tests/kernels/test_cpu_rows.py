@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from foreword.core.kv import KVLayer
 from foreword.kernels.cpu.backend import CpuOps
 from foreword.kernels.cpu.library import isas
+from foreword.kernels.ops import Axes
 from tests.kernels.cpu_helpers import machines, randn, same_bits
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -40,14 +41,23 @@ def operations(width: int) -> dict[str, Callable[[CpuOps, Tensor], Tensor]]:
     """Each takes x [T, 2 * width]."""
     weight = randn(width, seed=1)
     table = randn(64, width // 2 * 2, seed=2)
+    axes = Axes((width // 2 - width // 3, width // 6, width // 3 - width // 6), interleaved=width % 2 == 1)
+
+    def places(x: Tensor) -> Tensor:
+        return x.to(torch.float32).abs().mul(10).nan_to_num(0.0).long().clamp(0, 63)
 
     def rope(ops: CpuOps, x: Tensor) -> Tensor:
-        return ops.rope(x.view(-1, 2, width), table, x[:, 0].to(torch.float32).abs().mul(10).long().clamp(0, 63))
+        return ops.rope(x.view(-1, 2, width), table, places(x[:, 0]))
+
+    def rope_in_directions(ops: CpuOps, x: Tensor) -> Tensor:
+        positions = torch.stack((places(x[:, 0]), places(x[:, -1]), places(x[:, width // 2])), 1)
+        return ops.rope(x.view(-1, 2, width), table, positions, axes)
 
     return {
         "norm": lambda ops, x: ops.rms_norm(x[:, :width], weight, 1e-5),
         "norm of heads": lambda ops, x: ops.rms_norm(x.view(-1, 2, width), weight, 1e-5),
         "rope": rope,
+        "rope in directions": rope_in_directions,
         "silu": lambda ops, x: ops.gated(x, "silu"),
         "gelu": lambda ops, x: ops.gated(x, "gelu"),
         "gelu_tanh": lambda ops, x: ops.gated(x, "gelu_tanh"),
@@ -95,6 +105,45 @@ def test_rope_turns_pairs_and_leaves_the_rest(isa: str, dtype: torch.dtype, dim:
     cos, sin = table[positions].double()[:, None].chunk(2, -1)
     close(turned[..., :rotary], torch.cat((left * cos - right * sin, left * sin + right * cos), -1))
     assert torch.equal(turned[..., rotary:], x[..., rotary:])
+
+
+@each_isa
+@each_type
+@pytest.mark.parametrize(
+    ("dim", "axes"),
+    [
+        (64, Axes((8, 12, 12))),
+        (12, Axes((1, 2, 3))),
+        (16, Axes((0, 5, 3))),
+        (64, Axes((12, 10, 10), True)),
+        (16, Axes((4, 2, 2), True)),
+    ],
+)
+def test_rope_turns_each_angle_by_its_direction(isa: str, dtype: torch.dtype, dim: int, axes: Axes):
+    """The bits of the reference, from positions that are columns of something wider too."""
+    x, angles = randn(21, 3, dim + 4, dtype=dtype), randn(50, sum(axes.sections), seed=1)
+    table = torch.cat((angles.cos(), angles.sin()), 1)
+    positions = torch.randint(50, (21, 5), generator=torch.Generator().manual_seed(2))[:, 1:4]
+    expected = turned_angle_by_angle(x, angles, positions, axes)
+    for ops in machines(isa):
+        turned = ops.rope(x, table, positions, axes)
+        assert same_bits(turned[..., dim:], x[..., dim:])
+        close(turned[..., :dim], expected)
+        alike = positions[:, :1].expand(-1, 3)
+        assert same_bits(ops.rope(x, table, alike.contiguous(), axes), ops.rope(x, table, positions[:, 0].contiguous()))
+
+
+def turned_angle_by_angle(x: Tensor, angles: Tensor, positions: Tensor, axes: Axes) -> Tensor:
+    """float64, the values that turn."""
+    half = sum(axes.sections)
+    parts: list[tuple[Tensor, Tensor]] = []
+    for index, direction in enumerate(axes.directions()):
+        cos, sin = (values.float().double()[:, None] for values in (angles.cos(), angles.sin()))
+        rows = positions[:, direction]
+        left, right = x[..., index].double(), x[..., half + index].double()
+        c, s = cos[rows][..., index], sin[rows][..., index]
+        parts.append((left * c - right * s, left * s + right * c))
+    return torch.stack([part[0] for part in parts] + [part[1] for part in parts], -1)
 
 
 @each_isa

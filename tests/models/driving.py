@@ -8,6 +8,8 @@ from torch import Tensor
 
 from foreword.cache.storage import KVStorage
 from foreword.core.batch import Chunk, build_batch
+from foreword.core.pictures import Picture
+from foreword.core.positions import RopePositions
 from foreword.kernels.ops import Ops
 from foreword.kernels.reference import Reference
 from foreword.models.base import Precision
@@ -35,18 +37,43 @@ class Driver:
         num_blocks = -(-max_len // block_size)
         self.kv = KVStorage(num_blocks, block_size, self.model.kv_layers, kv_dtype or dtype)
         self.compiled = self.model.compiled(self.kv)
+        self.features: dict[bytes, Tensor] = {}
         self.blocks = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(0)).add(1).tolist()
 
-    def logits(self, token_ids: Sequence[int], start: int = 0) -> Tensor:
-        """float32 [len(token_ids), V]; the positions before `start` are in the cache."""
-        chunk = Chunk(token_ids, start, self.blocks, len(token_ids))
-        batch = build_batch([chunk], self.block_size, self.model.ops.row_tile, "cpu")
+    def logits(self, token_ids: Sequence[int], start: int = 0, pictures: Sequence[Picture] = ()) -> Tensor:
+        """float32 [len(token_ids), V]; the positions before `start` are in the cache; `pictures` are all of the request."""
+        end = start + len(token_ids)
+        features = self._features(pictures, start, end)
+        chunk = Chunk(token_ids, start, self.blocks, len(token_ids), RopePositions(pictures), features)
+        batch = build_batch([chunk], self.block_size, self.model.ops.row_tile, "cpu", self.model.directions)
         with torch.inference_mode():
             return self.compiled(batch).clone()
 
-    def greedy(self, prompt: Sequence[int], count: int) -> list[int]:
+    def greedy(self, prompt: Sequence[int], count: int, pictures: Sequence[Picture] = ()) -> list[int]:
         """The next `count` tokens."""
-        output = [int(self.logits(prompt)[-1].argmax())]
+        output = [int(self.logits(prompt, 0, pictures)[-1].argmax())]
         while len(output) < count:
-            output.append(int(self.logits(output[-1:], len(prompt) + len(output) - 1)[0].argmax()))
+            output.append(int(self.logits(output[-1:], len(prompt) + len(output) - 1, pictures)[0].argmax()))
         return output
+
+    def encode(self, picture: Picture) -> Tensor:
+        """Its features [num_tokens, width]."""
+        assert self.model.tower is not None
+        work = self.model.tower.encode(picture)
+        with torch.inference_mode():
+            while True:
+                try:
+                    assert next(work) > 0, "a piece that costs nothing"
+                except StopIteration as done:
+                    return done.value
+
+    def _features(self, pictures: Sequence[Picture], start: int, end: int) -> list[tuple[int, Tensor]]:
+        """Of the pictures' tokens from `start` to `end`: (row within, features)."""
+        seen = [one for one in pictures if one.start < end and one.end > start]
+        return [(max(one.start - start, 0), self._encoded(one)[max(start - one.start, 0) : end - one.start]) for one in seen]
+
+    def _encoded(self, picture: Picture) -> Tensor:
+        """Its features, computed once."""
+        if picture.digest not in self.features:
+            self.features[picture.digest] = self.encode(picture)
+        return self.features[picture.digest]

@@ -291,17 +291,21 @@ def test_refused_by_name(keys: dict[str, Any], more: Write | None, message: str,
     assert str(file) in str(caught.value)
 
 
-@pytest.mark.parametrize("architecture", ["gemma", "qwen3moe", "mamba"])
-def test_another_architecture(architecture: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("architecture", "told"),
+    [
+        *((name, f"'{name}' is not supported; known: gemma2, gemma3, llama") for name in ("gemma", "qwen3moe", "mamba")),
+        ("clip", r"'clip': the file \(mmproj\) holds a tower that sees pictures, not the model; models that see are read from"),
+    ],
+)
+def test_another_architecture(architecture: str, told: str, tmp_path: Path) -> None:
     writer = gguf.GGUFWriter(tmp_path / "x.gguf", architecture)
     writer.add_tensor("token_embd.weight", np.zeros((2, 2), np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    with pytest.raises(
-        CheckpointError, match=f"`general.architecture` '{architecture}' is not supported; known: gemma2, gemma3, llama"
-    ):
+    with pytest.raises(CheckpointError, match=f"`general.architecture` {told}"):
         read_facts(tmp_path / "x.gguf")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Callable, Sequence
 from types import MappingProxyType
 
@@ -11,11 +12,12 @@ from torch import Tensor
 
 from foreword.core.batch import Batch, Chunk, build_batch
 from foreword.core.kv import KVLayer
-from foreword.kernels.cpu.library import TYPES, Command, Draft, Inputs, KVPointers, Op, Operand, Space, isas, load_library
+from foreword.kernels.cpu.library import TYPES, Command, Draft, Inputs, KVPointers, Op, Operand, Space, Turns, isas, load_library
 from foreword.kernels.cpu.packing import CpuLinear, Packer
 from foreword.kernels.cpu.recording import TRACE_ROWS, TRACE_SAMPLED, Program, Recorder, inputs_of
 from foreword.kernels.cpu.sampling import NativeSampling
-from foreword.kernels.ops import Matrix
+from foreword.kernels.ops import Axes, Matrix
+from foreword.kernels.reference import sizes_of
 
 __all__ = ["CpuOps"]
 
@@ -49,8 +51,11 @@ class CpuOps(NativeSampling):
 
     def compile(self, forward: Callable[[Batch], Tensor]) -> Callable[[Batch], Tensor]:
         """Recorded over three rows that read and write the scratch block; the result is overwritten by the next call."""
-        batch = build_batch([Chunk([0] * TRACE_ROWS, 0, [0] * TRACE_ROWS, TRACE_SAMPLED)], 1, self.row_tile, "cpu")
-        batch.positions.zero_()  # a model may have fewer positions than there are rows here
+        chunk = Chunk([0] * TRACE_ROWS, 0, [0] * TRACE_ROWS, TRACE_SAMPLED)
+        batch = build_batch([chunk], 1, self.row_tile, "cpu", directions=True)
+        assert batch.rope_positions is not None
+        for positions in (batch.positions, batch.rope_positions):
+            positions.zero_()  # a model may have fewer positions than there are rows here
         self._recorder = Recorder(batch)
         try:
             return Program(self._recorder, forward(batch), self._run, self._draft)
@@ -83,6 +88,11 @@ class CpuOps(NativeSampling):
         out = torch.empty(rows.shape[0], x.shape[1], dtype=x.dtype)
         return self._execute(Op.TAKE_ROWS, (x, rows), out, sizes=(x.shape[1] * x.itemsize,))
 
+    def put_rows(self, x: Tensor, rows: Tensor, values: Tensor) -> None:
+        """x [T, H], rows [N], values [N, H]"""
+        assert self._recorder is None, "pictures do not come through what is compiled"
+        x.index_copy_(0, rows, values)
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x [T, ..., H] -> the same"""
         assert weight.dtype == torch.float32 and weight.is_contiguous()
@@ -91,12 +101,16 @@ class CpuOps(NativeSampling):
         sizes = (x[0].numel() // width, width)
         return self._execute(Op.NORM, (x,), out, target=weight.data_ptr(), keep=weight, sizes=sizes, numbers=(eps,))
 
-    def rope(self, x: Tensor, table: Tensor, positions: Tensor) -> Tensor:
+    def rope(self, x: Tensor, table: Tensor, positions: Tensor, axes: Axes | None = None) -> Tensor:
         """x [T, heads, D] -> the same"""
         assert table.dtype == torch.float32 and table.is_contiguous()
+        assert positions.dtype == torch.int64 and positions.dim() == (1 if axes is None else 2)
+        directions = None if axes is None else _directions(axes)
+        assert directions is None or len(directions) == table.shape[1] // 2, "an angle without a direction"
+        turns = Turns(table.data_ptr(), ctypes.cast(directions, ctypes.c_void_p) if directions else None)
         out = torch.empty(x.shape, dtype=x.dtype)
         sizes = (x.shape[1], x.shape[2], table.shape[1])
-        return self._execute(Op.ROPE, (x, positions), out, target=table.data_ptr(), keep=table, sizes=sizes)
+        return self._execute(Op.ROPE, (x, positions), out, target=turns, keep=(table, directions), sizes=sizes)
 
     def gated(self, gate_up: Tensor, activation: str) -> Tensor:
         """[T, 2I] -> [T, I]"""
@@ -132,6 +146,19 @@ class CpuOps(NativeSampling):
             numbers=(scale, softcap or 0.0),
             batch=batch,
         )
+
+    def attend_sections(
+        self, q: Tensor, k: Tensor, v: Tensor, q_starts: Sequence[int], kv_starts: Sequence[int], scale: float
+    ) -> Tensor:
+        """q [N, heads, D], k and v [M, heads, D] -> [N, heads, D]: requests whose cache is k and v, one row a block, and whose
+        rows all stand at the last position."""
+        assert self._recorder is None, "pictures do not come through what is compiled"
+        assert q_starts[-1] == len(q) and kv_starts[-1] == len(k)
+        first, lengths = torch.tensor(kv_starts[:-1]), torch.tensor(sizes_of(kv_starts))
+        positions = (lengths - 1).repeat_interleave(torch.tensor(sizes_of(q_starts)))
+        tables = first[:, None] + torch.arange(int(lengths.max()))  # beyond a section nobody reads
+        batch = Batch(positions, positions, positions, tables, tuple(q_starts), tuple(lengths.tolist()), positions, block_size=1)
+        return self.attention(q, KVLayer(k.contiguous(), v.contiguous()), batch, scale)
 
     def softcap(self, x: Tensor, cap: float) -> Tensor:
         """In place."""
@@ -175,6 +202,13 @@ class CpuOps(NativeSampling):
 
     def _draft(self, commands: ctypes.Array[Command], inputs: Inputs, draft: Draft) -> None:
         self._library.foreword_draft(self._machine, commands, len(commands), ctypes.byref(inputs), ctypes.byref(draft))
+
+
+@functools.cache
+def _directions(axes: Axes) -> ctypes.Array[ctypes.c_int32]:
+    """Of every angle."""
+    directions = axes.directions()
+    return (ctypes.c_int32 * len(directions))(*directions)
 
 
 def _operand(tensor: Tensor) -> Operand:

@@ -13,7 +13,7 @@ from foreword.kernels.ops import DraftLane, Guess
 
 __all__ = ["DraftCall"]
 
-LANE = struct.Struct("=5qQ2q4d")  # struct Lane
+LANE = struct.Struct("=6qQ2q4d")  # struct Lane
 
 
 class DraftCall:
@@ -72,6 +72,7 @@ class DraftCall:
             len(lane.token_ids),
             lane.start,
             len(lane.blocks),
+            lane.shift,
             lane.first,
             lane.max_tokens,
             sampling.seed,

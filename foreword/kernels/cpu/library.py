@@ -25,13 +25,14 @@ __all__ = [
     "Op",
     "Operand",
     "Space",
+    "Turns",
     "Weight",
     "isas",
     "library_digest",
     "load_library",
 ]
 
-VERSION = 6  # of the signatures and structures below, as in api.cpp
+VERSION = 7  # of the signatures and structures below, as in api.cpp
 ISAS = ("portable", "avx2", "avx512", "amx")  # enum Isa
 KIND_NAMES = ("float32", "bfloat16", "float16", "int8", "int4", "q8_0", "q5_0", "q4_0", "q4_k", "q5_k", "q6_k")
 KINDS = MappingProxyType({name: number for number, name in enumerate(KIND_NAMES)})  # enum Kind
@@ -60,7 +61,8 @@ class Space(IntEnum):
     BLOCK_TABLES = 5
     ROW_STARTS = 6
     SAMPLE_ROWS = 7
-    OUTPUT = 8
+    ROPE_POSITIONS = 8
+    OUTPUT = 9
 
 
 NUM_SPACES = len(Space)
@@ -130,6 +132,12 @@ class Weight(ctypes.Structure):
         ("tiles", c_void_p),
         ("bias", c_void_p),
     )
+
+
+class Turns(ctypes.Structure):
+    """What rope turns by: cosines and sines by position, and the direction of each angle (or none)."""
+
+    _fields_ = (("table", c_void_p), ("directions", c_void_p))
 
 
 class KVPointers(ctypes.Structure):

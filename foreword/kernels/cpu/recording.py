@@ -30,6 +30,7 @@ BATCH_SPACES = {
     "positions": Space.POSITIONS,
     "slots": Space.SLOTS,
     "sample_rows": Space.SAMPLE_ROWS,
+    "rope_positions": Space.ROPE_POSITIONS,
 }
 
 
@@ -104,6 +105,7 @@ class Program:
         self._run, self._draft = run, draft
         self._keep = recorder.keep
         self._width, self._dtype = out.shape[1], out.dtype
+        self._directions = any(operand.space == Space.ROPE_POSITIONS for c in recorder.commands for operand in c.inputs)
         last = recorder.results.pop(_base(out))
         self._bytes_per_row = place(list(recorder.results.values()))
         self._commands = (Command * len(recorder.commands))(
@@ -114,6 +116,7 @@ class Program:
 
     def __call__(self, batch: Batch) -> Tensor:
         """-> [R, width], valid until the next call"""
+        assert batch.rope_positions is not None or not self._directions, "a batch without positions in several directions"
         inputs, row_starts = inputs_of(batch)
         self._place(inputs, inputs.num_rows, inputs.num_sampled)
         self._run(self._commands, inputs)
@@ -151,7 +154,8 @@ def inputs_of(batch: Batch) -> tuple[Inputs, Tensor]:
         block_size=batch.block_size,
     )
     for name, space in BATCH_SPACES.items():
-        inputs.spaces[space] = getattr(batch, name).data_ptr()
+        tensor: Tensor | None = getattr(batch, name)
+        inputs.spaces[space] = None if tensor is None else tensor.data_ptr()
     inputs.spaces[Space.BLOCK_TABLES] = batch.block_tables.data_ptr()
     inputs.spaces[Space.ROW_STARTS] = row_starts.data_ptr()
     return inputs, row_starts

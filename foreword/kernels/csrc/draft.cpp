@@ -9,6 +9,7 @@
 namespace foreword {
 namespace {
 
+constexpr int64_t DIRECTIONS = 3;  // time, row, column
 constexpr float MASKED = -std::numeric_limits<float>::infinity();
 
 // A lane that drafts.
@@ -31,7 +32,7 @@ public:
     Batch(const Inputs& inputs, int64_t table_width) : inputs_(inputs) { inputs_.table_width = table_width; }
 
     void clear() {
-        for (auto* values : {&token_ids_, &positions_, &slots_, &tables_, &sample_rows_}) values->clear();
+        for (auto* values : {&token_ids_, &positions_, &slots_, &tables_, &sample_rows_, &rope_positions_}) values->clear();
         row_starts_.assign(1, 0);
     }
 
@@ -41,6 +42,7 @@ public:
         token_ids_.insert(token_ids_.end(), token_ids, token_ids + count);
         for (int64_t position = request.computed; position < request.computed + count; position++) {
             positions_.push_back(position);
+            rope_positions_.insert(rope_positions_.end(), DIRECTIONS, position + request.lane->shift);
             slots_.push_back(blocks[position / inputs_.block_size] * inputs_.block_size + position % inputs_.block_size);
         }
         tables_.insert(tables_.end(), blocks, blocks + request.lane->num_blocks);
@@ -59,6 +61,7 @@ public:
         set(Space::BLOCK_TABLES, tables_);
         set(Space::ROW_STARTS, row_starts_);
         set(Space::SAMPLE_ROWS, sample_rows_);
+        set(Space::ROPE_POSITIONS, rope_positions_);
         return inputs_;
     }
 
@@ -68,7 +71,7 @@ private:
     }
 
     Inputs inputs_;
-    std::vector<int64_t> token_ids_, positions_, slots_, tables_, row_starts_, sample_rows_;
+    std::vector<int64_t> token_ids_, positions_, slots_, tables_, row_starts_, sample_rows_, rope_positions_;
 };
 
 // The passes of one draft.

@@ -10,11 +10,12 @@ namespace foreword {
 // One request, as DraftLane in kernels/ops.py.
 //   num_tokens  known tokens, computed in the first pass at positions start, start + 1, ...
 //   num_blocks  of its table
+//   shift       of their places in all directions, for models with M-RoPE: position + shift
 //   first       absolute index of the first guess: the counter of its noise
 //   max_tokens  guesses at most; 0: the known tokens are computed, and that is all
 //   floor       no more guesses once the sum of their log-probabilities is below this
 struct Lane {
-    int64_t num_tokens, start, num_blocks, first, max_tokens;
+    int64_t num_tokens, start, num_blocks, shift, first, max_tokens;
     uint64_t seed;
     int64_t greedy, top_k;
     double floor, temperature, top_p, min_p;

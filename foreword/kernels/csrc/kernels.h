@@ -52,11 +52,14 @@ using Linear = void (*)(Context&, const LinearArgs&);
 Linear dense_linear(Isa isa);      // F32, BF16, F16
 Linear quantized_linear(Isa isa);  // all other kinds; activations are rounded to int8 row by row
 
-// Rotates the first `rotary` values of each of `heads` vectors [dim] a row, in halves.
-// table float32 [positions, rotary]: cosines of rotary / 2 angles, then their sines. Values beyond `rotary` are copied.
+// Rotates the first `rotary` values of each of `heads` vectors [dim] a row, in halves. Values beyond `rotary` are copied.
+//   table       float32 [positions, rotary]: cosines of rotary / 2 angles, then their sines
+//   directions  int32 [rotary / 2]: which of a row's positions an angle turns by; null: all by the first
+//   positions   int64, one a row, or one for each direction
 struct RopeArgs {
     const float* table;
-    const int64_t* positions;
+    const int32_t* directions;
+    Rows positions;
     Type type;
     Rows x, y;
     int64_t heads, dim, rotary, rows;

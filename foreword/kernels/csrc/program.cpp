@@ -68,10 +68,10 @@ private:
         machine_.rows_.norm(context_, {weight, c.numbers[0], c.type, rows(c.in[0]), rows(c.out), c.sizes[0], c.sizes[1], count(c)});
     }
 
-    // in: x, positions; object: table; sizes: heads, dim, rotary
+    // in: x, positions; object: Turns; sizes: heads, dim, rotary
     void rope(const Command& c) {
-        const auto* table = static_cast<const float*>(c.object);
-        machine_.rows_.rope(context_, {table, ints(c.in[1]), c.type, rows(c.in[0]), rows(c.out), c.sizes[0], c.sizes[1],
+        const auto& [table, directions] = *static_cast<const Turns*>(c.object);
+        machine_.rows_.rope(context_, {table, directions, rows(c.in[1]), c.type, rows(c.in[0]), rows(c.out), c.sizes[0], c.sizes[1],
                                        c.sizes[2], count(c)});
     }
 

@@ -10,7 +10,7 @@ namespace foreword {
 enum class Op : int32_t { LINEAR, EMBEDDING, ADD, TAKE_ROWS, NORM, ROPE, GATED, WRITE_KV, ATTENTION, SOFTCAP };
 
 // Where an address begins.
-enum class Space : int64_t { ABSOLUTE, ARENA, TOKEN_IDS, POSITIONS, SLOTS, BLOCK_TABLES, ROW_STARTS, SAMPLE_ROWS, OUTPUT, COUNT };
+enum class Space : int64_t { ABSOLUTE, ARENA, TOKEN_IDS, POSITIONS, SLOTS, BLOCK_TABLES, ROW_STARTS, SAMPLE_ROWS, ROPE_POSITIONS, OUTPUT, COUNT };
 
 // Rows from spaces[space] + address + per_row * (rows of the batch) on, `stride` bytes each.
 struct Operand {
@@ -18,6 +18,12 @@ struct Operand {
     int64_t address;
     int64_t per_row;
     int64_t stride;
+};
+
+// How rope turns: as RopeArgs has them.
+struct Turns {
+    const float* table;
+    const int32_t* directions;
 };
 
 // One operation. What the fields hold is told by the functions of program.cpp that read them.

@@ -28,6 +28,7 @@ MODEL_TYPES: Mapping[str, str] = MappingProxyType(
         "qwen3": "qwen3",
     }
 )
+TOWER = "clip"  # of whatever model, in a file of its own
 Options = dict[str, Any]
 
 # Activations beside quantized weights are bfloat16, as beside the weights that these were made from.
@@ -72,6 +73,12 @@ def read_options(gguf: GGUF, factors: Factors) -> Options:
 def _architecture(gguf: GGUF) -> str:
     name = str(gguf.metadata.get("general.architecture"))
     if name not in MODEL_TYPES:
+        if name == TOWER:
+            raise CheckpointError(
+                f"{gguf.path}: `general.architecture` {name!r}: the file (mmproj) holds a tower that sees pictures, not the "
+                "model; models that see are read from directories in Hugging Face's format",
+                "model",
+            )
         known = ", ".join(sorted(MODEL_TYPES))
         raise CheckpointError(f"{gguf.path}: `general.architecture` {name!r} is not supported; known: {known}", "model")
     return name

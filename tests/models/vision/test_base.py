@@ -1,0 +1,65 @@
+"""What models that see have in common."""
+
+import re
+
+import pytest
+import torch
+
+from foreword.core.pictures import Picture
+from foreword.errors import CheckpointError
+from foreword.models.vision.base import read_normalization
+from foreword.models.weights import CountedWeights, PartWeights
+
+CLIP = {"image_mean": [0.5, 0.25, 0.125], "image_std": [0.5, 0.25, 1], "rescale_factor": 1 / 255}
+
+
+def test_normalization() -> None:
+    picture = Picture(b"", 1, (1, 1, 1), (1, 2), (1, 3, 1, 2), bytes([0, 255, 51, 102, 153, 204]))
+    values = read_normalization(CLIP).tensor(picture, "cpu")
+    expected = torch.tensor([[[[-1.0, 1.0]], [[-0.2, 0.6]], [[0.475, 0.675]]]])
+    assert values.dtype == torch.float32 and torch.allclose(values, expected, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "told"),
+    [
+        ("image_mean", None, "image_mean must be a list of 3 numbers, got None"),
+        ("image_mean", [0.5, 0.5], "image_mean must be a list of 3 numbers"),
+        ("image_std", [0.5, 0.5, "1"], "image_std must be a list of 3 numbers"),
+        ("image_std", [0.5, 0.5, 0.0], "image_std must be positive"),
+        ("rescale_factor", 2.0, "rescale_factor must be above 0 and at most 1, got 2.0"),
+    ],
+)
+def test_normalization_that_makes_no_sense(key: str, value: object, told: str) -> None:
+    with pytest.raises(CheckpointError, match=re.escape(told)):
+        read_normalization({**CLIP, key: value})
+
+
+class Named(CountedWeights):
+    """Notes what it is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[str] = []
+
+    def take(self, name: str, *shape: int) -> torch.Tensor:
+        self.asked.append(name)
+        return super().take(name, *shape)
+
+
+def test_names_of_parts() -> None:
+    """Parts are found under the name that the files have for them; the first that is there holds."""
+    files = Named()
+    prefixes = {"model.": ("model.language_model.", "language_model.model."), "lm_head.": ("lm_head.", "language_model.lm_head.")}
+    weights = PartWeights(files, frozenset({"language_model.model.norm.weight", "language_model.lm_head.weight"}), prefixes)
+    weights.take("model.norm.weight", 2)
+    weights.within("model.").within("layers.0.").take("norm.weight", 2)
+    with weights.matrices({"lm_head.weight": 3}, 2):
+        pass
+    weights.take("image_newline", 2)
+    assert files.asked == [
+        "language_model.model.norm.weight",
+        "language_model.model.layers.0.norm.weight",
+        "language_model.lm_head.weight",
+        "image_newline",
+    ]

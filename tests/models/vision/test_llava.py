@@ -1,0 +1,282 @@
+"""LLaVA-1.5 against transformers, in float32, and what its checkpoints may say."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from foreword.errors import CheckpointError
+from foreword.kernels.cpu.backend import CpuOps
+from foreword.kernels.cpu.library import isas
+from foreword.models.architectures import ARCHITECTURES
+from foreword.models.loader import read_facts
+from tests.checkpoints import VOCAB_SIZE
+from tests.models.driving import Driver
+from tests.models.vision.against import Peer, backends, check_chunks, prompt_of
+from tests.vision_checkpoints import IMAGE_TOKEN_ID, random_picture, write_vision_checkpoint
+
+FULL = {"vision_feature_select_strategy": "full"}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llava": ("llava", {}),
+    "llava-new-names": ("llava", {"layout": "new"}),
+    "llava-class-token": ("llava", FULL),
+    "llava-last-layer": ("llava", {"vision_feature_layer": -1}),
+    "llava-several-layers": ("llava", {"vision_feature_layer": [-1, 0, 1]}),
+    "llava-projector": ("llava", {"projector_hidden_act": "relu", "multimodal_projector_bias": False}),
+    "llava-gelu": ("llava", {"vision_config": {"hidden_act": "gelu", "layer_norm_eps": 1e-3}}),
+    "llava-odd-shape": (
+        "llava",
+        {"vision_config": {"hidden_size": 36, "intermediate_size": 50, "num_attention_heads": 3, "patch_size": 5}},
+    ),
+    "llava-tied": ("llava", {"text_config": {"tie_word_embeddings": True}}),
+    "siglip": ("llava_siglip", {}),
+    "siglip-new-names": ("llava_siglip", {"layout": "new"}),
+    "siglip-head": ("llava_siglip", {"vision_config": {"vision_use_head": True}}),
+    "siglip-without-first": ("llava_siglip", {"vision_feature_select_strategy": "default"}),
+    **{f"llava-{text}": ("llava", {"text": text}) for text in ARCHITECTURES},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_equal_to_transformers(case: str, tmp_path: Path) -> None:
+    family, overrides = CASES[case]
+    path = write_vision_checkpoint(tmp_path, family, **overrides)
+    ids, pictures = prompt_of(path)
+    theirs, drivers = Peer(path), [Driver(path, ops=ops) for ops in backends()]
+    for expected, picture in zip(theirs.features(pictures), pictures, strict=True):
+        for driver in drivers:
+            torch.testing.assert_close(driver.encode(picture), expected, atol=1e-4, rtol=0)
+    expected, generated = theirs.logits(ids, pictures), theirs.greedy(ids, 32, pictures)
+    for driver in drivers:
+        torch.testing.assert_close(driver.logits(ids, 0, pictures), expected, atol=1e-3, rtol=0)
+        assert driver.greedy(ids, 32, pictures) == generated
+    assert len(set(generated)) > 8, "an output that collapses into a loop compares too little"
+
+
+def test_outputs_depend_on_the_pictures(tmp_path: Path) -> None:
+    ours = Driver(write_vision_checkpoint(tmp_path))
+    one, other = (ours.greedy(ids, 16, pictures) for ids, pictures in (prompt_of(tmp_path), prompt_of(tmp_path, seed=9)))
+    assert one != other
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("isa", [None, *isas()])
+def test_chunks_give_the_same_bits(isa: str | None, dtype: str, tmp_path: Path) -> None:
+    path = write_vision_checkpoint(tmp_path, dtype=dtype)
+    check_chunks(Driver(path, dtype=dtype, ops=isa and CpuOps(isa, threads=1), block_size=4), path)
+
+
+@pytest.mark.parametrize("options", [{"dtype": "bfloat16"}, {"quantization": "int8"}, {"quantization": "int4"}], ids=str)
+@pytest.mark.parametrize("isa", [None, *isas()])
+def test_features_of_every_precision(isa: str | None, options: dict[str, str], tmp_path: Path) -> None:
+    """Weights of the tower are never quantized: it sees the same whatever the decoder holds."""
+    path = write_vision_checkpoint(tmp_path)
+    picture = random_picture(path)
+    expected = Driver(path).encode(picture)
+    features = Driver(path, ops=isa and CpuOps(isa, threads=1), **options).encode(picture)
+    assert features.dtype == getattr(torch, options.get("dtype", "float32"))
+    assert (features - expected).norm() < (0.02 if "dtype" in options else 1e-4) * expected.norm()
+
+
+@pytest.mark.parametrize("isa", [None, *isas()])
+def test_features_do_not_depend_on_what_else_is_encoded(isa: str | None, tmp_path: Path) -> None:
+    """Also where pieces of two pictures take turns, and on other threads."""
+    path = write_vision_checkpoint(tmp_path, "llava_next")
+    alone, ours = (Driver(path, ops=isa and CpuOps(isa, threads)) for threads in (1, 3))
+    pictures = [random_picture(path, seed) for seed in range(2)]
+    assert ours.model.tower is not None
+    works, done = [ours.model.tower.encode(picture) for picture in pictures], {}
+    with torch.inference_mode():
+        while len(done) < len(works):
+            for index, work in enumerate(works):
+                try:
+                    next(work)
+                except StopIteration as end:
+                    done.setdefault(index, end.value)
+    assert all(torch.equal(done[index], alone.encode(picture)) for index, picture in enumerate(pictures))
+
+
+def test_facts(tmp_path: Path) -> None:
+    """Layers that are not read are not counted: they are not loaded."""
+    facts, whole = read_facts(write_vision_checkpoint(tmp_path)), Peer(tmp_path).num_parameters
+    layer, norm = 4 * (32 * 32 + 32) + 2 * 32 * 48 + 48 + 32 + 4 * 32, 2 * 32
+    assert facts.parameters == Driver(tmp_path).model.facts.parameters == whole - layer - norm
+    assert facts.tower_parameters == Driver(tmp_path).model.facts.tower_parameters
+    assert (facts.architecture, facts.image_token_id, facts.vocab_size) == ("llava", IMAGE_TOKEN_ID, VOCAB_SIZE)
+
+
+@pytest.mark.parametrize("family", ["llava", "llava_siglip", "llava_next"])
+def test_a_checkpoint_that_transformers_wrote(family: str, tmp_path: Path) -> None:
+    path = write_vision_checkpoint(tmp_path / "ours", family)
+    theirs, (ids, pictures) = Peer(path), prompt_of(path)
+    theirs.model.save_pretrained(tmp_path / "theirs")
+    values = json.loads((path / "preprocessor_config.json").read_text(encoding="utf-8"))
+    (tmp_path / "theirs" / "processor_config.json").write_text(json.dumps({"image_processor": values}), encoding="utf-8")
+    assert torch.equal(Driver(tmp_path / "theirs").logits(ids, 0, pictures), Driver(path).logits(ids, 0, pictures))
+
+
+HUB: dict[str, Any] = {
+    "architectures": ["LlavaForConditionalGeneration"],
+    "ignore_index": -100,
+    "image_token_index": 32000,
+    "model_type": "llava",
+    "pad_token_id": 32001,
+    "projector_hidden_act": "gelu",
+    "text_config": {
+        "_name_or_path": "lmsys/vicuna-7b-v1.5",
+        "architectures": ["LlamaForCausalLM"],
+        "max_position_embeddings": 4096,
+        "model_type": "llama",
+        "rms_norm_eps": 1e-05,
+        "torch_dtype": "float16",
+        "vocab_size": 32064,
+    },
+    "tie_word_embeddings": False,
+    "torch_dtype": "float16",
+    "vision_config": {
+        "hidden_size": 1024,
+        "image_size": 336,
+        "intermediate_size": 4096,
+        "model_type": "clip_vision_model",
+        "num_attention_heads": 16,
+        "num_hidden_layers": 24,
+        "patch_size": 14,
+        "projection_dim": 768,
+        "vocab_size": 32000,
+    },
+    "vision_feature_layer": -2,
+    "vision_feature_select_strategy": "default",
+    "vocab_size": 32064,
+}
+
+
+INTERLEAVE: dict[str, Any] = {
+    "architectures": ["LlavaForConditionalGeneration"],
+    "ignore_index": -100,
+    "image_token_index": 151646,
+    "model_type": "llava",
+    "projector_hidden_act": "gelu",
+    "text_config": {
+        "_name_or_path": "Qwen/Qwen1.5-0.5B-Chat",
+        "architectures": ["Qwen2ForCausalLM"],
+        "bos_token_id": 151643,
+        "eos_token_id": 151645,
+        "hidden_size": 1024,
+        "intermediate_size": 2816,
+        "max_window_layers": 21,
+        "model_type": "qwen2",
+        "num_attention_heads": 16,
+        "num_hidden_layers": 24,
+        "num_key_value_heads": 16,
+        "rope_theta": 1000000.0,
+        "sliding_window": 32768,
+        "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16",
+        "use_sliding_window": False,
+        "vocab_size": 152000,
+    },
+    "torch_dtype": "bfloat16",
+    "vision_config": {
+        "hidden_size": 1152,
+        "image_size": 384,
+        "intermediate_size": 4304,
+        "model_type": "siglip_vision_model",
+        "num_attention_heads": 16,
+        "num_hidden_layers": 26,
+        "patch_size": 14,
+        "vision_use_head": False,
+    },
+    "vision_feature_layer": -1,
+    "vision_feature_select_strategy": "full",
+    "vocab_size": 152000,
+}
+HUB_FACTS = (4096, "float16", 32064, 32000)
+
+
+@pytest.mark.parametrize(
+    ("config", "skipped", "facts"),
+    [
+        (HUB, ("vision_tower.encoder.layers.23.", "post_layernorm"), HUB_FACTS),
+        (HUB | {"vision_config": None}, ("vision_tower.encoder.layers.23.", "post_layernorm"), HUB_FACTS),
+        (INTERLEAVE, ("post_layernorm",), (32768, "bfloat16", 152000, 151646)),
+    ],
+    ids=["llava-1.5", "no-vision-config", "interleave"],
+)
+def test_a_config_as_on_the_hub(tmp_path: Path, config: dict[str, Any], skipped: Sequence[str], facts: tuple[Any, ...]) -> None:
+    """It tells only what differs from the defaults of transformers."""
+    write_vision_checkpoint(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    with torch.device("meta"):
+        theirs = transformers.AutoModelForImageTextToText.from_config(transformers.AutoConfig.from_pretrained(tmp_path))
+    needed = [item.numel() for name, item in theirs.named_parameters() if not any(part in name for part in skipped)]
+    read = read_facts(tmp_path)
+    assert read.parameters == sum(needed)
+    assert (read.context, read.dtype, read.vocab_size, read.image_token_id) == facts
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        ({"vision_feature_layer": 4}, "`vision_feature_layer` 4 is none of the tower's 3 layers"),
+        ({"vision_feature_layer": -5}, "`vision_feature_layer` -5 is none of the tower's 3 layers"),
+        ({"vision_feature_layer": []}, "`vision_feature_layer` must be a number or 1 to 64 of them, got []"),
+        ({"vision_feature_layer": "last"}, "`vision_feature_layer` must be a number or 1 to 64 of them, got 'last'"),
+        (
+            {"vision_feature_select_strategy": "cls"},
+            '`vision_feature_select_strategy` must be one of default, full here, got "cls"',
+        ),
+        ({"projector_hidden_act": "tanh"}, "`projector_hidden_act` must be one of"),
+        ({"image_token_index": VOCAB_SIZE}, f"`image_token_index` {VOCAB_SIZE} is beyond the vocab_size {VOCAB_SIZE}"),
+        ({"image_token_index": None}, "lacks `image_token_index`"),
+        ({"mm_vision_tower": "clip"}, '`mm_vision_tower` = "clip" is not supported'),
+        ({"vision_config": {"num_attention_heads": 5}}, "vision_config: `num_attention_heads` 5 does not divide hidden_size 32"),
+        ({"vision_config": {"patch_size": 29}}, "vision_config: `patch_size` 29 makes 0 patches of image_size 28"),
+        ({"vision_config": {"image_size": 8000}}, "makes 1304164 patches of image_size 8000"),
+        ({"vision_config": {"num_channels": 1}}, "vision_config: `num_channels` must be 3 here, got 1"),
+        ({"vision_config": {"model_type": "dinov2"}}, "vision_config: `model_type` must be one of clip_vision_model, siglip"),
+        ({"vision_config": {"hidden_act": "tanh"}}, "vision_config: `hidden_act` must be one of"),
+        ({"vision_config": {"use_rope": True}}, "vision_config: `use_rope` = true is not supported"),
+        ({"text_config": {"use_rope": True}}, "text_config: `use_rope` = true is not supported"),
+        ({"text_config": {"model_type": "mamba"}}, "text_config: model_type 'mamba' is not supported"),
+    ],
+)
+def test_configs_that_are_refused(tmp_path: Path, overrides: dict[str, Any], told: str) -> None:
+    write_vision_checkpoint(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
+    for key, value in overrides.items():
+        config[key] = {**config[key], **value} if isinstance(value, dict) else value
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    with pytest.raises(CheckpointError, match=re.escape(told)):
+        read_facts(tmp_path)
+
+
+def test_a_preprocessor_that_is_missing(tmp_path: Path) -> None:
+    write_vision_checkpoint(tmp_path)
+    (tmp_path / "preprocessor_config.json").unlink()
+    with pytest.raises(CheckpointError, match=re.escape("lacks preprocessor_config.json")):
+        read_facts(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        ({"image_size": 35}, "embeddings.position_embedding.weight` is [17, 32], the config says [26, 32]"),
+        ({"intermediate_size": 47}, "layers.0.mlp.fc1.bias` is [48], the config says [47]"),
+        ({"num_hidden_layers": 5}, "vision_tower.vision_model.encoder.layers.3.layer_norm1.weight` [32] is missing"),
+        ({"num_hidden_layers": 2}, "unexpected tensors: vision_tower.vision_model.encoder.layers.2"),
+    ],
+)
+def test_tensors_that_do_not_fit_the_config(tmp_path: Path, overrides: dict[str, Any], told: str) -> None:
+    write_vision_checkpoint(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
+    config["vision_config"] |= overrides
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    with pytest.raises(CheckpointError, match=re.escape(told)):
+        Driver(tmp_path)

@@ -1,0 +1,142 @@
+"""LLaVA-NeXT against transformers, in float32: tiles, margins, newlines."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from foreword.errors import CheckpointError
+from foreword.kernels.cpu.backend import CpuOps
+from foreword.kernels.cpu.library import isas
+from foreword.models.loader import read_facts
+from tests.llava_checkpoints import SIGLIP
+from tests.models.driving import Driver
+from tests.models.vision.against import Peer, backends, check_chunks, prompt_of
+from tests.vision_checkpoints import random_picture, write_vision_checkpoint
+
+FINE = [[30, 60], [60, 30], [60, 60], [30, 90]]
+CASES: dict[str, dict[str, Any]] = {
+    "llava-next": {},
+    "new-names": {"layout": "new"},
+    "qwen2": {"text": "qwen2", "text_config": {"tie_word_embeddings": True}, "tie_word_embeddings": True},
+    "several-layers": {"vision_feature_layer": [-2, -1]},
+    "no-projector-bias": {"multimodal_projector_bias": False},
+    "siglip": {"vision_config": SIGLIP, "vision_feature_select_strategy": "full", "image_grid_pinpoints": FINE},
+}
+ODD_SIZES = [(1, 1), (28, 28), (28, 29), (56, 57), (27, 500), (500, 3), (1, 400), (640, 480), (481, 640), (100, 100)]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_equal_to_transformers(case: str, tmp_path: Path) -> None:
+    path = write_vision_checkpoint(tmp_path, "llava_next", **CASES[case])
+    ids, pictures = prompt_of(path)
+    theirs, drivers = Peer(path), [Driver(path, ops=ops) for ops in backends()]
+    for expected, picture in zip(theirs.features(pictures), pictures, strict=True):
+        for driver in drivers:
+            torch.testing.assert_close(driver.encode(picture), expected, atol=1e-4, rtol=0)
+    expected, generated = theirs.logits(ids, pictures), theirs.greedy(ids, 32, pictures)
+    for driver in drivers:
+        torch.testing.assert_close(driver.logits(ids, 0, pictures), expected, atol=1e-3, rtol=0)
+        assert driver.greedy(ids, 32, pictures) == generated
+    assert len(set(generated)) > 8, "an output that collapses into a loop compares too little"
+
+
+def test_pictures_of_odd_sizes(tmp_path: Path) -> None:
+    path = write_vision_checkpoint(tmp_path, "llava_next")
+    pictures = [random_picture(path, index, *size) for index, size in enumerate(ODD_SIZES)]
+    theirs, ours = Peer(path).features(pictures), Driver(path)
+    assert len({picture.num_tokens for picture in pictures}) > 4
+    for expected, picture in zip(theirs, pictures, strict=True):
+        torch.testing.assert_close(ours.encode(picture), expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("isa", [None, *isas()])
+def test_chunks_give_the_same_bits(isa: str | None, dtype: str, tmp_path: Path) -> None:
+    path = write_vision_checkpoint(tmp_path, "llava_next", dtype=dtype)
+    check_chunks(Driver(path, dtype=dtype, ops=isa and CpuOps(isa, threads=1), block_size=4), path)
+
+
+def test_a_config_as_on_the_hub(tmp_path: Path) -> None:
+    """It tells only what differs from the defaults of transformers."""
+    write_vision_checkpoint(tmp_path)
+    config = {
+        "architectures": ["LlavaNextForConditionalGeneration"],
+        "ignore_index": -100,
+        "image_grid_pinpoints": [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]],
+        "image_token_index": 32000,
+        "model_type": "llava_next",
+        "projector_hidden_act": "gelu",
+        "text_config": {
+            "_name_or_path": "mistralai/Mistral-7B-Instruct-v0.2",
+            "architectures": ["MistralForCausalLM"],
+            "intermediate_size": 14336,
+            "max_position_embeddings": 32768,
+            "model_type": "mistral",
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-05,
+            "rope_theta": 1000000.0,
+            "sliding_window": None,
+            "torch_dtype": "bfloat16",
+            "vocab_size": 32064,
+        },
+        "torch_dtype": "float16",
+        "use_image_newline_parameter": True,
+        "vision_config": {
+            "hidden_size": 1024,
+            "image_size": 336,
+            "intermediate_size": 4096,
+            "model_type": "clip_vision_model",
+            "num_attention_heads": 16,
+            "num_hidden_layers": 24,
+            "patch_size": 14,
+            "projection_dim": 768,
+            "vocab_size": 32000,
+        },
+        "vision_feature_layer": -2,
+        "vision_feature_select_strategy": "default",
+        "vocab_size": 32064,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    with torch.device("meta"):
+        theirs = transformers.AutoModelForImageTextToText.from_config(transformers.AutoConfig.from_pretrained(tmp_path))
+    skipped = [item.numel() for name, item in theirs.named_parameters() if "layers.23." in name and "vision" in name]
+    skipped += [item.numel() for name, item in theirs.named_parameters() if "post_layernorm" in name]
+    facts = read_facts(tmp_path)
+    assert facts.parameters == sum(item.numel() for item in theirs.parameters()) - sum(skipped)
+    assert (facts.architecture, facts.context, facts.dtype) == ("llava_next", 32768, "float16")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (
+            {"image_grid_pinpoints": [[28, 57]]},
+            "`image_grid_pinpoints` must be a list of [height, width], multiples of the tower's 28",
+        ),
+        ({"image_grid_pinpoints": [[28, 0]]}, "`image_grid_pinpoints` must be a list"),
+        ({"image_grid_pinpoints": [[28]]}, "`image_grid_pinpoints` must be a list"),
+        ({"image_grid_pinpoints": [28, 56]}, "`image_grid_pinpoints` must be a list"),
+        ({"image_grid_pinpoints": [[28, 28 * 1025]]}, "and 1024 tiles at most"),
+        ({"vision_feature_select_strategy": "full"}, "`vision_feature_select_strategy` must leave the patches of a tile"),
+        ({"use_image_newline_parameter": False}, "`use_image_newline_parameter` must be true here, got false"),
+    ],
+)
+def test_configs_that_are_refused(tmp_path: Path, overrides: dict[str, Any], told: str) -> None:
+    write_vision_checkpoint(tmp_path, "llava_next", **overrides)
+    with pytest.raises(CheckpointError, match=re.escape(told)):
+        read_facts(tmp_path)
+
+
+def test_a_newline_that_is_missing(tmp_path: Path) -> None:
+    write_vision_checkpoint(tmp_path)  # LLaVA-1.5 has none
+    config = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
+    (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": "llava_next"}), encoding="utf-8")
+    with pytest.raises(CheckpointError, match="image_newline` \\[64\\] is missing"):
+        Driver(tmp_path)

@@ -1,0 +1,176 @@
+"""Qwen2-VL, Qwen2.5-VL and Qwen3-VL against transformers, in float32: features, logits, and what is generated."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+import transformers
+from PIL import Image
+from torch import Tensor
+
+from foreword.core.pictures import Picture, placed
+from foreword.kernels.reference import Reference
+from foreword.media.processor import read_processor
+from foreword.models.base import Precision
+from foreword.models.loader import load_model, read_facts
+from tests.models.driving import Driver
+from tests.vision_checkpoints import IMAGE_TOKEN_ID, VISION_FAMILIES, random_picture, write_vision_checkpoint
+
+START, END = 271, 272
+SIZES = ((40, 30), (9, 70), (64, 64), (23, 8))  # odd sizes; in 8 x 8 pixels a token: 5 x 4, 1 x 9, 8 x 8, 3 x 1
+WIDER: dict[str, dict[str, Any]] = {
+    "qwen2_vl": {
+        "vision_config": {"patch_size": 6, "temporal_patch_size": 1, "embed_dim": 24, "hidden_act": "gelu", "mlp_ratio": 3}
+    },
+    "qwen2_5_vl": {"vision_config": {"window_size": 24, "spatial_merge_size": 3, "fullatt_block_indexes": [0, 2], "depth": 4}},
+    "qwen3_vl": {"vision_config": {"num_position_embeddings": 4, "deepstack_visual_indexes": [3]}},
+}
+CASES = {
+    **{family: (family, "old", {}) for family in WIDER},
+    **{f"{family}-new": (family, "new", {}) for family in WIDER},
+    **{f"{family}-wider": (family, "old", overrides) for family, overrides in WIDER.items()},
+    "qwen2_vl-tied": ("qwen2_vl", "new", {"text_config": {"tie_word_embeddings": True}, "tie_word_embeddings": True}),
+    "qwen3_vl-shallow": ("qwen3_vl", "new", {"vision_config": {"deepstack_visual_indexes": []}}),
+    "qwen2_5_vl-yarn": (
+        "qwen2_5_vl",
+        "old",
+        {
+            "text_config": {
+                "rope_scaling": {
+                    "type": "yarn",
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 64,
+                    "mrope_section": [4, 2, 2],
+                }
+            }
+        },
+    ),
+}
+
+
+def peer(path: Path) -> Any:
+    transformers.utils.logging.disable_progress_bar()
+    kinds = {"dtype": torch.float32, "attn_implementation": "eager"}
+    return transformers.AutoModelForImageTextToText.from_pretrained(path, **kinds).eval()
+
+
+def prompt_of(pictures: Sequence[Picture]) -> tuple[list[int], tuple[Picture, ...]]:
+    """A few tokens of text, a picture, a few more, and so on; the pictures where they stand."""
+    generator = torch.Generator().manual_seed(7)
+
+    def text(count: int) -> list[int]:
+        return torch.randint(0, 256, (count,), generator=generator).tolist()
+
+    ids = text(5)
+    for number, _ in enumerate(pictures):
+        ids += [START, IMAGE_TOKEN_ID, END, *text(3 + number)]
+    prompt, found = placed(ids, IMAGE_TOKEN_ID, pictures)
+    return list(prompt), found
+
+
+class Peer:
+    """transformers, fed with the same pixels: patches as its own processor lays them out."""
+
+    def __init__(self, path: Path) -> None:
+        self.model = peer(path)
+        vision = self.model.config.vision_config
+        self.patch, self.merge, self.frames = vision.patch_size, vision.spatial_merge_size, vision.temporal_patch_size
+        colours = transformers.AutoImageProcessor.from_pretrained(path, use_fast=False)
+        self.colours = [torch.tensor(one)[:, None, None] for one in (colours.image_mean, colours.image_std)]
+        self.processor = colours
+
+    def inputs(self, prompt: Sequence[int], pictures: Sequence[Picture]) -> dict[str, Tensor]:
+        ids = torch.tensor([prompt])
+        grids = [[1, rows * self.merge, columns * self.merge] for _, rows, columns in (one.grid for one in pictures)]
+        return {
+            "input_ids": ids,
+            "attention_mask": torch.ones_like(ids),
+            "mm_token_type_ids": (ids == IMAGE_TOKEN_ID).int(),
+            "pixel_values": torch.cat([self.patches(one) for one in pictures]),
+            "image_grid_thw": torch.tensor(grids),
+        }
+
+    def patches(self, picture: Picture) -> Tensor:
+        assert picture.pixels is not None
+        pixels = torch.frombuffer(bytearray(picture.pixels), dtype=torch.uint8).view(picture.shape)[0]
+        mean, std = self.colours
+        wide = ((pixels.float() / 255 - mean) / std).numpy()
+        return torch.from_numpy(self.processor.patchify(wide, self.patch, self.merge, self.frames)[0])
+
+    def features(self, picture: Picture) -> Tensor:
+        """Side by side those that go into the embedding and those that go deeper."""
+        inputs = self.inputs([IMAGE_TOKEN_ID], [picture])
+        found = self.model.model.get_image_features(inputs["pixel_values"], inputs["image_grid_thw"])
+        (own,) = found.pooler_output
+        deeper = [one for (one,) in getattr(found, "deepstack_features", None) or []]
+        return torch.cat([own, *deeper], -1)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_equal_to_transformers(case: str, tmp_path: Path):
+    family, layout, overrides = CASES[case]
+    path = write_vision_checkpoint(tmp_path / family, family, layout=layout, **overrides)
+    theirs, ours = Peer(path), Driver(path)
+    assert sum(item.numel() for item in theirs.model.parameters()) == ours.model.facts.parameters == read_facts(path).parameters
+    prompt, pictures = prompt_of([random_picture(path, seed, *size) for seed, size in enumerate(SIZES)])
+    with torch.inference_mode():
+        for picture in pictures:
+            torch.testing.assert_close(ours.encode(picture), theirs.features(picture), atol=1e-4, rtol=0)
+        inputs = theirs.inputs(prompt, pictures)
+        expected = theirs.model(**inputs).logits[0]
+        generated = theirs.model.generate(**inputs, max_new_tokens=32, do_sample=False, eos_token_id=None)
+    torch.testing.assert_close(ours.logits(prompt, 0, pictures), expected, atol=1e-3, rtol=0)
+    output = ours.greedy(prompt, 32, pictures)
+    assert output == generated[0, len(prompt) :].tolist()
+    assert len(set(output)) > 8, "an output that collapses into a loop compares too little"
+
+
+def test_places_of_pictures_matter(tmp_path: Path):
+    """The comparison would notice positions that are mere indices."""
+    path = write_vision_checkpoint(tmp_path, "qwen2_vl")
+    ours = Driver(path)
+    prompt, pictures = prompt_of([random_picture(path)])
+    flat = [replace(one, grid=(1, 1, one.num_tokens)) for one in pictures]
+    seen = ours.logits(prompt, 0, pictures)
+    assert (ours.logits(prompt, 0, flat) - seen).abs().amax() > 0.1
+
+
+@pytest.mark.parametrize("family", WIDER)
+def test_a_picture_out_of_a_file(family: str, tmp_path: Path):
+    """Prepared by our processor and by theirs: rows, columns and features are the same."""
+    path = write_vision_checkpoint(tmp_path / family, family)
+    theirs, ours, processor = Peer(path), Driver(path), read_processor(path)
+    assert processor is not None
+    for height, width in ((37, 91), (130, 33), (5, 9)):
+        y, x = numpy.mgrid[0:height, 0:width]
+        image = Image.fromarray(numpy.stack([x * 5 % 256, y * 7 % 256, (x + y) * 3 % 256], -1).astype(numpy.uint8))
+        picture, prepared = processor.prepare(image), theirs.processor(images=[image], return_tensors="pt")
+        assert prepared["image_grid_thw"].tolist() == [[1, picture.grid[1] * theirs.merge, picture.grid[2] * theirs.merge]]
+        torch.testing.assert_close(theirs.patches(picture), prepared["pixel_values"], atol=1e-5, rtol=0)
+        with torch.inference_mode():
+            torch.testing.assert_close(ours.encode(picture), theirs.features(picture), atol=1e-4, rtol=0)
+
+
+class Meta(Reference):
+    """On a device that computes nothing, but refuses tensors of another one."""
+
+    def _place_matters(self, layout: Any) -> bool:
+        return False
+
+
+@pytest.mark.parametrize("family", VISION_FAMILIES)
+def test_everything_is_computed_on_the_engines_device(family: str, tmp_path: Path):
+    path = write_vision_checkpoint(tmp_path, family)
+    model, picture = load_model(path, Meta(), Precision.of("float32"), "meta", 64), random_picture(path)
+    assert model.tower is not None
+    work = model.tower.encode(picture)
+    with torch.inference_mode(), pytest.raises(StopIteration) as done:
+        while True:
+            next(work)
+    assert done.value.value.device.type == "meta" and done.value.value.shape == (picture.num_tokens, model.tower.width)
