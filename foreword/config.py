@@ -109,6 +109,31 @@ class Config:
     )
     prefix_caching: bool = option(True, "reuse the KV of equal prompt beginnings", group="scheduler")
 
+    max_images: int = option(16, "pictures that one request may hold", group="pictures")
+    max_image_mb: int = option(20, "largest picture file in MB, before it is decoded", group="pictures")
+    max_image_pixels: int = option(
+        50_000_000, "largest picture in pixels, as its file says before it is decoded", group="pictures"
+    )
+    image_memory: str = option(
+        "1GiB",
+        "memory for the pixels of open requests, running or waiting, in each of two processes; more are answered 429",
+        group="pictures",
+    )
+    image_cache_memory: str = option(
+        "256MiB",
+        "memory for what the model has made of pictures, so that one that comes again is not encoded again",
+        group="pictures",
+    )
+    allowed_media_domains: str = option(
+        "",
+        "hosts that pictures may be fetched from by http(s), joined by commas (default: none, only data: URLs)",
+        group="pictures",
+    )
+    allowed_local_media_path: str | None = option(
+        None, "directory below which file:// pictures may be read (default: none)", group="pictures"
+    )
+    media_timeout: float = option(5.0, "seconds in which a picture must be fetched", group="pictures")
+
     speculate: str = option(
         "auto",
         "auto, off, or drafters joined by commas: grammar, prediction, suffix, ngram, draft, replay",
@@ -182,7 +207,12 @@ class Config:
         _between("prompt_lookup_min", self.prompt_lookup_min, 1, self.prompt_lookup_max)
         _between("prompt_lookup_max", self.prompt_lookup_max, 1, 32)
         _between("replay_error_rate", self.replay_error_rate, 0.0, 1.0)
-        parse_bytes("suffix_corpus_memory", self.suffix_corpus_memory)
+        for name in ("suffix_corpus_memory", "image_memory", "image_cache_memory"):
+            parse_bytes(name, getattr(self, name))
+        _between("max_images", self.max_images, 1, 1024)
+        _between("max_image_mb", self.max_image_mb, 1, 1024)
+        _between("max_image_pixels", self.max_image_pixels, 1, 1 << 30)
+        _between("media_timeout", self.media_timeout, 0.1, 3600)
         _between("gpu_memory_utilization", self.gpu_memory_utilization, 0.05, 1.0)
         _between("port", self.port, 0, 65535)
         _between("max_waiting", self.max_waiting, 1, 1 << 24)

@@ -22,6 +22,7 @@ from typing import Any
 from rich.progress import Progress
 
 from foreword.config import Config
+from foreword.conversation import Conversations, open_pictures, source_of
 from foreword.core.events import Embedded, Event, Failed, StepStats, Tokens
 from foreword.core.params import SamplingParams
 from foreword.core.request import Request
@@ -37,12 +38,12 @@ from foreword.prepare import prepare
 from foreword.resolve import EngineInfo
 from foreword.text.answer import Answer, Delta
 from foreword.text.embedding import check_input, embedding_requests
+from foreword.text.messages import PicturePart
 from foreword.text.prepare import Defaults, make_requests
-from foreword.text.template import ChatTemplate
 
 __all__ = ["LLM", "CompletionOutput", "EmbeddingOutput", "RequestOutput", "StreamPiece"]
 
-WHAT_A_PROMPT_IS = "a prompt is a text or {'prompt_token_ids': [...]}"
+WHAT_A_PROMPT_IS = "a prompt is a text, {'prompt': ...} or {'prompt_token_ids': [...]}, the latter two perhaps with 'images'"
 
 logger = logging.getLogger("foreword")
 
@@ -51,12 +52,20 @@ Message = Mapping[str, Any]
 Input = str | Sequence[int]
 
 
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A prompt as token ids, with one placeholder for each picture; the text of ids that were given is not known."""
+
+    text: str | None
+    ids: list[int]
+    parts: Sequence[PicturePart] = ()
+
+
 @dataclass(slots=True)
 class _Job:
     """A prompt on its way."""
 
     prompt: str | None
-    prompt_ids: tuple[int, ...]
     requests: list[Request]
 
 
@@ -88,10 +97,13 @@ class LLM:
         self._client = LocalClient(prepared.config, prepared.unused_ids, prepared.tokenizer.vocabulary, on_progress)
         self._encoder = load_local(prepared.config) if prepared.config.embedding_model else None
         self._recipe = read_decoder_recipe(prepared.path)
-        self._recorder = Recorder(self.info.resolved.drafters)
-        self._template = ChatTemplate.of(self.tokenizer)
+        self._recorder = Recorder(self.info.resolved.drafters, pictures=self.info.image_token_id is not None)
+        self._conversations = Conversations(self.tokenizer, prepared.processor, self.config.max_images)
+        self._pictures = None if prepared.processor is None else open_pictures(self.config, prepared.processor)
         self._grammars = GrammarChecker(self.tokenizer.vocabulary)
         weakref.finalize(self, self._grammars.close)
+        if self._pictures is not None:
+            weakref.finalize(self, self._pictures.close)
         self._ids = itertools.count()
         self._inbox: dict[str, deque[Event]] = {}
         self.load_seconds = time.perf_counter() - started
@@ -112,9 +124,13 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer prompts, all at once: texts, or {"prompt_token_ids": [...]}; one output each, in order.
 
+        With pictures a prompt is {"prompt": text, "images": [...]}: paths, bytes of files, or pictures of PIL's, each with a
+        placeholder in the text (or in the ids), as the model's template would write it.
+
         Raises InvalidRequest before anything runs if a prompt or a parameter is impossible.
         """
-        return self._complete(self._jobs(prompts, params, add_special_tokens=True), progress)
+        listed = [prompts] if isinstance(prompts, str | Mapping) else prompts
+        return self._complete(self._jobs([self._prompt(prompt) for prompt in listed], params), progress)
 
     def chat(
         self,
@@ -123,16 +139,18 @@ class LLM:
         *,
         progress: bool = False,
     ) -> list[RequestOutput]:
-        """Answer one conversation, or each of several, by the checkpoint's chat template."""
-        conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
-        texts = [self._render(conversation) for conversation in conversations]
-        return self._complete(self._jobs(texts, params, add_special_tokens=False), progress)
+        """Answer one conversation, or each of several, by the checkpoint's chat template.
+
+        Pictures are parts of the user's messages: {"type": "image_url", ...} as over HTTP, within the same limits, or
+        {"type": "image", "image": ...}: a path, the bytes of a file, or a picture of PIL's.
+        """
+        conversations: Any = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        return self._complete(self._jobs([self._conversation(one) for one in conversations], params), progress)
 
     def stream(self, prompt: Prompt | Sequence[Message], params: SamplingParams | None = None) -> Iterator[StreamPiece]:
         """Answer a text, or a list of messages, piece by piece. Leaving the loop ends the request."""
-        conversation = isinstance(prompt, Sequence) and not isinstance(prompt, str)
-        text: Prompt = self._render(prompt) if conversation else prompt  # type: ignore[assignment]
-        (job,) = self._jobs([text], params, add_special_tokens=not conversation)
+        asked = self._prompt(prompt) if isinstance(prompt, str | Mapping) else self._conversation(prompt)
+        (job,) = self._jobs([asked], params)
         if len(job.requests) != 1:
             raise InvalidRequest("a stream has one choice: n must be 1", "n")
         for _, delta in self._run(job.requests):
@@ -197,39 +215,51 @@ class LLM:
 
     # The way of a prompt
 
-    def _render(self, messages: Any) -> str:
-        return self._template.render(messages, add_generation_prompt=True)
+    def _conversation(self, messages: Sequence[Message]) -> _Asked:
+        bare, parts = self._conversations.read(messages, local=True)
+        text = self._conversations.template.render(bare)
+        ids = self.tokenizer.encode(text, add_special_tokens=False)
+        return _Asked(text, self._conversations.with_places(ids, len(parts), "messages", "the chat template"), parts)
 
-    def _jobs(self, prompts: Any, params: Any, add_special_tokens: bool) -> list[_Job]:
-        listed: list[Prompt] = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
-        each = (
-            [params or SamplingParams()] * len(listed) if params is None or isinstance(params, SamplingParams) else list(params)
-        )
-        if len(each) != len(listed):
-            raise InvalidRequest(f"{len(listed)} prompts, but {len(each)} params", "params")
-        return [self._job(prompt, one, add_special_tokens) for prompt, one in zip(listed, each, strict=True)]
-
-    def _job(self, prompt: Prompt, params: SamplingParams, add_special_tokens: bool) -> _Job:
-        text: str | None
+    def _prompt(self, prompt: Prompt) -> _Asked:
         if isinstance(prompt, str):
-            text, ids = prompt, tuple(self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens))
-        elif isinstance(prompt, Mapping) and isinstance(prompt.get("prompt_token_ids"), Sequence):
-            text, ids = prompt.get("prompt"), tuple(prompt["prompt_token_ids"])
+            return _Asked(prompt, self.tokenizer.encode(prompt))
+        text, given = prompt.get("prompt"), prompt.get("prompt_token_ids")
+        if isinstance(given, Sequence) and not isinstance(given, str):
+            ids = list(given)
+        elif given is None and isinstance(text, str):
+            ids = self.tokenizer.encode(text)
         else:
             raise InvalidRequest(f"{WHAT_A_PROMPT_IS}, got {prompt!r:.80}", "prompt")
+        parts = [PicturePart(f"images[{index}]", image=image) for index, image in enumerate(prompt.get("images") or ())]
+        self._conversations.check_count(len(parts), "images")
+        return _Asked(text, self._conversations.with_places(ids, len(parts), "prompt") if parts else ids, parts)
+
+    def _jobs(self, prompts: Sequence[_Asked], params: Any) -> list[_Job]:
+        single = params is None or isinstance(params, SamplingParams)
+        each = [params or SamplingParams()] * len(prompts) if single else list(params)
+        if len(each) != len(prompts):
+            raise InvalidRequest(f"{len(prompts)} prompts, but {len(each)} params", "params")
+        return [self._job(asked, one) for asked, one in zip(prompts, each, strict=True)]
+
+    def _job(self, asked: _Asked, params: SamplingParams) -> _Job:
         self.info.resolved.check_method(params.speculation.method)
         if params.structured is not None:
             self._grammars.check_now(params.structured)
+        sources = [source_of(part) for part in asked.parts]
+        prompt = self._conversations.prompt(asked.ids, self._pictures.read(sources) if self._pictures and sources else ())
         requests = make_requests(
-            ids,
+            prompt.ids,
             params,
             self.tokenizer,
             f"req-{next(self._ids)}",
             self.info.resolved.max_model_len,
             self._defaults,
             vocab_size=self.info.vocab_size,
+            pictures=prompt.pictures,
+            placeholder=self._conversations.placeholder,
         )
-        return _Job(text, requests[0].prompt_ids, requests)
+        return _Job(asked.text, requests)
 
     def _complete(self, jobs: list[_Job], progress: bool) -> list[RequestOutput]:
         requests = [request for job in jobs for request in job.requests]
@@ -264,7 +294,8 @@ class LLM:
 
     def _vectors(self, ids: Sequence[Sequence[int]], pooling: str | None) -> list[bytes]:
         """Of the model itself: step until all are there; an error of one is raised, and frees all of them."""
-        requests = embedding_requests(ids, pooling or self._recipe.pooling, f"embd-{next(self._ids)}")
+        name, placeholder = f"embd-{next(self._ids)}", self._conversations.placeholder
+        requests = embedding_requests(ids, pooling or self._recipe.pooling, name, placeholder=placeholder)
         found: dict[str, bytes] = {}
         try:
             for request in requests:
@@ -333,7 +364,7 @@ class LLM:
         return RequestOutput(
             request_id=job.requests[0].id.rsplit("-", 1)[0],
             prompt=job.prompt,
-            prompt_token_ids=job.prompt_ids,
+            prompt_token_ids=job.requests[0].prompt_ids,
             outputs=tuple(self._choice(i, answers[r.id], hashes[r.id]) for i, r in enumerate(job.requests)),
             prompt_logprobs=first.prompt_logprobs or None,
             metrics=self._recorder.answer_metrics(*(request.id for request in job.requests)),

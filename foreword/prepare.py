@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from foreword.config import Config
-from foreword.demo import DRAFTER, MODEL
+from foreword.demo import BUNDLED
 from foreword.errors import CheckpointError, ConfigError
+from foreword.media.processor import Processor, read_placeholders, read_processor
 from foreword.models.gguf.reader import is_gguf, open_gguf
 from foreword.models.hub import resolve_path
 from foreword.text.gguf import tokenizer_of
@@ -17,29 +18,37 @@ from foreword.text.tokenizer import Tokenizer
 __all__ = ["Prepared", "directories", "prepare", "read_vocabulary"]
 
 EMBEDDING = "token_embd.weight"  # as GGUF files call it
-DEMO = "demo"  # names the bundled model, and its drafter as --draft-model
+DEMO = "demo"  # what is served if no model is named
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """config has local directories or files for `model` and `draft_model`."""
+    """config has local directories or files for `model` and `draft_model`.
+
+    unused_ids  never sampled: rows that no token has, and the placeholder of pictures
+    processor   makes pictures ready for the model; None: it takes none
+    """
 
     config: Config
     path: Path
     tokenizer: Tokenizer
     unused_ids: tuple[int, ...]
+    processor: Processor | None = None
 
 
 def directories(config: Config) -> Config:
-    """`config` with local directories or files as `model` and `draft_model`; no model means the bundled demo.
+    """`config` with local directories or files as `model` and `draft_model`; no model means the bundled demo;
+    the names of bundled models stand for their drafters as `draft_model`.
 
     vLLM's `speculative_config` is spread over the fields that it stands for.
     """
     config = config.with_speculative_config()
-    path = MODEL if config.model in (None, DEMO) else resolve_path(str(config.model))
+    name = str(config.model or DEMO)
+    path = BUNDLED[name][0] if name in BUNDLED else resolve_path(name)
     if not config.runs_draft_model:
         return replace(config, model=str(path))
-    drafter = DRAFTER if config.draft_model == DEMO else resolve_path(str(config.draft_model))
+    name = str(config.draft_model)
+    drafter = BUNDLED[name][1] if name in BUNDLED else resolve_path(name)
     return replace(config, model=str(path), draft_model=str(drafter))
 
 
@@ -52,9 +61,12 @@ def prepare(config: Config) -> Prepared:
     config = directories(config)
     path = Path(str(config.model))
     tokenizer, rows = read_vocabulary(path)
+    processor = read_processor(path)
     if config.runs_draft_model:
-        check_same_tokenizer(tokenizer, read_vocabulary(Path(str(config.draft_model)))[0])
-    return Prepared(config, path, tokenizer, tokenizer.unused_ids(rows))
+        check_drafter(tokenizer, processor, Path(str(config.draft_model)))
+    placeholders = () if processor is None else read_placeholders(path)
+    unused_ids = tuple(sorted({*tokenizer.unused_ids(rows), *placeholders}))
+    return Prepared(config, path, tokenizer, unused_ids, processor)
 
 
 def read_vocabulary(path: Path) -> tuple[Tokenizer, int]:
@@ -67,10 +79,24 @@ def read_vocabulary(path: Path) -> tuple[Tokenizer, int]:
     return tokenizer_of(gguf.metadata, str(path)), gguf.tensors[EMBEDDING].shape[0]
 
 
-def check_same_tokenizer(tokenizer: Tokenizer, drafter: Tokenizer) -> None:
-    difference = tokenizer.first_difference(drafter)
+def check_drafter(tokenizer: Tokenizer, processor: Processor | None, path: Path) -> None:
+    """Whether the model in `path` can guess for one with this tokenizer and this processor.
+
+    A model that sees has special tokens for it, which a draft model that reads need not have. A draft model that sees must
+    want pictures as they are made for the model: what it would see otherwise is worth nothing.
+    Raises ConfigError.
+    """
+    drafter, rows = read_vocabulary(path)
+    difference = tokenizer.first_difference(drafter, extra_special=processor is not None)
     if difference is not None:
         raise ConfigError(f"the draft model's tokenizer differs from the model's: {difference}", "draft_model")
+    if rows < drafter.vocab_size:
+        raise ConfigError(
+            f"the draft model's vocabulary has {rows} ids; the model's tokens go up to id {drafter.vocab_size - 1}", "draft_model"
+        )
+    theirs = read_processor(path)
+    if processor is not None and theirs is not None and theirs != processor:
+        raise ConfigError(f"the draft model wants other pictures than the model: {theirs} instead of {processor}", "draft_model")
 
 
 def vocab_size(path: Path) -> int:

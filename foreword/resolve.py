@@ -44,6 +44,8 @@ class ModelFacts:
     embedding_parameters  parameters of the embedding and of the head
     weight_bytes        of weights that keep the form they have in the file; None: there are none
     kept_parameters     how many weights that are
+    tower_parameters    of the tower that sees pictures
+    image_token_id      id of the placeholder of a picture's tokens; None: the model sees none
     kept_embedding_parameters  of these, parameters of the embedding and of the head
     """
 
@@ -58,6 +60,8 @@ class ModelFacts:
     weight_bytes: int | None = None
     kept_parameters: int = 0
     kept_embedding_parameters: int = 0
+    tower_parameters: int = 0
+    image_token_id: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +77,7 @@ class Resolved:
     num_blocks      usable blocks of the cache, for target and drafter alike
     draft_length    "adaptive" or "fixed"
     suffix_corpus_bytes  memory for finished outputs
+    image_cache_bytes  memory for features of pictures
     """
 
     device: str
@@ -95,6 +100,7 @@ class Resolved:
     num_speculative_tokens: int
     draft_length: str
     suffix_corpus_bytes: int
+    image_cache_bytes: int
     prompt_lookup_min: int
     prompt_lookup_max: int
     fast_math: bool
@@ -117,6 +123,7 @@ class EngineInfo:
     backend       name of the kernel backend
     load_seconds  time spent by stage: import, weights, warmup
     draft_model   name of the draft model's directory, or None
+    image_token_id  id that stands for pictures in prompts; None: the model sees none
     warnings      what the operator should know (a draft model of an unfit size, no compiler, ...)
     """
 
@@ -130,6 +137,7 @@ class EngineInfo:
     draft_model: str | None = None
     draft_parameters: int = 0
     warnings: tuple[str, ...] = ()
+    image_token_id: int | None = None
 
 
 # A value's bytes by data type; int4 has a scale of 16 bits for each 32 values, and int8 one of 32 bits for each row or
@@ -173,6 +181,7 @@ def resolve(config: Config, machine: Machine, model: ModelFacts, drafter: ModelF
         num_speculative_tokens=_num_speculative_tokens(config),
         draft_length=config.draft_length,
         suffix_corpus_bytes=parse_bytes("suffix_corpus_memory", config.suffix_corpus_memory),
+        image_cache_bytes=parse_bytes("image_cache_memory", config.image_cache_memory),
         prompt_lookup_min=config.prompt_lookup_min,
         prompt_lookup_max=config.prompt_lookup_max,
         fast_math=config.fast_math,
@@ -211,18 +220,20 @@ def _dtypes(config: Config, machine: Machine, model: ModelFacts) -> tuple[str, s
 
 
 def _weight_bytes(facts: ModelFacts, dtype: str, weight_dtype: str, quantization: str | None, native: bool) -> int:
-    """The embedding and the head are never rounded to less than 8 bits. Torch holds what is quantized as float32, and
-    whatever is not of the activations' type once more in that."""
+    """The embedding and the head are never rounded to less than 8 bits, a tower that sees not at all. Torch holds what is
+    quantized as float32, and whatever is not of the activations' type once more in that."""
+    tower_dtype = dtype if quantization else weight_dtype
     if not native:
-        values = facts.kept_parameters if quantization is None else facts.parameters
-        held = {"float32", dtype}, {weight_dtype, dtype}
+        values = facts.kept_parameters if quantization is None else facts.parameters - facts.tower_parameters
+        held = {"float32", dtype}, {tower_dtype, dtype}
         quantized, dense = (sum(DTYPE_BYTES[kind] for kind in kinds) for kinds in held)
         return int(values * quantized + (facts.parameters - values) * dense)
     linear = quantization or weight_dtype
     embedding = "int8" if quantization else weight_dtype
     outer = facts.embedding_parameters - facts.kept_embedding_parameters
-    layers = facts.parameters - facts.kept_parameters - outer
-    return (facts.weight_bytes or 0) + int(layers * DTYPE_BYTES[linear] + outer * DTYPE_BYTES[embedding])
+    layers = facts.parameters - facts.kept_parameters - facts.tower_parameters - outer
+    made = layers * DTYPE_BYTES[linear] + outer * DTYPE_BYTES[embedding] + facts.tower_parameters * DTYPE_BYTES[tower_dtype]
+    return (facts.weight_bytes or 0) + int(made)
 
 
 def _num_blocks(config: Config, machine: Machine, weights: int, per_block: int, useful: int) -> int:

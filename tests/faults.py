@@ -7,7 +7,7 @@ Nothing of this is in the product. A fault is named by the part (POINTS) and by 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 
 from foreword.core.batch import Batch
 from foreword.core.draft import Draft
+from foreword.core.pictures import Picture
 from foreword.core.request import RequestState
 from foreword.drafting.base import Ask
 from foreword.engine.assemble import StepBatch
@@ -33,7 +34,7 @@ ERRORS: Mapping[str, type[Exception]] = {
 WRONG = ("nan", "infinite", "bad id", "too few", "huge")
 POINTS = (
     "start", "plan", "allocate", "assemble", "prepare", "forward", "sample", "halfway", "mask", "run", "pool", "accept",
-    "commit", "propose", "begin", "finish", "admit", "measured",
+    "commit", "propose", "begin", "finish", "admit", "measured", "encode",
 )  # fmt: skip
 
 
@@ -103,6 +104,7 @@ class Faults:
         self._wrap(runner, "run", self._run)
         runner.sampler = _Sampler(self, runner.sampler)
         runner.pooler = _Pooler(self, runner.pooler)
+        engine.encoder._tower = engine.encoder._tower and _Tower(self, engine.encoder._tower)
         for drafter in (*drafting.drafters, *drafting.passes):
             self._wrap(drafter, "propose", self._propose)
             self._wrap(drafter, "start", self._plain("begin", lambda state: (state.id,)))
@@ -211,6 +213,28 @@ class _Pooler:
     def __call__(self, works: Sequence[Work], batch: Batch) -> list[Pooled]:
         pooled = self._original(works, batch)
         return pooled[1:] if self._faults._strike("pool", _ids(works)) else pooled
+
+
+class _Tower:
+    """A tower that fails in the middle of a picture, or whose features are wrong; about the running requests that show it."""
+
+    def __init__(self, faults: Faults, original: Any) -> None:
+        self._faults, self._original = faults, original
+        self.width = original.width
+
+    def encode(self, picture: Picture) -> Generator[int, None, torch.Tensor]:
+        pieces = self._original.encode(picture)
+        yield next(pieces)
+        running = self._faults._engine.scheduler.running
+        about = [s.id for s in running if any(one.digest == picture.digest for one in s.request.pictures)]
+        due = self._faults._strike("encode", about)
+        features: torch.Tensor = yield from pieces
+        for fault in due:
+            if fault.kind == "too few":
+                return features[1:]
+            features = features.clone()
+            features[-1, 0] = {"nan": torch.nan, "infinite": torch.inf}[fault.kind]
+        return features
 
 
 def _break_grammar(state: RequestState, faults: Faults) -> None:

@@ -64,7 +64,8 @@ class PassDrafter(Drafter, Protocol):
     """A drafter that runs a model: each token costs a forward pass, so it is asked only where that pays."""
 
     def backlog(self, ask: Ask) -> int:
-        """Rows that its model must compute for this ask before it has a first guess, at least 1."""
+        """Rows that its model must compute for this ask before it has a first guess, at least 1; or 0: it was asked before,
+        and is still kept from guessing by what others do for it."""
 
     def pass_seconds(self, rows: int, sampled: int) -> float:
         """Time one pass over `rows` rows, of which `sampled` are sampled, without touching any request's state."""

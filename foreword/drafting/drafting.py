@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import TypeVar
 
 from foreword.core.draft import Draft
@@ -26,16 +26,25 @@ class Drafting:
     """Asks the drafters for each request that goes on, and lets the policy decide what is verified.
 
     drafters  those that only look things up
+    never     ids that are never sampled, so that no draft goes beyond one
     passes    those that run a model; they are asked after the others, and only where the policy wants it
     timings   what the policy was told of this machine, if it was
     errors    exceptions caught, by drafter, and by "policy"
     resting   nobody was asked for this step, and its measure is of no interest
     """
 
-    def __init__(self, drafters: Sequence[Drafter], vocab_size: int, policy: Policy, passes: Sequence[PassDrafter] = ()) -> None:
+    def __init__(
+        self,
+        drafters: Sequence[Drafter],
+        vocab_size: int,
+        policy: Policy,
+        passes: Sequence[PassDrafter] = (),
+        never: Set[int] = frozenset(),
+    ) -> None:
         self.drafters = tuple(drafters)
         self.passes = tuple(passes)
         self.vocab_size = vocab_size
+        self.never = never
         self.policy = policy
         self.timings: Timings | None = None
         self.errors: Counter[str] = Counter()
@@ -70,6 +79,14 @@ class Drafting:
             self._guarded(drafter.name, lambda d=drafter: d.finish(request_id, output))  # type: ignore[misc]
         if drafters:
             self._guarded("policy", lambda: self.policy.finish(request_id))
+
+    def give_up(self, request_id: str) -> None:
+        """No model can be asked about a request any more: its pictures cannot be shown to it."""
+        drafters = self._live[request_id]
+        self._live[request_id] = tuple(drafter for drafter in drafters if drafter not in self.passes)
+        for model in (drafter for drafter in drafters if drafter in self.passes):
+            self.errors[model.name] += 1
+            self._guarded(model.name, lambda m=model: m.finish(request_id))  # type: ignore[misc]
 
     def propose(self, states: Sequence[RequestState], load: Load = NOTHING_ELSE) -> tuple[Draft | None, ...]:
         """What the next step shall verify of each request that has one token left to compute; None for nothing."""
@@ -142,11 +159,13 @@ class Drafting:
     def _worth_a_pass(self, model: PassDrafter, offers: dict[int, Offer], load: Load) -> list[Offer]:
         """The offers that `model` shall add to, asked for as much as the policy says."""
         mine = [offer for offer in offers.values() if model in self._live[offer.ask.state.id]]
-        backlogs = self._guarded(model.name, lambda: [model.backlog(offer.ask) for offer in mine])
-        if not backlogs:
+        counted = self._guarded(model.name, lambda: [model.backlog(offer.ask) for offer in mine]) or []
+        able = [offer for offer, backlog in zip(mine, counted, strict=False) if backlog]
+        backlogs = [backlog for backlog in counted if backlog]
+        if not able:
             return []
         wanted: list[Offer] = []
-        for offer, (length, worth) in zip(mine, self.policy.passes(mine, load, model.name, backlogs), strict=True):
+        for offer, (length, worth) in zip(able, self.policy.passes(able, load, model.name, backlogs), strict=True):
             if length > 0:
                 ask = offer.ask
                 offer.ask = Ask(ask.state, min(length, ask.max_tokens), worth)
@@ -166,7 +185,22 @@ class Drafting:
     def _ask(self, drafter: Drafter, asks: list[Ask]) -> list[Draft | None]:
         """What one drafter says, up to the first id that cannot be right. Raises whatever is wrong with it."""
         drafts = drafter.propose(asks)
-        return [_legal(ask, drafter, draft, self.vocab_size) for ask, draft in zip(asks, drafts, strict=True)]
+        return [self._legal(ask, drafter, draft) for ask, draft in zip(asks, drafts, strict=True)]
+
+    def _legal(self, ask: Ask, drafter: Drafter, draft: Draft | None) -> Draft | None:
+        """The draft up to its first id that is never sampled or that the grammar refuses, and not longer than asked for."""
+        if draft is None:
+            return None
+        length = min(len(draft.token_ids), ask.max_tokens)
+        for index, token_id in enumerate(draft.token_ids[:length]):
+            if type(token_id) is not int or not 0 <= token_id < self.vocab_size or token_id in self.never:
+                length = index
+                break
+        if ask.state.grammar is not None:
+            length = ask.state.grammar.legal(draft.token_ids[:length])
+        if length == len(draft.token_ids) and length and draft.drafter == drafter.name:
+            return draft
+        return Draft(draft.token_ids[:length], drafter.name, draft.confidence[:length]) if length else None
 
     def _chosen(self, state: RequestState) -> tuple[Drafter, ...]:
         """The drafters that the request lets guess for it."""
@@ -184,19 +218,3 @@ class Drafting:
             if count & (count - 1) == 0:  # 1, 2, 4, ...: what fails in every step would flood the log
                 logger.exception("drafter %s failed, %d times so far; its drafts of these steps are dropped", name, count)
             return None
-
-
-def _legal(ask: Ask, drafter: Drafter, draft: Draft | None, vocab_size: int) -> Draft | None:
-    """The draft up to its first id that is not in the vocabulary or that the grammar refuses, and not longer than asked for."""
-    if draft is None:
-        return None
-    length = min(len(draft.token_ids), ask.max_tokens)
-    for index, token_id in enumerate(draft.token_ids[:length]):
-        if type(token_id) is not int or not 0 <= token_id < vocab_size:
-            length = index
-            break
-    if ask.state.grammar is not None:
-        length = ask.state.grammar.legal(draft.token_ids[:length])
-    if length == len(draft.token_ids) and length and draft.drafter == drafter.name:
-        return draft
-    return Draft(draft.token_ids[:length], drafter.name, draft.confidence[:length]) if length else None

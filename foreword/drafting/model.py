@@ -6,8 +6,10 @@ import math
 import time
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from foreword.cache.blocks import BlockPool
 from foreword.cache.storage import KVStorage
@@ -16,26 +18,45 @@ from foreword.core.draft import Draft
 from foreword.core.params import SamplingParams
 from foreword.core.request import Request, RequestState
 from foreword.drafting.base import Ask
-from foreword.drafting.model_passes import PassByPass
+from foreword.drafting.model_passes import UNSEEN, PassByPass, Shown
 from foreword.drafting.model_track import Track
 from foreword.kernels.ops import DraftLane, DraftLoop, Guess
 from foreword.models.base import Model
 from foreword.sampling.sampler import Sampler
 
-__all__ = ["ModelDrafter"]
+__all__ = ["ModelDrafter", "Sight"]
 
 MAX_WINDOW = 4096  # tokens; what lies further back costs more to read than it tells of the next token
 TIMED_TOKENS = 4
 
 
+class Sight(Protocol):
+    """What the draft model's own tower has seen of the pictures of requests."""
+
+    def cost(self, state: RequestState, start: int) -> int:
+        """Multiply-adds until all is seen behind its first `start` tokens."""
+
+    def reach(self, state: RequestState, start: int) -> int:
+        """How many of its tokens can be computed before a picture is needed, once those before `start` are."""
+
+    def features(self, state: RequestState, start: int, end: int) -> Sequence[tuple[int, Tensor]]:
+        """What stands for tokens [start, end) of a request: (index of the first behind `start`, [rows, width])."""
+
+
 @dataclass(slots=True)
 class _Run:
-    """The part of one ask in one propose()."""
+    """The part of one ask in one propose(). `shown`: of pictures among its known tokens, or before them."""
 
     number: int
     ask: Ask
     track: Track
     lane: DraftLane
+    shown: Shown = UNSEEN
+
+    @property
+    def inside(self) -> bool:
+        """The loop can sample for it, and knows where its tokens stand."""
+        return self.track.plain and self.lane.start >= self.track.sights - self.track.origin
 
 
 class ModelDrafter:
@@ -45,6 +66,9 @@ class ModelDrafter:
     Its KV lives in blocks of its own; when they run out, the request whose turn was longest ago loses them and is
     caught up later. A request that outgrows the window is read again from the last half of the window on.
 
+    A model that sees is shown the pictures of a request once it is asked about it; until its tower has seen them it says
+    nothing. One that sees nothing reads the text without them. Behind the window no picture is looked at again.
+
     max_rows  rows of one pass; a longer backlog (a new prompt) is caught up over several steps
     max_len   positions that the model can be used for
     """
@@ -52,11 +76,22 @@ class ModelDrafter:
     name = "draft"
 
     def __init__(
-        self, model: Model, kv: KVStorage, sampler: Sampler, pool: BlockPool, block_size: int, max_rows: int, max_len: int
+        self,
+        model: Model,
+        kv: KVStorage,
+        sampler: Sampler,
+        pool: BlockPool,
+        block_size: int,
+        max_rows: int,
+        max_len: int,
     ) -> None:
         forward = model.compiled(kv)
         self._loop = forward if isinstance(forward, DraftLoop) else None
-        self._passes = PassByPass(forward, model.ops, sampler, block_size, kv.device)
+        self._directions = model.directions
+        self._passes = PassByPass(forward, model.ops, sampler, block_size, kv.device, model.directions)
+        self._sight: Sight | None = None
+        self._row_cost = 1
+        self.model = model
         self._unused = sampler.unused_ids
         self._vocab_size = model.vocab_size
         self._pool = pool
@@ -66,8 +101,15 @@ class ModelDrafter:
         self._tracks: dict[str, Track] = {}
         self._proposals = 0
 
+    def see_with(self, sight: Sight, row_cost: int) -> None:
+        """The pictures of requests that begin from now on are shown to the model.
+
+        row_cost  multiply-adds of its tower that take as long as one of its rows
+        """
+        self._sight, self._row_cost = sight, max(row_cost, 1)
+
     def start(self, state: RequestState) -> None:
-        self._tracks[state.id] = Track.of(state, self._vocab_size)
+        self._tracks[state.id] = Track.of(state, self._vocab_size, self._sight is not None)
 
     def finish(self, request_id: str, output: Sequence[int] = ()) -> None:
         track = self._tracks.pop(request_id, None)
@@ -79,7 +121,16 @@ class ModelDrafter:
         self._pool.check(track.blocks for track in self._tracks.values())
 
     def backlog(self, ask: Ask) -> int:
-        return self._follow(ask).backlog
+        track = self._follow(ask)
+        unseen = 0 if self._sight is None or track.known >= track.sights else self._sight.cost(ask.state, track.known)
+        if track.asked and self._computable(ask, track) < track.backlog:
+            return 0
+        return max(track.backlog + unseen // self._row_cost, 1)
+
+    def known(self, state: RequestState) -> int:
+        """How many tokens of a request need not be shown: those that are computed, or all of one that nobody asks about."""
+        track = self._tracks.get(state.id)
+        return track.known if track is not None and track.asked else len(state.tokens)
 
     @torch.inference_mode()
     def propose(self, asks: Sequence[Ask]) -> list[Draft | None]:
@@ -104,13 +155,13 @@ class ModelDrafter:
     def _guess(self, runs: Sequence[_Run]) -> Iterator[tuple[_Run, Guess]]:
         """One call for the requests that it can sample for; the others pass by pass."""
         loop = self._loop
-        inside = [run for run in runs if run.track.plain] if loop is not None else []
+        inside = [run for run in runs if run.inside] if loop is not None else []
         if loop is not None and inside:
             yield from zip(inside, loop.draft([run.lane for run in inside], self._block_size, self._unused), strict=True)
-        outside = [run for run in runs if loop is None or not run.track.plain]
+        outside = [run for run in runs if loop is None or not run.inside]
         if outside:
-            lanes = [run.lane for run in outside]
-            yield from zip(outside, self._passes.draft([run.ask for run in outside], lanes), strict=True)
+            lanes, shown = [run.lane for run in outside], [run.shown for run in outside]
+            yield from zip(outside, self._passes.draft([run.ask for run in outside], lanes, shown), strict=True)
 
     def _runs(self, asks: Sequence[Ask]) -> list[_Run]:
         """Who is computed now, and how far: within max_rows and the memory, the shortest backlogs first."""
@@ -120,26 +171,42 @@ class ModelDrafter:
         sizes: dict[int, int] = {}
         for number in sorted(range(len(asks)), key=lambda number: tracks[number].backlog):
             track = tracks[number]
-            size = min(track.backlog, budget)
+            track.asked = True
+            size = min(self._computable(asks[number], track), budget)
             if size and self._reserve(track, track.known + size - track.origin):
                 track.served = self._proposals
                 sizes[number] = size
                 budget -= size
-        return [_Run(n, asks[n], tracks[n], self._lane(asks[n], tracks[n], size)) for n, size in sizes.items()]
+        return [self._run(n, asks[n], tracks[n], size) for n, size in sizes.items()]
+
+    def _computable(self, ask: Ask, track: Track) -> int:
+        """Known tokens that could be computed now."""
+        if self._sight is None or track.known >= track.sights:
+            return track.backlog
+        return self._sight.reach(ask.state, track.known) - track.known
+
+    def _run(self, number: int, ask: Ask, track: Track, size: int) -> _Run:
+        """The next `size` known tokens, and what there is to see of them."""
+        lane = self._lane(ask, track, size)
+        if self._sight is None or track.known >= track.sights:
+            return _Run(number, ask, track, lane, Shown(track.places))
+        features = self._sight.features(ask.state, track.known, track.known + size)
+        return _Run(number, ask, track, lane, Shown(track.places, features))
 
     def _lane(self, ask: Ask, track: Track, size: int) -> DraftLane:
         """The next `size` known tokens; guesses if these are all."""
-        token_ids = ask.tokens_from(track.known)[:size]
+        token_ids = track.tokens_from(ask, track.known)[:size]
         if max(token_ids) >= self._vocab_size:  # a row of the target that stands for no token
             token_ids = [token_id if token_id < self._vocab_size else 0 for token_id in token_ids]
         return DraftLane(
             token_ids=token_ids,
             start=track.known - track.origin,
             blocks=track.blocks,
-            first=track.length,
+            first=ask.length,
             max_tokens=self._room(track, ask.max_tokens) if size == track.backlog else 0,
             floor=math.log(ask.worth) if ask.worth > 0 else -math.inf,
             sampling=track.sampling,
+            shift=track.places.shift if self._directions and track.places is not None else 0,
         )
 
     def _room(self, track: Track, max_tokens: int) -> int:
@@ -157,7 +224,7 @@ class ModelDrafter:
         track = self._tracks[ask.state.id]
         track.follow(ask)
         if track.length - track.origin > self._window:
-            self._drop(track, track.length - max(self._window // 2, 1))
+            self._drop(track, max(track.length - max(self._window // 2, 1), track.sights))
         return track
 
     def _reserve(self, track: Track, length: int) -> bool:

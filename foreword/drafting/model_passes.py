@@ -9,24 +9,39 @@ import torch
 from torch import Tensor
 
 from foreword.core.batch import Batch, Chunk, build_batch
+from foreword.core.positions import RopePositions
 from foreword.core.rows import SampleRow
 from foreword.drafting.base import Ask
 from foreword.kernels.ops import DraftLane, Guess, Ops
 from foreword.sampling.sampler import Sampler
 
-__all__ = ["PassByPass"]
+__all__ = ["UNSEEN", "PassByPass", "Shown"]
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """What a chunk knows of pictures; the fields are those of Chunk."""
+
+    positions: RopePositions | None = None
+    features: Sequence[tuple[int, Tensor]] = ()
+
+
+UNSEEN = Shown()
 
 
 @dataclass(slots=True)
 class _Progress:
     """One lane while it drafts.
 
-    pending  tokens that it computes next, from position `start` on
-    total    sum of the log-probabilities
+    pending   tokens that it computes next, from position `start` on
+    features  of pictures among these
+    total     sum of the log-probabilities
     """
 
     ask: Ask
     lane: DraftLane
+    positions: RopePositions | None
+    features: Sequence[tuple[int, Tensor]]
     pending: Sequence[int]
     start: int
     token_ids: list[int] = field(default_factory=list)
@@ -41,7 +56,7 @@ class _Progress:
     def extend(self, token_id: int, logprob: float) -> None:
         """Add a guess; a row without a legal token (-1) ends the draft instead."""
         self.start += len(self.pending)
-        self.pending = [token_id]
+        self.pending, self.features = [token_id], ()
         self.ended = token_id < 0
         if self.ended:
             return
@@ -52,18 +67,33 @@ class _Progress:
 
 
 class PassByPass:
-    """One forward pass and one call of the sampler for each guess of all lanes."""
+    """One forward pass and one call of the sampler for each guess of all lanes.
 
-    def __init__(self, forward: Callable[[Batch], Tensor], ops: Ops, sampler: Sampler, block_size: int, device: str) -> None:
+    directions  the model knows positions in several directions
+    """
+
+    def __init__(
+        self,
+        forward: Callable[[Batch], Tensor],
+        ops: Ops,
+        sampler: Sampler,
+        block_size: int,
+        device: str,
+        directions: bool = False,
+    ) -> None:
         self._forward = forward
         self._ops = ops
         self._sampler = sampler
         self._block_size = block_size
         self._device = device
+        self._directions = directions
 
-    def draft(self, asks: Sequence[Ask], lanes: Sequence[DraftLane]) -> list[Guess]:
-        """One guess for each lane, which is that of the ask with its number."""
-        everyone = [_Progress(ask, lane, lane.token_ids, lane.start) for ask, lane in zip(asks, lanes, strict=True)]
+    def draft(self, asks: Sequence[Ask], lanes: Sequence[DraftLane], shown: Sequence[Shown] | None = None) -> list[Guess]:
+        """One guess for each lane, which is that of the ask with its number; `shown` for each lane, None: nothing."""
+        everyone = [
+            _Progress(ask, lane, one.positions, one.features, lane.token_ids, lane.start)
+            for ask, lane, one in zip(asks, lanes, shown or [UNSEEN] * len(lanes), strict=True)
+        ]
         self._pass(everyone)
         active = [one for one in everyone if one.lane.max_tokens]
         while active := [one for one in active if not one.ended]:
@@ -73,8 +103,11 @@ class PassByPass:
     def _pass(self, lanes: Sequence[_Progress]) -> None:
         """Compute what is pending, and sample the rows of those that want a guess."""
         sampled = [one for one in lanes if one.lane.max_tokens]
-        chunks = [Chunk(one.pending, one.start, one.lane.blocks, int(one.lane.max_tokens > 0)) for one in lanes]
-        logits = self._forward(build_batch(chunks, self._block_size, self._ops.row_tile, self._device))
+        chunks = [
+            Chunk(one.pending, one.start, one.lane.blocks, int(one.lane.max_tokens > 0), one.positions, one.features)
+            for one in lanes
+        ]
+        logits = self._forward(build_batch(chunks, self._block_size, self._ops.row_tile, self._device, self._directions))
         if not sampled:
             return
         token_ids = self._sampler(logits, [one.row for one in sampled], logprobs=False).token_ids

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from foreword.core.batch import Batch, Chunk, build_batch
+from foreword.core.request import RequestState
 from foreword.core.rows import SampleRow
 from foreword.engine.plan import Plan, Work
 from foreword.engine.pooling import num_pooled
 
 __all__ = ["Assembler", "PromptRow", "StepBatch"]
+
+FeaturesOf = Callable[[RequestState, int, int], Sequence[tuple[int, Tensor]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,13 +42,25 @@ class StepBatch:
     prompt_rows: tuple[tuple[PromptRow, ...], ...]
 
 
-class Assembler:
-    """Lays out the rows of a plan for a backend that wants multiples of `row_tile` rows."""
+def _no_features(state: RequestState, start: int, end: int) -> Sequence[tuple[int, Tensor]]:
+    return ()
 
-    def __init__(self, block_size: int, row_tile: int, device: str) -> None:
+
+class Assembler:
+    """Lays out the rows of a plan for a backend that wants multiples of `row_tile` rows.
+
+    directions  the model knows positions in several directions
+    features    of a request, what stands for its tokens from one index to another: (index behind the first, [rows, width])
+    """
+
+    def __init__(
+        self, block_size: int, row_tile: int, device: str, directions: bool = False, features: FeaturesOf = _no_features
+    ) -> None:
         self.block_size = block_size
         self.row_tile = row_tile
         self.device = device
+        self.directions = directions
+        self.features = features
 
     def build(self, plan: Plan) -> StepBatch:
         rows: list[SampleRow] = []
@@ -59,13 +77,15 @@ class Assembler:
                 rows += [SampleRow(work.state, draft[:n]) for n in range(len(draft) + 1)]
                 lines += range(num_lines - len(draft) - 1, num_lines)
             chunks.append(chunk)
-        forward = build_batch(chunks, self.block_size, self.row_tile, self.device)
-        return StepBatch(plan, forward, tuple(rows), tuple(lines), tuple(prompt_rows))
+        return StepBatch(plan, self.lay_out(chunks), tuple(rows), tuple(lines), tuple(prompt_rows))
 
     def pooled(self, plan: Plan) -> Batch:
         """The pass over the prompts that become vectors."""
-        chunks = [_pooled_chunk(work) for work in plan.pooled]
-        return build_batch(chunks, self.block_size, self.row_tile, self.device)
+        return self.lay_out([_pooled_chunk(work) for work in plan.pooled])
+
+    def lay_out(self, chunks: Sequence[Chunk]) -> Batch:
+        """The chunks as one batch."""
+        return build_batch(chunks, self.block_size, self.row_tile, self.device, self.directions)
 
     def _chunk(self, work: Work) -> Chunk:
         state = work.state
@@ -73,7 +93,8 @@ class Assembler:
         num_sampled = 1 + work.num_draft if work.samples else 0
         if _scores_prompt(work):
             num_sampled = len(token_ids)
-        return Chunk(token_ids, work.start, state.blocks, num_sampled)
+        features = self.features(state, work.start, work.start + work.num_tokens)
+        return Chunk(token_ids, work.start, state.blocks, num_sampled, state.positions, features)
 
 
 def _pooled_chunk(work: Work) -> Chunk:

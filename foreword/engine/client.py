@@ -178,12 +178,17 @@ class ProcessClient:
         """Send it the requests that it may have and has not."""
         if self._child is None or not self._serving:
             return
+        gallery = self._live.gallery
+        for forget in gallery.forgotten():
+            self._child.send(forget)
         for request in self._live.due():
             first = None
             if request.params.structured is not None and not self._child.knows_vocabulary:
                 self._child.knows_vocabulary = True
                 first = self._vocabulary
-            self._child.send(request, first)
+            for message in gallery.messages(request):
+                self._child.send(message, first)
+                first = None
 
     # What it says
 

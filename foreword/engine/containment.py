@@ -21,7 +21,7 @@ from foreword.engine.plan import Work
 from foreword.engine.stages import Stages
 from foreword.errors import ForewordError, RequestFailed
 
-__all__ = ["NONFINITE", "Containment"]
+__all__ = ["NONFINITE", "Containment", "is_device_lost"]
 
 logger = logging.getLogger(__name__)
 
@@ -108,7 +108,7 @@ class Containment(Generic[R]):
 
     def _recover(self, works: Sequence[Work], error: Exception) -> None:
         """After an error, begin anew. Raises it if the device is lost: it answers with errors for ever."""
-        if isinstance(error, torch.AcceleratorError) and "out of memory" not in str(error):
+        if is_device_lost(error):
             raise error
         self.disturbed = True
         _renew(works)
@@ -138,6 +138,11 @@ class Containment(Generic[R]):
             raise RuntimeError("a request that nobody sent fails as well: the engine is broken") from result.error
         if self._in_vain >= PATIENCE:
             raise RuntimeError(f"{self._in_vain} steps in a row yielded nothing but errors")
+
+
+def is_device_lost(error: Exception) -> bool:
+    """Whatever is tried now would fail as well."""
+    return isinstance(error, torch.AcceleratorError) and "out of memory" not in str(error)
 
 
 def _renew(works: Sequence[Work]) -> None:

@@ -19,6 +19,8 @@ from foreword.drafting.drafting import Drafting
 from foreword.drafting.policy import Load, Served, StepFacts
 from foreword.engine.assemble import Assembler
 from foreword.engine.containment import Containment
+from foreword.engine.encoding import Encoder, Unseen
+from foreword.engine.pictures import check_pictures, to_come
 from foreword.engine.plan import Plan, Work
 from foreword.engine.pooling import Pooled
 from foreword.engine.runner import Runner
@@ -33,6 +35,7 @@ __all__ = ["Engine"]
 logger = logging.getLogger(__name__)
 
 COMPILING_S = 0.01  # a step that has nothing to do but to wait for a grammar takes so long
+ENCODING_SHARE = 2  # of the rows of a step: the other part is for those who only wait for their next token
 LOOK_S = 0.2  # between two looks at the time limits of requests
 
 
@@ -48,6 +51,7 @@ class _Compiling:
 class Engine:
     """Owns every live request. Single-threaded: whoever holds it calls one method at a time.
 
+    guide        the encoder of a draft model that sees, or None
     num_arrived  requests submitted so far; each has the number that this was before it came
     at_work      called with the numbers of those that the next piece of a step is about: if it kills the process, it was one
                  of them
@@ -59,16 +63,20 @@ class Engine:
         scheduler: Scheduler,
         assembler: Assembler,
         runner: Runner,
+        encoder: Encoder,
         drafting: Drafting,
         grammars: Grammars,
         stages: Stages,
         device_memory: Callable[[], int],
         clock: Callable[[], float] = time.monotonic,
+        guide: Encoder | None = None,
     ) -> None:
         self.info = info
         self.scheduler = scheduler
         self.assembler = assembler
         self.runner = runner
+        self.encoder = encoder
+        self.guide = guide
         self.drafting = drafting
         self.grammars = grammars
         self.stages = stages
@@ -132,6 +140,7 @@ class Engine:
             return
         state = self.scheduler.remove(request_id)
         if state is not None:
+            self._settle()
             self.drafting.finish(request_id, state.tokens[state.num_prompt :][: num_tokens or 0])
 
     def step(self) -> StepReport:
@@ -147,6 +156,7 @@ class Engine:
         self._refused = []
         if not self.scheduler.idle:
             events += self._step()
+            self._settle()
         self._num_steps += 1
         return StepReport(tuple(events), self._stats())
 
@@ -183,14 +193,47 @@ class Engine:
         return [one.arrival for one in self._compiling.values() if one.grammar.running()]
 
     def _step(self) -> list[Event]:
+        events = self._encode()
         if not self.drafting.off:
             with self.stages("draft"):
                 self.scheduler.draft(self._drafts())
         with self.stages("schedule"):
-            plan = self.scheduler.plan()
-        assert plan.work or plan.pooled, "live requests, but none of them can run"
-        events = self._generate(plan) if plan.work else []
+            plan = self.scheduler.plan(self._encoding_rows)
+        came = any(state.request.pictures for state in self.scheduler.running)  # whoever begins with a picture has no rows yet
+        assert plan.work or plan.pooled or self.encoder.rows or events or came, "live requests, but none of them can run"
+        events += self._generate(plan) if plan.work else []
         return events + self._pool(plan) if plan.pooled else events
+
+    @property
+    def _encoding_rows(self) -> int:
+        """What the pictures cost in this step."""
+        return self.encoder.rows + (0 if self.guide is None else self.guide.rows)
+
+    def _encode(self) -> list[Event]:
+        """Pieces of the pictures that running requests come to; ends those whose picture cannot be encoded."""
+        rows = self.info.resolved.max_num_batched_tokens // ENCODING_SHARE
+        unseen = self.encoder.advance(self.scheduler.running, rows, self._announce_states)
+        if self.guide is not None:
+            self._encode_for_drafts(self.guide, rows - self.encoder.rows)
+        return [] if unseen is None else self._taken([self._end_unseen(unseen, state) for state in unseen.states])
+
+    def _encode_for_drafts(self, guide: Encoder, rows: int) -> None:
+        """Pieces of what the draft model comes to; nobody ends for what it cannot see."""
+        unseen = guide.advance(self.scheduler.running, rows, self._announce_states)
+        if unseen is not None:
+            for state in unseen.states:
+                self.drafting.give_up(state.id)
+
+    def _settle(self) -> None:
+        """Let go of pictures that nobody needs any more."""
+        self.encoder.settle(self.scheduler.running)
+        if self.guide is not None:
+            self.guide.settle(self.scheduler.running)
+
+    def _end_unseen(self, unseen: Unseen, state: RequestState) -> Event:
+        self._faults[unseen.stage] += 1
+        self.remove(state.id)
+        return Failed(state.id, unseen.error)
 
     def _generate(self, plan: Plan) -> list[Event]:
         """The pass over the rows of those that want tokens."""
@@ -220,7 +263,10 @@ class Engine:
             return self.runner.pooler(works, self.assembler.pooled(Plan((), pooled=tuple(works))))
 
     def _announce(self, works: Sequence[Work]) -> None:
-        self.at_work([*self._being_compiled(), *(work.state.arrival for work in works)])
+        self._announce_states([work.state for work in works])
+
+    def _announce_states(self, states: Sequence[RequestState]) -> None:
+        self.at_work([*self._being_compiled(), *(state.arrival for state in states)])
 
     def _taken(self, events: list[Event]) -> list[Event]:
         """The events of a step. After an error all bookkeeping is looked at: only if it is right the engine goes on."""
@@ -230,13 +276,14 @@ class Engine:
 
     def _drafts(self) -> dict[str, Draft]:
         """Drafts for those that decode. They are made as late as can be: what a step yields is not kept waiting for them."""
-        decoding = [state for state in self.scheduler.running if state.decodes]
+        reach = self.scheduler.reach
+        decoding = [s for s in self.scheduler.running if s.decodes and reach(s, s.num_computed) == len(s.tokens)]
         drafts = self.drafting.propose(decoding, _load(self.scheduler))
         return {state.id: draft for state, draft in zip(decoding, drafts, strict=True) if draft is not None}
 
     def _tell_drafting(self, plan: Plan, outcomes: Sequence[Outcome], events: Sequence[Event]) -> None:
         """What the step did, and which requests are over."""
-        if not self.drafting.resting and not self._generating.disturbed:
+        if not self.drafting.resting and not self._generating.disturbed and not self._saw(plan):
             served = tuple(_served(work, outcome) for work, outcome in zip(plan.work, outcomes, strict=True))
             self.drafting.measured(StepFacts(served, self.stages.so_far()))
         failed = {event.request_id for event in events if isinstance(event, Failed)}
@@ -246,6 +293,11 @@ class Engine:
             elif outcome.ended:
                 self.drafting.finish(work.state.id, _learnable(work.state))
 
+    def _saw(self, plan: Plan) -> bool:
+        """Whether pictures took part in the step, which tells nothing of others then."""
+        waits = self.guide is not None and self.guide.waits(self.scheduler.running)
+        return waits or self._encoding_rows > 0 or any(to_come(work.state, work.start) for work in plan.work)
+
     def close(self) -> None:
         """Compile no more: the end of the process would wait for it."""
         self.grammars.close()
@@ -253,6 +305,9 @@ class Engine:
     def check(self) -> None:
         """Assert the integrity of all bookkeeping; for tests, and cheap enough for idle moments."""
         self.scheduler.check()
+        self.encoder.check(self.scheduler.running)
+        if self.guide is not None:
+            self.guide.check(self.scheduler.running)
         self.drafting.check()
 
     def _check(self, request: Request) -> None:
@@ -274,6 +329,7 @@ class Engine:
         for token_id in (*request.prompt_ids, *request.delivered_ids):
             if token_id not in known:
                 raise InvalidRequest(f"token id {token_id} is outside the vocabulary, which ends at {len(known) - 1}", "prompt")
+        check_pictures(request, self.info.image_token_id, self.assembler.directions)
         self.info.resolved.check_method(request.params.speculation.method)
 
     def _stats(self) -> StepStats:
@@ -294,6 +350,8 @@ class Engine:
             drafter_errors=dict(self.drafting.errors),
             drafting=self.drafting.stats(),
             faults=self._counted_faults(),
+            images_encoded_total=self.encoder.num_encoded,
+            image_cache_hits_total=self.encoder.num_hits,
         )
 
     def _counted_faults(self) -> dict[str, int]:
@@ -326,7 +384,8 @@ def _load(scheduler: Scheduler) -> Load:
     rows = reads = 0
     for state in scheduler.running:
         if state.num_missing > 1 and not state.pools:
-            size = min(state.num_missing, scheduler.max_num_batched_tokens - rows)
+            missing = scheduler.reach(state, state.num_computed) - state.num_computed
+            size = min(missing, scheduler.max_num_batched_tokens - rows)
             rows += size
             reads += size * state.num_computed
     return Load(rows, reads)

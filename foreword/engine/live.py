@@ -10,6 +10,7 @@ from typing import Final
 from foreword.core.deadlines import overdue
 from foreword.core.events import Embedded, Event, Failed, StepStats, Tokens, without_first
 from foreword.core.request import Request
+from foreword.engine.gallery import Gallery
 from foreword.engine.suspects import ALONE, Suspects
 from foreword.errors import ForewordError, RequestFailed
 
@@ -99,11 +100,14 @@ class LiveRequests:
     """Every open request, in order of arrival, and who of them may be sent to the engine that lives now.
 
     An engine that is to prove itself first gets a request of ours, and nothing else until it answers.
+
+    gallery  of their pictures
     """
 
-    __slots__ = ("_live", "_num_sent", "_proof", "_suspects", "_unsent")
+    __slots__ = ("_live", "_num_sent", "_proof", "_suspects", "_unsent", "gallery")
 
     def __init__(self) -> None:
+        self.gallery = Gallery()
         self._live: dict[str, LiveRequest] = {}
         self._unsent: dict[str, LiveRequest] = {}
         self._suspects = Suspects()
@@ -123,10 +127,13 @@ class LiveRequests:
 
     def add(self, request: Request) -> None:
         self._live[request.id] = self._unsent[request.id] = LiveRequest(request)
+        self.gallery.add(request)
 
     def remove(self, request_id: str) -> None:
         """It ended, or nobody wants it any more; it may have ended before."""
-        self._live.pop(request_id, None)
+        live = self._live.pop(request_id, None)
+        if live is not None:
+            self.gallery.remove(live.request)
         self._unsent.pop(request_id, None)
         self._suspects.clear(request_id)
 
@@ -186,6 +193,7 @@ class LiveRequests:
             live.has_run = live.has_run or live.number in at_work
             live.number = None
         self._proof = None
+        self.gallery.died()
         self._unsent = dict(self._live)
         self._num_sent = 0
 

@@ -13,9 +13,10 @@ from pathlib import Path
 import torch
 
 from foreword.cache.blocks import BlockPool
+from foreword.cache.features import FeatureCache
 from foreword.cache.storage import KVStorage
 from foreword.config import Config
-from foreword.core.batch import SCRATCH_BLOCK, Chunk, build_batch
+from foreword.core.batch import SCRATCH_BLOCK, Chunk
 from foreword.drafting.base import Drafter, PassDrafter
 from foreword.drafting.control.controller import Controller
 from foreword.drafting.control.costs import PassCost, Timings
@@ -30,6 +31,7 @@ from foreword.drafting.replay import PaidReplay, ReplayDrafter, read_recording
 from foreword.drafting.suffix import SuffixDrafter
 from foreword.engine.assemble import Assembler
 from foreword.engine.calibrate import Calibrator, pass_seconds
+from foreword.engine.encoding import Encoder
 from foreword.engine.engine import Engine
 from foreword.engine.runner import Runner
 from foreword.engine.scheduler import Scheduler
@@ -51,6 +53,7 @@ __all__ = ["FIT_DRAFTER", "load", "this_machine"]
 Progress = Callable[[int, int], None]
 SAMPLES, SAMPLE_BYTES = 64, 1 << 16  # of a weight file, evenly spread, the first and the last bytes among them
 GIB = 1 << 30
+TOWER_PACE = 2  # a multiply-add of a tower's linear layers takes as long as so many of a prompt (benchmarks/encoding.py)
 FIT_DRAFTER = (10, 50)  # how many times smaller a draft model usually pays
 
 
@@ -63,7 +66,7 @@ def load(
 ) -> Engine:
     """Load the checkpoint that `config.model` names (a directory) and everything around it.
 
-    unused_ids  ids that no token has, of target and drafter alike
+    unused_ids  ids that are never sampled, nor drafted: no token has them, or they stand for pictures
     resolved, timings  choices and timings of an engine that this one replaces
     Raises ConfigError or CheckpointError.
     """
@@ -126,18 +129,37 @@ class _Loader:
         stages = Stages()
         grammars = Grammars(model.vocab_size)
         runner = Runner(model, kv, sampler, grammars, stages)
+        encoder = self.encoder(model, stages)
+        guide = self.guide(encoder, drafting)
+        tile, directions = self.ops.row_tile, model.directions
+        assembler = Assembler(resolved.block_size, tile, resolved.device, directions, encoder.features)
         started = time.perf_counter()
-        runner.warm_up(build_batch([Chunk([0], 0, [SCRATCH_BLOCK], 1)], resolved.block_size, self.ops.row_tile, resolved.device))
+        runner.warm_up(assembler.lay_out([Chunk([0], 0, [SCRATCH_BLOCK], 1)]))
         self.seconds["warmup"] = time.perf_counter() - started
-        assembler = Assembler(resolved.block_size, self.ops.row_tile, resolved.device)
         if not drafting.off and resolved.draft_length == "adaptive":
             started = time.perf_counter()
             drafting.timings = self.timings or self.timed(assembler, runner, drafting)
             drafting.policy = self.controller(drafting.timings)
             stages.take()
             self.seconds["calibration"] = time.perf_counter() - started
-        memory = _device_memory(resolved)
-        return Engine(self.info(target, drafter), self.scheduler(), assembler, runner, drafting, grammars, stages, memory)
+        info, memory = self.info(target, drafter), _device_memory(resolved)
+        scheduler = self.scheduler(encoder)
+        return Engine(info, scheduler, assembler, runner, encoder, drafting, grammars, stages, memory, guide=guide)
+
+    def encoder(self, model: Model, stages: Stages) -> Encoder:
+        resolved = self.resolved
+        value_bytes = Precision.of(resolved.dtype).dtype.itemsize
+        cache = FeatureCache(resolved.image_cache_bytes)
+        return Encoder(model.tower, cache, _row_cost(model.facts), resolved.max_num_batched_tokens, value_bytes, stages)
+
+    def guide(self, encoder: Encoder, drafting: Drafting) -> Encoder | None:
+        """What shows pictures to the draft model, if both models see."""
+        for drafter in drafting.passes:
+            if isinstance(drafter, ModelDrafter) and drafter.model.tower is not None and encoder.sees:
+                guide = encoder.beside(drafter.model.tower, drafter.known)
+                drafter.see_with(guide, _row_cost(drafter.model.facts))
+                return guide
+        return None
 
     def drafting(self, vocab_size: int) -> Drafting:
         """Every drafter that was asked for; those that run a model apart."""
@@ -149,7 +171,8 @@ class _Loader:
                 passes.append(drafter)
             else:
                 lookups.append(drafter)
-        return Drafting(lookups, vocab_size, FixedLength(self.resolved.num_speculative_tokens), passes)
+        policy = FixedLength(self.resolved.num_speculative_tokens)
+        return Drafting(lookups, vocab_size, policy, passes, frozenset(self.unused_ids))
 
     def timed(self, assembler: Assembler, runner: Runner, drafting: Drafting) -> Timings:
         resolved = self.resolved
@@ -164,14 +187,14 @@ class _Loader:
             return Controller(*options)
         return TracedController(self.config.trace_of_drafts, *options)
 
-    def scheduler(self) -> Scheduler:
+    def scheduler(self, encoder: Encoder) -> Scheduler:
         resolved, trace = self.resolved, self.config.trace
         pool = BlockPool(resolved.num_blocks)
         options = (resolved.block_size, resolved.max_num_seqs, resolved.max_num_batched_tokens, resolved.prefix_caching)
         if trace is None:
-            return Scheduler(pool, *options)
+            return Scheduler(pool, *options, reach=encoder.reach)
         try:
-            return TracedScheduler(Path(trace), pool, *options)
+            return TracedScheduler(Path(trace), pool, *options, reach=encoder.reach)
         except OSError as error:
             raise ConfigError(f"trace: cannot write {trace}: {error.strerror}", "trace") from None
 
@@ -195,7 +218,7 @@ class _Loader:
         if name == "suffix":
             return SuffixDrafter(resolved.suffix_corpus_bytes, self.unused_ids, load_library()[0])
         if name == "ngram":
-            return NgramDrafter(resolved.prompt_lookup_min, resolved.prompt_lookup_max)
+            return NgramDrafter(resolved.prompt_lookup_min, resolved.prompt_lookup_max, frozenset(self.unused_ids))
         if name == "replay":
             return self.replay_drafter(vocab_size)
         assert name == "draft" and config.draft_model is not None
@@ -215,11 +238,6 @@ class _Loader:
         max_len = min(resolved.max_model_len, read_facts(Path(path), self.config.gguf_dequantize).context)
         model = self.model(path, max_len)
         # The two vocabularies may be padded differently: what the target cannot say is not guessed.
-        last = max(set(range(vocab_size)) - set(self.unused_ids))
-        if last >= model.vocab_size:
-            raise ConfigError(
-                f"the draft model's vocabulary has {model.vocab_size} ids; the model's tokens go up to id {last}", "draft_model"
-            )
         unused = [i for i in self.unused_ids if i < model.vocab_size] + list(range(vocab_size, model.vocab_size))
         return ModelDrafter(
             model,
@@ -237,13 +255,19 @@ class _Loader:
             parameters=target.parameters,
             vocab_size=target.vocab_size,
             resolved=self.resolved,
-            fingerprint=_fingerprint(self.config, self.resolved, self.ops),
+            fingerprint=_fingerprint(self.config, self.resolved, self.ops, target.image_token_id is not None),
             backend=self.ops.name,
             load_seconds=self.seconds,
             draft_model=Path(self.config.draft_model).name if drafter and self.config.draft_model else None,
             draft_parameters=drafter.parameters if drafter else 0,
             warnings=_warnings(self.resolved, target, drafter),
+            image_token_id=target.image_token_id,
         )
+
+
+def _row_cost(facts: ModelFacts) -> int:
+    """Multiply-adds of a tower that take as long as a row of a prompt."""
+    return (facts.parameters - facts.tower_parameters - facts.embedding_parameters) // TOWER_PACE
 
 
 def _warnings(resolved: Resolved, target: ModelFacts, drafter: ModelFacts | None) -> tuple[str, ...]:
@@ -265,7 +289,7 @@ def _warnings(resolved: Resolved, target: ModelFacts, drafter: ModelFacts | None
     return tuple(warnings)
 
 
-def _fingerprint(config: Config, resolved: Resolved, ops: Ops) -> str:
+def _fingerprint(config: Config, resolved: Resolved, ops: Ops, sees: bool) -> str:
     """Equal fingerprints promise equal answers: weights, kernels and their build, types, RoPE and thread layout in one name."""
     assert config.model is not None
     facts = (
@@ -274,6 +298,7 @@ def _fingerprint(config: Config, resolved: Resolved, ops: Ops) -> str:
         library_digest() if resolved.device == "cpu" else "",
         torch.__version__,
         version("llguidance"),
+        version("pillow") if sees else "",
         torch.get_num_threads(),
         torch.backends.cpu.get_cpu_capability(),
         torch.cuda.get_device_name() if resolved.device == "cuda" else resolved.device,

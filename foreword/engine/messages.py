@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from foreword.config import Config
 from foreword.drafting.control.costs import Timings
 from foreword.errors import ForewordError
 from foreword.resolve import EngineInfo, Resolved
 
-__all__ = ["BOARD", "Loading", "Ready", "Refused", "Remove", "Start"]
+__all__ = ["BOARD", "Forget", "Loading", "Ready", "Refused", "Remove", "Show", "Start"]
 
 BOARD = b"b"  # to the engine, before all messages: goes along with the file descriptor of its board
 
@@ -56,3 +56,18 @@ class Remove:
 
     request_id: str
     num_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Show:
+    """To the engine, before the first request with this picture: its pixels, which requests come without."""
+
+    digest: bytes
+    pixels: bytes = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Forget:
+    """To the engine: no open request has this picture any more."""
+
+    digest: bytes

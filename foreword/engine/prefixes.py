@@ -30,7 +30,8 @@ class Prefixes:
     def name(self, state: RequestState) -> None:
         """Name the blocks that its tokens fill."""
         if self.enabled:
-            extend_hashes(state.block_hashes, state.tokens, self._block_size, state.request.tenant)
+            request = state.request
+            extend_hashes(state.block_hashes, state.tokens, self._block_size, request.tenant, request.pictures)
 
     def shareable(self, state: RequestState) -> list[bytes]:
         """Hashes of the leading blocks that the cache holds; never that of the last token."""
@@ -42,18 +43,18 @@ class Prefixes:
                 found.append(digest)
         return found
 
-    def being_computed(self, state: RequestState) -> bool:
-        """Whether a running request is just computing the next block of this one's beginning.
+    def owner(self, state: RequestState) -> RequestState | None:
+        """The running request that is just computing the next block of this one's beginning.
 
         Then it waits a step or two and shares the block: n choices compute their prompt once. Who wants tokens does not wait
         for a vector, which may take its time.
         """
         if not self.reads(state):
-            return False
+            return None
         index = len(self.shareable(state))
         beginning = self._beginning(state)
         owner = self._computing.get(beginning[index]) if index < len(beginning) else None
-        return owner is not None and (state.pools or not owner.pools)
+        return owner if owner is not None and (state.pools or not owner.pools) else None
 
     def share(self, state: RequestState) -> int:
         """Let a request that starts take what is there of its beginning; the rest is its to compute. Returns the blocks taken."""

@@ -19,7 +19,7 @@ from foreword.core.vocabulary import Vocabulary
 from foreword.engine.board import Board
 from foreword.engine.engine import Engine
 from foreword.engine.load import load
-from foreword.engine.messages import BOARD, Loading, Ready, Refused, Remove, Start
+from foreword.engine.messages import BOARD, Forget, Loading, Ready, Refused, Remove, Show, Start
 from foreword.errors import ForewordError
 
 __all__ = ["main"]
@@ -101,13 +101,19 @@ def _rest(engine: Engine, connection: Connection, board: Board) -> None:
         connection.poll(None)
 
 
-def _handle(engine: Engine, message: Request | Remove | Vocabulary, board: Board) -> None:
+def _handle(engine: Engine, message: Request | Remove | Vocabulary | Show | Forget, board: Board) -> None:
     if isinstance(message, Request):
         board.work((engine.num_arrived,))
         engine.submit(message)
     elif isinstance(message, Vocabulary):
         board.work((engine.num_arrived,))  # the request that needs it follows
         engine.know(message)
+    elif isinstance(message, Show):
+        board.work((engine.num_arrived,))  # likewise
+        engine.encoder.show(message.digest, message.pixels)
+    elif isinstance(message, Forget):
+        board.work(())
+        engine.encoder.forget(message.digest)
     else:
         board.work(())
         engine.remove(message.request_id, message.num_tokens)

@@ -11,17 +11,17 @@ from __future__ import annotations
 import logging
 import time
 from bisect import insort
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import islice
 
 from foreword.cache.blocks import BlockPool
 from foreword.core.draft import Draft, Outcome
-from foreword.core.events import DraftUse, Embedded, Event, Failed, Tokens
+from foreword.core.events import Embedded, Event, Failed
 from foreword.core.request import RequestState
-from foreword.engine.plan import Plan, Work
+from foreword.engine.plan import Plan, Work, tokens_event
 from foreword.engine.prefixes import Prefixes
 from foreword.engine.shares import Shares
+from foreword.engine.waiting import Crowd, Waiting, rank_of
 from foreword.errors import ForewordError, RequestFailed
 
 __all__ = ["Scheduler"]
@@ -31,9 +31,15 @@ logger = logging.getLogger(__name__)
 POOLED_SHARE, LEAST_POOLED = 32, 8  # of the rows of a step, while others wait for tokens
 
 
+def _everything(state: RequestState, start: int) -> int:
+    return len(state.tokens)
+
+
 class Scheduler:
     """Owns the live requests and the blocks they hold.
 
+    reach       of a request, how many tokens can be computed before a picture is needed that is not encoded yet, once those
+                before an index are
     waiting     by rank; they hold no blocks
     running     by rank; they hold blocks for what is computed and one more token
     num_faults  requests that ended because what their step yielded could not be taken
@@ -46,6 +52,7 @@ class Scheduler:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         prefix_caching: bool = True,
+        reach: Callable[[RequestState, int], int] = _everything,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         assert max_num_batched_tokens >= max_num_seqs, "every running request needs a row a step"
@@ -54,14 +61,18 @@ class Scheduler:
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.prefixes = Prefixes(pool, block_size, prefix_caching)
+        self.reach = reach
         self.shares = Shares()
         self.states: dict[str, RequestState] = {}
-        self.waiting: list[RequestState] = []
+        self.waiting = Waiting()
         self.running: list[RequestState] = []
         self.num_preemptions = 0
         self.prefix_queries = 0
         self.prefix_hits = 0
         self.num_faults = 0
+        self._rows = max_num_batched_tokens
+        self._crowd: Crowd | None = None  # None: it has changed
+        self._known_crowd: Crowd | None = None  # for which nobody is apart without need
         self._clock = clock
 
     @property
@@ -73,7 +84,7 @@ class Scheduler:
         assert self._blocks(state.limit) <= self.pool.num_blocks, "max_model_len exceeds the cache"
         self.states[state.id] = state
         self.shares.add(state)
-        self._wait(state)
+        self.waiting.add(state)
 
     def remove(self, request_id: str) -> RequestState | None:
         """Forget a request and free all it holds; None if it is not there (it ended by itself)."""
@@ -96,19 +107,24 @@ class Scheduler:
         for request_id, draft in drafts.items():
             self.states[request_id].set_draft(draft.token_ids, draft.drafter)
 
-    def plan(self) -> Plan:
-        """Choose the rows of the next step. Running requests go first, then new ones, then drafts."""
+    def plan(self, taken: int = 0) -> Plan:
+        """Choose the rows of the next step. Running requests go first, then new ones, then drafts.
+
+        taken  rows that went into something else. Everybody who runs has one nevertheless.
+        """
+        self._rows = max(self.max_num_batched_tokens - taken, self.max_num_seqs)
         if self.shares.correct(self.waiting):
-            self.waiting.sort(key=_rank)
+            self.waiting.sort()
+        self._look_at_crowd()
         preempted: list[str] = self._yield_to_priority()
         work: list[Work] = []
-        budget, vector_rows = self.max_num_batched_tokens, self._vector_rows()
+        budget, vector_rows = self._rows, self._vector_rows()
         parts = 2 if self._can_start(vector_rows == budget) else 1  # a long prompt leaves half of the step to those that wait
         for state in list(self.running):
             if state.id in preempted:  # it gave way to one before it
                 continue
             younger = len(self.running) - len(work) - 1
-            num_tokens = min(state.num_missing, -(-(budget - younger) // parts), vector_rows if state.pools else budget)
+            num_tokens = min(self._computable(state), -(-(budget - younger) // parts), vector_rows if state.pools else budget)
             if num_tokens and self._reserve(state, state.num_computed + num_tokens, preempted):
                 work.append(_work(state, num_tokens))
                 budget -= num_tokens
@@ -151,7 +167,7 @@ class Scheduler:
         assert len(self.running) <= self.max_num_seqs
         assert all(not s.blocks and not s.num_computed and not s.draft for s in self.waiting)
         for state in self.running:
-            assert 0 <= state.num_computed < len(state.tokens)
+            assert 0 <= state.num_computed < len(state.tokens) and state not in self.waiting
             assert len(state.tokens) < state.limit or state.pools
             assert len(state.blocks) <= self._blocks(len(state.tokens))
             assert not state.draft or state.decodes
@@ -172,14 +188,55 @@ class Scheduler:
             self._preempt(worst, preempted)
         return preempted
 
+    def _look_at_crowd(self) -> None:
+        """Who waits for pictures of others may go on when these have changed."""
+        crowd = Crowd(self.running, self.reach)
+        if crowd != self._known_crowd:
+            self.waiting.call_back()
+        self._crowd = self._known_crowd = crowd
+
     def _first_to_start(self, vectors: bool = True) -> RequestState | None:
-        """The first that waits for rows, blocks or a place, and not for somebody else's prompt."""
-        candidates = self.waiting if vectors else (state for state in self.waiting if not state.pools)
-        for state in islice(candidates, self.max_num_seqs):
-            self.prefixes.name(state)
-            if not self.prefixes.being_computed(state):
-                return state
-        return None
+        """The first that waits for rows, blocks or a place, and not for others."""
+        return next(self._startable(lambda state: state.pools and not vectors), None)
+
+    def _startable(self, skipped: Callable[[RequestState], bool]) -> Iterator[RequestState]:
+        """Those that wait for rows, blocks or a place and not for others, by rank. Whoever takes one may start it."""
+        ready, index, deferred = self.waiting.ready, 0, 0
+        while index < len(ready) and deferred < self.max_num_seqs:
+            state = ready[index]
+            if not skipped(state):
+                if self._waits_for_pictures(state):
+                    self.waiting.put_apart(index)
+                    continue
+                if self.prefixes.owner(state) is None:
+                    yield state
+                elif not state.request.pictures:  # of these there may be thousands, and it is a matter of a few steps
+                    deferred += 1
+            index += index < len(ready) and ready[index] is state
+
+    def _disperse(self, state: RequestState) -> None:
+        """A request that joined or left those who run may have been one of those with pictures to see."""
+        if state.request.pictures:
+            self._crowd = self._known_crowd = None
+
+    def _waits_for_pictures(self, state: RequestState) -> bool:
+        """It lets others see their pictures first, or one whose block it could share."""
+        self.prefixes.name(state)
+        if not state.request.pictures:
+            return False
+        owner = self.prefixes.owner(state)
+        if owner is not None:
+            return not self._computable(owner)
+        if self._crowd is None:
+            self._crowd = Crowd(self.running, self.reach)
+        if not self._crowd.keeps_out(state, self.max_num_batched_tokens, max(self.max_num_seqs // 2, 1)):
+            return False
+        start = len(self.prefixes.shareable(state)) * self.block_size
+        return self.reach(state, start) < len(state.tokens)
+
+    def _computable(self, state: RequestState) -> int:
+        """Tokens that could be computed now."""
+        return self.reach(state, state.num_computed) - state.num_computed
 
     def _can_start(self, vectors: bool) -> bool:
         """Whether one of those that wait could run now; `vectors`: also one that wants no tokens."""
@@ -201,7 +258,7 @@ class Scheduler:
     def _vector_rows(self) -> int:
         """Rows of a step for prompts that become vectors: all of them, or so few while others wait for tokens that both
         sides have about half of the time. There may be thousands of such prompts."""
-        rows = self.max_num_batched_tokens
+        rows = self._rows
         waited_for = any(not state.pools for state in self.running)
         return min(max(rows // POOLED_SHARE, LEAST_POOLED), rows) if waited_for else rows
 
@@ -214,7 +271,7 @@ class Scheduler:
         self._free(state)
         state.set_draft((), "")
         state.num_computed = 0
-        self._wait(state)
+        self.waiting.add(state)
         self.num_preemptions += 1
         preempted.append(state.id)
 
@@ -224,27 +281,21 @@ class Scheduler:
         vector_rows  how many of the rows may be of prompts that become vectors
         """
         work: list[Work] = []
-        index = deferred = 0
         places = self._vector_places()
-        while index < len(self.waiting) and deferred < self.max_num_seqs and budget > 0 and len(self.running) < self.max_num_seqs:
-            state = self.waiting[index]
-            if state.pools and (not vector_rows or places <= 0):
-                index += 1
-                continue
-            self.prefixes.name(state)
-            if self.prefixes.being_computed(state):
-                index += 1
-                deferred += 1
-                continue
-            if not self._fits(state):
+
+        def skipped(state: RequestState) -> bool:
+            return state.pools and (vector_rows <= 0 or places <= 0)
+
+        for state in self._startable(skipped):
+            if budget <= 0 or len(self.running) >= self.max_num_seqs or not self._fits(state):
                 break
-            self.waiting.pop(index)
+            self.waiting.remove(state)
             self._start(state)
-            num_tokens = min(state.num_missing, budget, vector_rows if state.pools else budget)
+            num_tokens = min(self._computable(state), budget, vector_rows if state.pools else budget)
             state.blocks += [
                 self.pool.allocate() for _ in range(self._blocks(state.num_computed + num_tokens) - len(state.blocks))
             ]
-            work.append(_work(state, num_tokens))
+            work += [_work(state, num_tokens)] if num_tokens else []
             budget -= num_tokens
             vector_rows -= num_tokens if state.pools else 0
             places -= state.pools
@@ -262,11 +313,12 @@ class Scheduler:
         state.num_computed = self.prefixes.share(state) * self.block_size
         if state.scheduled_s is None:
             self._count_start(state)
-        insort(self.running, state, key=_rank)
+        insort(self.running, state, key=rank_of)
+        self._disperse(state)
 
     def _with_drafts(self, work: list[Work]) -> Iterable[Work]:
         """Add drafted rows from what is left of the budget and of the blocks."""
-        budget = self.max_num_batched_tokens - sum(w.num_tokens for w in work)
+        budget = self._rows - sum(w.num_tokens for w in work)
         for item in work:
             state = item.state
             num_draft = min(len(state.draft), budget) if item.samples else 0
@@ -324,7 +376,7 @@ class Scheduler:
         state.prompt_logprobs += outcome.prompt_logprobs
         events: list[Event] = []
         if outcome.token_ids or outcome.finish_reason:
-            events.append(self._tokens_event(work, outcome, output))
+            events.append(tokens_event(work, outcome, output))
         if outcome.error is not None:
             events.append(Failed(state.id, outcome.error))
         return events
@@ -334,42 +386,17 @@ class Scheduler:
         before, state.num_computed = state.num_computed, num_computed
         self.prefixes.publish(state, before)
 
-    def _tokens_event(self, work: Work, outcome: Outcome, index: int) -> Tokens:
-        state = work.state
-        first = index == len(state.request.delivered_ids)
-        asked = state.params.prompt_logprobs is not None and first
-        return Tokens(
-            request_id=state.id,
-            index=index,
-            token_ids=outcome.token_ids,
-            logprobs=outcome.logprobs,
-            prompt_logprobs=(None, *state.prompt_logprobs) if asked else (),
-            draft=DraftUse(state.drafter, work.num_draft, outcome.accepted) if work.num_draft else None,
-            finish_reason=outcome.finish_reason,
-            stop_id=outcome.stop_id,
-            num_cached=state.num_cached,
-            scheduled_s=state.scheduled_s or 0.0,
-            hashes=outcome.hashes,
-            repeating=outcome.repeating,
-        )
-
     # Bookkeeping
-
-    def _wait(self, state: RequestState) -> None:
-        insort(self.waiting, state, key=_rank)
 
     def _free(self, state: RequestState) -> None:
         self.running.remove(state)
+        self._disperse(state)
         self.prefixes.leave(state)
         self.pool.release(state.blocks)
         state.blocks.clear()
 
     def _blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
-
-
-def _rank(state: RequestState) -> tuple[int, int, int]:
-    return state.rank
 
 
 def _work(state: RequestState, num_tokens: int) -> Work:

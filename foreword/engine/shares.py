@@ -10,7 +10,7 @@ often the more there are.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Final
 
@@ -81,7 +81,7 @@ class Shares:
         self._wrong.add(name)
         self._forget()
 
-    def correct(self, waiting: Sequence[RequestState]) -> bool:
+    def correct(self, waiting: Collection[RequestState]) -> bool:
         """Called with each plan. Returns whether turns have changed: of some that wait, which are in `waiting` by rank."""
         self._plans += 1
         if self._plans * AT_ONCE < len(waiting) or not self._wrong or len(self._accounts) < 2:

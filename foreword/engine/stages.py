@@ -10,7 +10,7 @@ __all__ = ["Stages"]
 
 
 class Stages:
-    """Seconds by stage of the current step: schedule, assemble, forward, sample, draft, commit, embed.
+    """Seconds by stage of the current step: encode, schedule, assemble, forward, sample, draft, commit, embed.
 
     current  the stage that began last: where an error that is being handled came from
     """

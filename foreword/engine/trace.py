@@ -16,6 +16,7 @@ from foreword.cache.blocks import BlockPool
 from foreword.core.draft import Draft, Outcome
 from foreword.core.events import Event, Failed
 from foreword.core.params import SamplingParams, Speculation
+from foreword.core.pictures import Picture
 from foreword.core.request import Request, RequestState
 from foreword.core.structured import StructuredOutput
 from foreword.engine.plan import Plan
@@ -36,6 +37,8 @@ class TracedScheduler(Scheduler):
     def __init__(self, path: Path, pool: BlockPool, *args: Any, **options: Any) -> None:
         super().__init__(pool, *args, **options)
         self._path = path
+        self._reaches: dict[tuple[str, int], int] = {}
+        self._everywhere, self.reach = self.reach, self._noted_reach
         path.write_text("")
         self._write(
             "setup",
@@ -47,7 +50,7 @@ class TracedScheduler(Scheduler):
         )
 
     def add(self, state: RequestState) -> None:
-        self._write("add", request=asdict(state.request), arrival=state.arrival, limit=state.limit)
+        self._write("add", request=_request_record(state.request), arrival=state.arrival, limit=state.limit)
         super().add(state)
 
     def remove(self, request_id: str) -> RequestState | None:
@@ -59,10 +62,19 @@ class TracedScheduler(Scheduler):
             self._write("draft", drafts={id_: [draft.drafter, *draft.token_ids] for id_, draft in drafts.items()})
         super().draft(drafts)
 
-    def plan(self) -> Plan:
-        plan = super().plan()
-        self._write("plan", **_plan_record(plan))
+    def plan(self, taken: int = 0) -> Plan:
+        self._reaches.clear()
+        plan = super().plan(taken)
+        reaches = [[*where, reach] for where, reach in self._reaches.items()]
+        self._write("plan", **_plan_record(plan), taken=taken, reaches=reaches)
         return plan
+
+    def _noted_reach(self, state: RequestState, start: int) -> int:
+        """Where a request waits for pictures is none of the scheduler's knowledge."""
+        reach = self._everywhere(state, start)
+        if reach < len(state.tokens):
+            self._reaches[state.id, start] = reach
+        return reach
 
     def commit(self, plan: Plan, outcomes: Sequence[Outcome]) -> list[Event]:
         shown = [asdict(replace(o, logprobs=(), prompt_logprobs=(), hashes=(), error=None)) for o in outcomes]
@@ -89,7 +101,12 @@ def replay(lines: Iterable[str]) -> Iterator[Plan]:
     records = map(json.loads, lines)
     setup = next(records)
     assert setup.pop("what") == "setup", "a trace begins with its setup"
-    scheduler = Scheduler(BlockPool(setup.pop("num_blocks")), **setup)
+    reaches: dict[tuple[str, int], int] = {}
+
+    def reach(state: RequestState, start: int) -> int:
+        return reaches.get((state.id, start), len(state.tokens))
+
+    scheduler = Scheduler(BlockPool(setup.pop("num_blocks")), **setup, reach=reach)
     plan = Plan(())
     for record in _with_lost(records):
         what = record.pop("what")
@@ -100,7 +117,9 @@ def replay(lines: Iterable[str]) -> Iterator[Plan]:
         elif what == "draft":
             scheduler.draft({id_: Draft(tuple(ids), drafter) for id_, (drafter, *ids) in record["drafts"].items()})
         elif what == "plan":
-            plan = scheduler.plan()
+            reaches.clear()
+            reaches.update({(id_, start): end for id_, start, end in record.pop("reaches")})
+            plan = scheduler.plan(record.pop("taken"))
             assert _plan_record(plan) == record, f"planned {_plan_record(plan)}, recorded {record}"
             yield plan
         elif what == "commit_pooled":
@@ -157,10 +176,23 @@ def _outcome(record: dict[str, Any]) -> Outcome:
     return Outcome(**{**record, "token_ids": tuple(record["token_ids"]), "error": error})
 
 
+def _request_record(request: Request) -> dict[str, Any]:
+    """Without the pixels, which no plan depends on."""
+    record = asdict(replace(request, pictures=()))
+    record["pictures"] = [{**asdict(picture.bare()), "digest": picture.digest.hex()} for picture in request.pictures]
+    return record
+
+
+def _picture(record: dict[str, Any]) -> Picture:
+    fixed: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in record.items()}
+    return Picture(**{**fixed, "digest": bytes.fromhex(record["digest"])})
+
+
 def _request(record: dict[str, Any]) -> Request:
     params = record.pop("params")
     params["speculation"] = Speculation(**params["speculation"])
     params["structured"] = params["structured"] and StructuredOutput(**params["structured"])
+    record["pictures"] = [_picture(picture) for picture in record["pictures"]]
     params["logit_bias"] = {int(token_id): bias for token_id, bias in params["logit_bias"].items()}
     fixed: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in record.items()}
     return Request(**fixed, params=SamplingParams(**params))

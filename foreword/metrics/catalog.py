@@ -8,16 +8,30 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["CATALOG", "EMBEDDING_KINDS", "EMBEDDING_REASONS", "FAULTS", "PREFIX", "REASONS", "REJECTIONS", "STAGES", "Metric"]
+__all__ = [
+    "CATALOG",
+    "EMBEDDING_KINDS",
+    "EMBEDDING_REASONS",
+    "ENCODE",
+    "FAULTS",
+    "PREFIX",
+    "REASONS",
+    "REJECTIONS",
+    "STAGES",
+    "Metric",
+]
 
 PREFIX = "foreword_"
 REASONS = ("stop", "length", "repetition", "abort", "error")
 STAGES = ("schedule", "assemble", "forward", "sample", "draft", "commit", "embed")
+ENCODE = "encode"  # the stage of a step, and of faults, where the model sees pictures
 FAULTS = ("start", "assemble", "forward", "sample", "nonfinite", "commit", "embed")
 REJECTIONS = (
     "queue",
     "queue_tokens",
     "queue_timeout",
+    "image_memory",
+    "image_queue",
     "rate_requests",
     "rate_tokens",
     "concurrency",
@@ -43,6 +57,7 @@ class Metric:
     labels       label names
     buckets      upper bounds of a histogram, in its unit
     speculative  exists only where speculation is configured
+    pictures     exists only where the model sees pictures
     """
 
     name: str
@@ -51,6 +66,7 @@ class Metric:
     labels: tuple[str, ...] = ()
     buckets: tuple[float, ...] = ()
     speculative: bool = False
+    pictures: bool = False
 
 
 def _gauge(name: str, help_: str) -> Metric:
@@ -63,6 +79,10 @@ def _counter(name: str, help_: str, *labels: str) -> Metric:
 
 def _histogram(name: str, help_: str, buckets: tuple[float, ...], *labels: str) -> Metric:
     return Metric(name, "histogram", help_, labels, buckets)
+
+
+def _pictures(kind: str, name: str, help_: str) -> Metric:
+    return Metric(name, kind, help_, pictures=True)
 
 
 def _spec(kind: str, name: str, help_: str, *labels: str, buckets: tuple[float, ...] = ()) -> Metric:
@@ -100,6 +120,12 @@ CATALOG = (
     _counter("embedding_tokens_total", "Tokens of these texts.", "kind"),
     _histogram("embedding_seconds", "From arrival to all vectors or scores of a request.", LATENCY_S, "kind"),
     _histogram("step_seconds", "Time of one step, by stage.", STAGE_S, "stage"),
+    _pictures("counter", "images_encoded_total", "Pictures that went through the model's tower."),
+    _pictures(
+        "counter",
+        "image_cache_hits_total",
+        "Pictures of requests that need not: encoded for another, just being so, or all of their tokens in the prefix cache.",
+    ),
     _spec("counter", "spec_drafts_total", "Drafts that were verified.", "drafter"),
     _spec("counter", "spec_draft_tokens_total", "Tokens that were drafted and verified.", "drafter"),
     _spec("counter", "spec_accepted_tokens_total", "Drafted tokens that were delivered.", "drafter"),

@@ -107,7 +107,7 @@ def request_line(name: str, choices: Choices, now: float) -> str:
     parts = [
         f"request {name}: {_ends(choices)}",
         f"params {_params(first)}",
-        f"tokens {len(first.request.prompt_ids)} prompt ({first.num_cached} cached), {_predicted(first)}{generated} generated",
+        f"tokens {_read(first)}, {_predicted(first)}{generated} generated",
         *_drafting(all_progress),
         _times(first, now),
     ]
@@ -121,6 +121,14 @@ def runaway_line(request: Request, event: Tokens, found: Repetition) -> str:
         f"request {request.id} runs away: {event.index + found.num_tokens} tokens so far, and their end repeats a pattern "
         f"of length {found.pattern}; {fate} (on_runaway {request.params.on_runaway})"
     )
+
+
+def _read(progress: Progress) -> str:
+    """How long the prompt is, and how much of it was seen; never what."""
+    request, pictures = progress.request, progress.request.pictures
+    count = f"{len(pictures)} picture{'s' * (len(pictures) > 1)}"
+    seen = f", {sum(picture.num_tokens for picture in pictures)} for {count}" if pictures else ""
+    return f"{len(request.prompt_ids)} prompt ({progress.num_cached} cached{seen})"
 
 
 def _predicted(progress: Progress) -> str:

@@ -20,9 +20,9 @@ KINDS: dict[str, Any] = {"counter": Counter, "gauge": Gauge, "histogram": Histog
 class Registry:
     """The metrics that exist in one server. A name outside the catalog is a KeyError."""
 
-    def __init__(self, speculative: bool) -> None:
+    def __init__(self, speculative: bool, pictures: bool = False) -> None:
         inner = CollectorRegistry()
-        rows = [row for row in CATALOG if speculative or not row.speculative]
+        rows = [row for row in CATALOG if row.speculative <= speculative and row.pictures <= pictures]
         self._metrics = {row.name: _build(row, inner) for row in rows}
         self._series: dict[tuple[str, ...], Any] = {}
         self._registry = CollectorRegistry()

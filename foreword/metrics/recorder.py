@@ -13,7 +13,7 @@ from foreword.core.runaway import Repetition
 from foreword.errors import ForewordError, loggable
 from foreword.metrics import log
 from foreword.metrics.answer import AnswerMetrics, Figures, Progress, metrics_of
-from foreword.metrics.catalog import EMBEDDING_KINDS, EMBEDDING_REASONS, FAULTS, REASONS, REJECTIONS, STAGES
+from foreword.metrics.catalog import EMBEDDING_KINDS, EMBEDDING_REASONS, ENCODE, FAULTS, REASONS, REJECTIONS, STAGES
 from foreword.metrics.prometheus import Registry
 from foreword.metrics.tally import DraftTally
 
@@ -21,6 +21,7 @@ __all__ = ["Recorder"]
 
 Number = TypeVar("Number", int, float)
 
+DRAFT = "draft"  # the stage that does not exist without drafters
 KEPT_ANSWERS = 4096  # ended requests whose figures may still be asked for
 
 GAUGES = (
@@ -31,6 +32,7 @@ GAUGES = (
     "kv_cache_usage_ratio",
     "device_memory_bytes",
 )
+IMAGE_TOTALS = ("images_encoded_total", "image_cache_hits_total")
 TOTALS = ("prefix_cache_queries_total", "prefix_cache_hits_total", "preemptions_total")
 SECONDS = {
     "spec_predicted_step_seconds_total": "predicted_seconds",
@@ -54,6 +56,7 @@ class Recorder:
     drafters        names of those that may run; empty: nothing of speculation exists here
     log_interval_s  seconds between throughput lines; 0 for none
     clock           monotonic seconds, the same clock as Request.arrival_s and Tokens.scheduled_s
+    pictures        the model sees pictures; else nothing of them exists here
     stats_now       asked for the gauges; None: they are those of the last step
     """
 
@@ -62,8 +65,10 @@ class Recorder:
         drafters: tuple[str, ...],
         log_interval_s: float = 10.0,
         clock: Callable[[], float] = time.monotonic,
+        pictures: bool = False,
     ) -> None:
         self._drafters = drafters
+        self._pictures = pictures
         self._log_interval_s = log_interval_s
         self.stats_now: Callable[[], StepStats] | None = None
         self._clock = clock
@@ -76,14 +81,16 @@ class Recorder:
         self._interval = log.Interval()
         self._busy_since = clock()
         self._logged_s = clock()
-        self._registry = Registry(speculative=bool(drafters))
+        self._registry = Registry(bool(drafters), pictures)
         self._start_series()
 
     def _start_series(self) -> None:
         self._registry.start("requests_finished_total", REASONS)
-        self._registry.start("step_seconds", STAGES)
+        self._registry.start("step_seconds", [stage for stage in STAGES if stage != DRAFT or self._drafters])
         self._registry.start("engine_faults_total", FAULTS)
         self._registry.start("requests_rejected_total", REJECTIONS)
+        for name in ("step_seconds", "engine_faults_total") if self._pictures else ():
+            self._registry.start(name, (ENCODE,))
         for kind in EMBEDDING_KINDS:
             self._registry.start("embedding_requests_total", EMBEDDING_REASONS, kind)
         for name in EMBEDDING_TOTALS:
@@ -175,7 +182,7 @@ class Recorder:
         if stats.step == self._stats.step:
             return
         before = self._stats if stats.step > self._stats.step else StepStats()  # an engine started again counts from zero
-        for name in TOTALS:
+        for name in (*TOTALS, *(IMAGE_TOTALS if self._pictures else ())):
             self._registry.add(name, _growth(getattr(before, name), getattr(stats, name)))
         for stage, seconds in stats.stage_seconds.items():
             self._registry.observe("step_seconds", seconds, stage)

@@ -185,6 +185,36 @@ def test_drafts_are_checked_against_the_vocabulary_and_the_bound(guess: tuple[in
     assert (draft.token_ids if draft else None) == legal
 
 
+@pytest.mark.parametrize(("guess", "legal"), [((3, 7, 4), (3,)), ((7, 4), None), ((3, 4), (3, 4))])
+def test_a_draft_ends_before_what_is_never_sampled(guess: tuple[int, ...], legal: tuple[int, ...] | None) -> None:
+    drafting = Drafting((Scripted("d", guess),), 10, FixedLength(4), (), frozenset({7}))
+    (draft,) = propose(drafting, state_of())
+    assert (draft.token_ids if draft else None) == legal
+
+
+def test_a_model_that_waits_is_not_asked() -> None:
+    class Waits(Model):
+        def backlog(self, ask: Ask) -> int:
+            return 0 if ask.state.id == "a" else 3
+
+    model = Waits("model", (4, 5))
+    drafting = Drafting((), 10, FixedLength(4), (model,))
+    assert propose(drafting, state_of("a"), state_of("b")) == (None, Draft((4, 5), "model"))
+    assert model.asked == [4]
+
+
+def test_a_model_that_cannot_see_a_request_is_not_asked_about_it_again() -> None:
+    lookup, model = Scripted("lookup", ()), Model("model", (4, 5))
+    drafting, states = Drafting((lookup,), 10, FixedLength(4), (model,)), [state_of("a"), state_of("b")]
+    assert propose(drafting, *states) == (Draft((4, 5), "model"),) * 2
+    drafting.give_up("a")
+    assert drafting.propose(states) == (None, Draft((4, 5), "model"))
+    assert (lookup.live, model.live, drafting.errors) == ({"a", "b"}, {"b"}, {"model": 1})
+    for name in ("a", "b"):
+        drafting.finish(name)
+    drafting.check()
+
+
 def test_an_exception_drops_the_draft_and_is_counted(caplog: pytest.LogCaptureFixture) -> None:
     broken, sound = Scripted("broken", RuntimeError("no")), Scripted("sound", (4,))
     drafting = Drafting((broken, sound), 10, FixedLength(4))

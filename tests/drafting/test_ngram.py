@@ -101,3 +101,46 @@ def test_confidence_grows_with_the_match() -> None:
         assert list(draft.confidence) == sorted(draft.confidence)
         confidence.append(draft.confidence[0])
     assert 0.0 < confidence[0] < confidence[1] < 1.0
+
+
+PICTURE = 260  # stands for pictures: never sampled
+
+
+@given(
+    runs=st.lists(st.lists(st.sampled_from([0, 1, 2, PICTURE, PICTURE]), min_size=1, max_size=6), min_size=1, max_size=8),
+    low=st.integers(1, 3),
+    more=st.integers(0, 2),
+)
+def test_ids_that_are_never_sampled_are_neither_matched_nor_guessed(runs: list[list[int]], low: int, more: int) -> None:
+    """As if each of them were another one, which nothing follows."""
+    state = state_of(runs[0])
+    drafter = NgramDrafter(low, low + more, frozenset({PICTURE}))
+    drafter.start(state)
+    for run in runs[1:]:
+        found = guess(drafter, state, run)
+        assert PICTURE not in found
+        assert found == within(state.tokens, low, low + more)
+
+
+def within(tokens: Sequence[int], low: int, high: int) -> tuple[int, ...]:
+    """What followed the latest place, of the longest n-gram, that goes on with a token of text."""
+    ends = [index for index, token_id in enumerate(tokens) if token_id == PICTURE]
+    for size in range(min(high, len(tokens) - 1 - max(ends, default=-1)), low - 1, -1):
+        tail = list(tokens[-size:])
+        for start in range(len(tokens) - 1, size - 1, -1):
+            if list(tokens[start - size : start]) == tail and tokens[start] != PICTURE:
+                text = list(tokens)
+                while len(text) < start + 4:
+                    text.append(text[start + len(text) - len(tokens)])
+                found = text[start : start + 4]
+                return tuple(found[: found.index(PICTURE)] if PICTURE in found else found)
+    return ()
+
+
+def test_a_run_of_placeholders_is_not_indexed() -> None:
+    state = state_of([1, 2, *[PICTURE] * 2000, 3])
+    drafter = NgramDrafter(2, 4, frozenset({PICTURE}))
+    drafter.start(state)
+    assert guess(drafter, state) == ()
+    assert not drafter._indexes["a"]._continued_at
+    assert guess(drafter, state, [1, 2]) == (), "the picture is what followed"

@@ -6,6 +6,8 @@ import ctypes
 from collections.abc import Sequence
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from foreword.core.params import SamplingParams
 from foreword.core.request import Request, RequestState
@@ -208,6 +210,34 @@ def test_some_ids_are_never_drafted_nor_matched(library: ctypes.CDLL | None) -> 
     assert guess(drafter, started(drafter, state_of([1, 2, 7, 3, 4, 90, 1], "b"))) == (2,)
     assert guess(drafter, started(drafter, state_of([7, 3, 90, 7], "c"))) == ()
     assert guess(drafter, started(drafter, state_of([300, 301, 302, 300], "d"))) == ()
+
+
+@given(
+    runs=st.lists(st.lists(st.sampled_from([0, 1, 2, 7, 7]), min_size=1, max_size=6), min_size=1, max_size=8),
+    learnt=st.lists(st.lists(st.sampled_from([0, 1, 2]), min_size=1, max_size=6), max_size=3),
+)
+def test_no_guess_holds_what_is_never_drafted(runs: list[list[int]], learnt: list[list[int]]) -> None:
+    """On both indexes, which say the same; and what is matched lies behind it."""
+    built, _ = load_library()
+    drafters = [SuffixDrafter(CORPUS_BYTES, (7,), one) for one in (None, built)]
+    states = [started(drafter, state_of(runs[0])) for drafter in drafters]
+    for output in learnt:
+        for drafter in drafters:
+            learn(drafter, output)
+    for run in runs[1:]:
+        found = {guess(drafter, state, run) for drafter, state in zip(drafters, states, strict=True)}
+        assert len(found) == 1
+        assert 7 not in found.pop()
+        assert run[-1] != 7 or guess(drafters[0], states[0]) == ()
+
+
+def test_a_run_of_placeholders_makes_no_chain() -> None:
+    """Nothing is walked through, however long it is: nothing of it stands in a chain."""
+    drafter = SuffixDrafter(0, (7,), None)
+    state = started(drafter, state_of([1, 2, *[7] * 2000, 3, 1]))
+    assert guess(drafter, state) == (2,)
+    (text,) = drafter._index._texts.values()
+    assert sum(map(bool, text.slots.links[0])) + sum(map(bool, text.slots.heads[0])) <= 3
 
 
 def test_nothing_leaks(library: ctypes.CDLL | None) -> None:

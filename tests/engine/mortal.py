@@ -1,4 +1,5 @@
-"""An engine process that dies, hangs or errs in the step that a request names: its id is "FAULT-NUMBER-ANYTHING".
+"""An engine process that dies, hangs or errs in the step that a request names: its id is "FAULT-NUMBER-ANYTHING", or
+"FAULT-encoding-ANYTHING" where that is to be while a picture of it is encoded.
 
 Run by tests as the `entry` of a ProcessClient. The fault strikes when NUMBER tokens of the answer are there, unless the engine
 already replaces one that it struck. "poison" strikes always. Every step takes a moment, so that tests can strike too.
@@ -14,6 +15,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Final, NoReturn
 
+from foreword.cache.features import Key
 from foreword.core.batch import Batch
 from foreword.core.draft import Outcome
 from foreword.core.request import RequestState
@@ -38,14 +40,26 @@ def mortal(engine: Engine) -> None:
         return run(batch, *args)
 
     engine.runner.run = mortal_run  # type: ignore[method-assign]
+    piece = engine.encoder._piece
+
+    def mortal_piece(key: Key, needed: Mapping[Key, Any]) -> int:
+        if engine.encoder._job is not None:  # not with the first piece
+            for state in needed[key].states:
+                strike(state, encoding=True)
+        return piece(key, needed)
+
+    engine.encoder._piece = mortal_piece  # type: ignore[method-assign]
 
 
-def strike(state: RequestState) -> None:
+def strike(state: RequestState, encoding: bool = False) -> None:
     name, _, rest = state.id.partition("-")
-    fault = FAULTS.get(name)
-    if fault is None or (state.request.delivered_ids and name != "poison"):
+    when, fault = rest.partition("-")[0], FAULTS.get(name)
+    if fault is None or (when == "encoding") != encoding:
         return
-    if state.num_output >= int(rest.partition("-")[0]):
+    struck = state.request.start_by_s is None if encoding else state.request.delivered_ids  # who ran need not begin in time again
+    if struck and name != "poison":
+        return
+    if encoding or state.num_output >= int(when):
         fault()
 
 

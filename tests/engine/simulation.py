@@ -1,26 +1,33 @@
 """A scheduler driven without a model: tokens come from a hash of the history, KV is a table of who wrote what.
 
 Every step checks what attention would read: for each row, each earlier position of its request must hold
-exactly the KV of that request's own tokens. A block shared wrongly, freed early or published too soon shows here.
+exactly the KV of that request's own tokens and pictures. A block shared wrongly, freed early or published too soon shows here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from hashlib import blake2b
 
+import torch
+
 from foreword.cache.blocks import BlockPool
+from foreword.cache.features import FeatureCache
 from foreword.core.draft import Draft, Outcome
 from foreword.core.events import Embedded, Event, Failed
 from foreword.core.params import SamplingParams
+from foreword.core.pictures import Picture
 from foreword.core.request import Request, RequestState
+from foreword.engine.encoding import Encoder
 from foreword.engine.plan import Plan, Work
 from foreword.engine.scheduler import Scheduler
+from foreword.engine.stages import Stages
 from foreword.errors import RequestFailed
 from foreword.sampling.verify import verify
 
 VOCAB = 11
 EOS = 0
+SEEN = 100  # tokens of pictures are told as numbers from here on
 
 
 def next_token(history: Sequence[int], seed: int) -> int:
@@ -32,12 +39,36 @@ def next_token(history: Sequence[int], seed: int) -> int:
 def expected_output(request: Request, max_model_len: int) -> list[int]:
     """What plain decoding yields for a request."""
     state = RequestState(request, 0, max_model_len)
-    history = list(state.tokens)
+    history = content(request, state.tokens)
     while len(history) < state.limit:
         history.append(next_token(history, request.seed))
         if history[-1] in state.stop_ids:
             break
     return history[len(request.prompt_ids) :]
+
+
+def content(request: Request, tokens: Sequence[int]) -> list[int]:
+    """What the pretended model reads: tokens, and parts of pictures."""
+    read = list(tokens)
+    for picture in request.pictures:
+        read[picture.start : picture.end] = [SEEN + 10 * picture.digest[0] + place for place in range(picture.num_tokens)]
+    return read
+
+
+def make_picture(which: int, start: int, num_tokens: int) -> Picture:
+    """One of few, of at most ten tokens."""
+    return Picture(bytes([which, num_tokens]) * 8, num_tokens, (1, 1, num_tokens), (1, 1), (1, 3, 1, 1), b"abc", start)
+
+
+class Tower:
+    """A feature is the number that the pretended model reads; two pieces for each token, of a row each."""
+
+    width = 1
+
+    def encode(self, picture: Picture) -> Generator[int, None, torch.Tensor]:
+        for _ in range(2 * picture.num_tokens):
+            yield 1
+        return SEEN + 10.0 * picture.digest[0] + torch.arange(picture.num_tokens)[:, None]
 
 
 def make_request(
@@ -67,6 +98,7 @@ class Simulation:
     fate     asked for each piece of work: "pass" if it fails before its KV is there, "commit" if it yields what cannot be taken
     vectors  of prompts that become vectors: the tokens whose rows were pooled
     failed   requests that ended with an error
+    memory   features that are kept
     """
 
     def __init__(
@@ -76,10 +108,13 @@ class Simulation:
         max_model_len: int,
         guess: Guess = no_guess,
         fate: Fate = no_fault,
+        memory: int = 0,
         **options: object,
     ) -> None:
-        defaults = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "prefix_caching": True}
-        self.scheduler = Scheduler(BlockPool(num_blocks), block_size, **(defaults | options))  # type: ignore[arg-type]
+        chosen = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "prefix_caching": True} | options
+        rows: int = chosen["max_num_batched_tokens"]  # type: ignore[assignment]
+        self.encoder = Encoder(Tower(), FeatureCache(4 * memory), 1, rows, 4, Stages())
+        self.scheduler = Scheduler(BlockPool(num_blocks), block_size, reach=self.encoder.reach, **chosen)  # type: ignore[arg-type]
         self.max_model_len = max_model_len
         self.guess = guess
         self.fate = fate
@@ -89,6 +124,7 @@ class Simulation:
         self.vectors: dict[str, bytes] = {}
         self._rows: dict[str, int] = {}
         self.num_steps = 0
+        self._worked = True
         self._arrivals = 0
         self._kv: dict[int, tuple[int, ...]] = {}
 
@@ -96,18 +132,32 @@ class Simulation:
         self.outputs[request.id] = list(request.delivered_ids)
         self.scheduler.add(RequestState(request, self._arrivals, self.max_model_len))
         self._arrivals += 1
+        self._worked = True
+
+    def remove(self, request_id: str) -> bool:
+        """Give a request up; False if it has ended."""
+        self._worked = True
+        found = self.scheduler.remove(request_id) is not None
+        self.encoder.settle(self.scheduler.running)
+        self.scheduler.check()
+        return found
 
     def run(self) -> None:
         while not self.scheduler.idle:
             self.step()
 
     def step(self) -> Plan:
+        self._encode()
         decoding = [state for state in self.scheduler.running if state.decodes]
         self.scheduler.draft({state.id: Draft(tuple(self.guess(state)), "fake") for state in decoding})
-        plan = self.scheduler.plan()
+        taken = self.encoder.rows
+        plan = self.scheduler.plan(taken)
         works = (*plan.work, *plan.pooled)
-        assert works or self.scheduler.idle, "live requests, but nothing planned"
-        assert sum(w.num_tokens + w.num_draft for w in works) <= self.scheduler.max_num_batched_tokens
+        worked = bool(works or taken or self.scheduler.idle)
+        assert worked or self._worked, "live requests, but nothing planned; only who begins with a picture has a step for itself"
+        self._worked = worked
+        rows = sum(w.num_tokens + w.num_draft for w in works)
+        assert rows <= max(self.scheduler.max_num_batched_tokens - taken, self.scheduler.max_num_seqs)
         assert all(w.num_tokens for w in works) and len({w.state.id for w in works}) == len(works)
         fates = {work.state.id: self.fate() for work in works}
         for work in works:
@@ -120,13 +170,29 @@ class Simulation:
         vectors = [RequestFailed("a fault") if fates[work.state.id] else self._vector(work) for work in plan.pooled]
         for event in (*self.scheduler.commit(plan, outcomes), *self.scheduler.commit_pooled(plan, vectors)):
             self._take(event, struck=fates[event.request_id] is not None)
+        self.encoder.settle(self.scheduler.running)
+        self.encoder.check(self.scheduler.running)
         self.scheduler.check()
         self.num_steps += 1
         assert self.num_steps < 100_000, "runs without end"
         return plan
 
+    def _encode(self) -> None:
+        """Half of the step's rows for pictures."""
+        rows = max(self.scheduler.max_num_batched_tokens // 2, 1)
+        assert self.encoder.advance(self.scheduler.running, rows, lambda states: None) is None
+        assert self.encoder.rows <= rows
+
     def _tokens(self, work: Work) -> list[int]:
-        return work.state.tokens + work.state.draft[: work.num_draft]
+        """What is read of a request; parts of pictures that the step computes are those that were encoded."""
+        state, end = work.state, work.start + work.num_tokens
+        read = content(state.request, state.tokens + state.draft[: work.num_draft])
+        for index, features in self.encoder.features(state, work.start, end):
+            first = work.start + index
+            assert features[:, 0].tolist() == read[first : first + len(features)]
+            read[first : first + len(features)] = [0] * len(features)
+        assert all(number < SEEN for number in read[work.start : end]), "a part of a picture that is not there"
+        return content(state.request, state.tokens + state.draft[: work.num_draft])
 
     def _slot(self, state: RequestState, position: int) -> int:
         size = self.scheduler.block_size
@@ -152,7 +218,8 @@ class Simulation:
         if not work.samples:
             return Outcome()
         draft = state.draft[: work.num_draft]
-        sampled = [next_token([*state.tokens, *draft[:n]], state.request.seed) for n in range(len(draft) + 1)]
+        tokens = content(state.request, state.tokens)
+        sampled = [next_token([*tokens, *draft[:n]], state.request.seed) for n in range(len(draft) + 1)]
         accepted = verify(sampled, draft)
         end = state.ending(sampled[: accepted + 1])
         return Outcome(tuple(sampled[: end.kept]), min(accepted, end.kept), finish_reason=end.finish_reason, stop_id=end.stop_id)

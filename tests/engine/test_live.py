@@ -12,9 +12,11 @@ from hypothesis import strategies as st
 
 from foreword.core.events import DraftUse, Embedded, Event, Failed, StepStats, TokenLogprob, Tokens
 from foreword.core.params import SamplingParams
+from foreword.core.pictures import Picture
 from foreword.core.request import Request
 from foreword.core.runaway import Repetition
 from foreword.engine.live import CHECKED, Aftermath, LiveRequest, LiveRequests
+from foreword.engine.messages import Forget
 from foreword.errors import DeadlineExceeded, EngineDead, Overloaded, RequestFailed
 
 LENGTH = 20  # tokens of every answer
@@ -312,3 +314,20 @@ def test_who_kills_engines_is_refused_and_nobody_else_is(poison: set[str], burst
     for name in "abcdef":
         whole = list(said(name, 0, LENGTH).token_ids)
         assert (service.ends[name], service.answers[name]) == (("failed", []) if name in poison else ("length", whole))
+
+
+def test_pictures_are_held_as_long_as_a_request_has_them() -> None:
+    picture = Picture(b"x" * 16, 1, (1, 1, 1), (1, 1), (1, 3, 1, 1), b"abc", 0)
+    requests = LiveRequests()
+    for name in "ab":
+        requests.add(replace(make_request(name), pictures=(picture,)))
+    first, second = requests.due()
+    assert [len(requests.gallery.messages(one)) for one in (first, second)] == [2, 1]
+    requests.take(said("a", 0, LENGTH))
+    requests.take(said("b", 0, 3))
+    requests.died([1])
+    (resumed,) = requests.due()
+    assert resumed.resumed and len(requests.gallery.messages(resumed)) == 2, "the next engine has not seen it"
+    assert requests.gallery.forgotten() == []
+    requests.fail(EngineDead("over"))
+    assert requests.gallery.forgotten() == [Forget(picture.digest)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from foreword.engine.load import load
 from foreword.errors import ConfigError
 from tests.checkpoints import write_checkpoint
 from tests.gguf_files import write_gguf
+from tests.vision_checkpoints import write_vision_checkpoint
 
 
 def warnings(path: Path, **options: str) -> tuple[str, ...]:
@@ -42,6 +45,23 @@ def test_what_was_timed_once_is_not_timed_again(tmp_path: Path, monkeypatch: pyt
     monkeypatch.delattr(module, "Calibrator")
     again = load(config, (), first.info.resolved, timings=first.drafting.timings)
     assert first.drafting.timings is not None and again.drafting.timings is first.drafting.timings
+
+
+def fingerprint(path: Path) -> str:
+    return load(Config(model=str(path), kv_cache_memory="400tokens", threads=1, speculate="off"), ()).info.fingerprint
+
+
+def test_what_pictures_are_made_with_is_part_of_the_fingerprint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same file may have other pixels in another version, or prepared otherwise; a model that sees none does not care."""
+    sees, reads = write_vision_checkpoint(tmp_path / "sees", "llava"), write_checkpoint(tmp_path / "reads", "llama", seed=1)
+    before = fingerprint(sees), fingerprint(reads)
+    assert before == (fingerprint(sees), fingerprint(reads))
+    monkeypatch.setattr(module, "version", lambda name: f"another {name}" if name == "pillow" else version(name))
+    assert fingerprint(sees) != before[0] and fingerprint(reads) == before[1]
+    monkeypatch.undo()
+    options = sees / "preprocessor_config.json"
+    options.write_text(json.dumps(json.loads(options.read_text()) | {"image_mean": [0.5, 0.5, 0.5]}))
+    assert fingerprint(sees) != before[0]
 
 
 @pytest.mark.parametrize("error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory: 12 bytes")])

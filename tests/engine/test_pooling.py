@@ -171,7 +171,7 @@ def test_embeddings_take_few_rows_where_others_want_tokens(checkpoint: Path, mon
     )  # fmt: skip
     plans: list[Plan] = []
     plan = engine.scheduler.plan
-    monkeypatch.setattr(engine.scheduler, "plan", lambda: plans.append(plan()) or plans[-1])
+    monkeypatch.setattr(engine.scheduler, "plan", lambda taken: plans.append(plan(taken)) or plans[-1])
     engine.submit(generation("g", temperature=0))
     for number in range(40):
         engine.submit(embedding(f"e{number}", [number, *LONG]))

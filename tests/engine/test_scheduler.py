@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foreword.core.request import RequestState
-from tests.engine.simulation import VOCAB, Simulation, expected_output, make_request, next_token
+from tests.engine.simulation import VOCAB, Simulation, content, expected_output, make_picture, make_request, next_token
 
 
 def noisy_guess(seed: int, max_tokens: int, error_rate: float):
@@ -16,7 +16,7 @@ def noisy_guess(seed: int, max_tokens: int, error_rate: float):
     chance = random.Random(seed)
 
     def guess(state: RequestState) -> list[int]:
-        history = list(state.tokens)
+        history = content(state.request, state.tokens)
         draft: list[int] = []
         for _ in range(chance.randint(0, max_tokens)):
             token_id = next_token([*history, *draft], state.request.seed)
@@ -73,9 +73,8 @@ def test_every_request_gets_its_own_tokens(
         simulation.add(request)
         for _ in range(pause):
             simulation.step()
-        if fate == 0 and simulation.scheduler.remove(request.id):
+        if fate == 0 and simulation.remove(request.id):
             aborted.add(request.id)
-            simulation.scheduler.check()
     simulation.run()
     for request in requests:
         if request.pooling is not None:
@@ -126,6 +125,70 @@ def test_faults_cost_nobody_else_anything(arrivals, num_blocks, block_size, budg
             assert output == expected_output(request, max_model_len)
         else:
             assert request.id in simulation.vectors
+
+
+shown = st.lists(
+    st.tuples(
+        st.lists(
+            st.tuples(st.integers(0, 2), st.integers(1, 2), st.integers(1, 7)), min_size=1, max_size=3
+        ),  # text, which, tokens
+        st.integers(0, 2),  # text behind the last
+        st.integers(0, 2),  # seed
+        st.integers(0, 1),  # priority
+        st.integers(0, 3),  # steps before the next arrival
+        st.integers(0, 9),  # 0: aborted after some steps
+        st.booleans(),  # shows nothing: the same ids, as text
+    ),
+    min_size=1,
+    max_size=8,
+)
+
+
+@settings(max_examples=250, deadline=None)
+@given(
+    arrivals=shown,
+    num_blocks=st.integers(8, 20),
+    block_size=st.sampled_from([1, 2, 4]),
+    budget=st.integers(4, 24),
+    max_num_seqs=st.integers(1, 4),
+    memory=st.sampled_from([0, 3, 100]),
+    prefix_caching=st.booleans(),
+)
+def test_pictures_are_seen_where_they_stand(
+    arrivals, num_blocks, block_size, budget, max_num_seqs, memory, prefix_caching
+) -> None:
+    max_model_len = min(num_blocks * block_size, 40)
+    simulation = Simulation(
+        num_blocks,
+        block_size,
+        max_model_len,
+        noisy_guess(len(arrivals), 3, 0.3),
+        memory=memory,
+        max_num_batched_tokens=budget,
+        max_num_seqs=max_num_seqs,
+        prefix_caching=prefix_caching,
+    )
+    requests, aborted = [], set()
+    for number, (parts, behind, seed, priority, pause, fate, blind) in enumerate(arrivals):
+        prompt, pictures = [], []
+        for text, which, num_tokens in parts:
+            prompt += [5] * text
+            if len(prompt) + num_tokens < max_model_len:
+                pictures.append(make_picture(which, len(prompt), num_tokens))
+                prompt += [VOCAB] * num_tokens
+        request = make_request(str(number), [*prompt, *[6] * behind][: max_model_len - 1] or [5], seed, priority, max_tokens=6)
+        requests.append(request if blind else replace(request, pictures=tuple(pictures)))
+        simulation.add(requests[-1])
+        for _ in range(pause):
+            simulation.step()
+        if fate == 0 and simulation.remove(request.id):
+            aborted.add(request.id)
+    simulation.run()
+    assert simulation.encoder.cache.num_bytes <= 4 * memory
+    for request in requests:
+        expected = expected_output(request, max_model_len)
+        output = simulation.outputs[request.id]
+        assert output == (expected[: len(output)] if request.id in aborted else expected)
 
 
 def test_preemption_takes_the_youngest_and_the_oldest_goes_on() -> None:

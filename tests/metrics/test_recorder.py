@@ -522,3 +522,14 @@ def test_choices_of_a_prompt_share_a_line(clock: Clock, lines: list[str]) -> Non
     assert line.startswith(
         "request cmpl-1: abort 1, stop 2; n 3 asked, 2 returned; params seed=7; tokens 10 prompt (0 cached), 5"
     )
+
+
+def test_pictures_are_told_only_where_the_model_sees_them(clock: Clock) -> None:
+    stats = StepStats(step=1, images_encoded_total=3, image_cache_hits_total=5, stage_seconds={"encode": 0.5})
+    seeing, blind = Recorder((), clock=clock, pictures=True), Recorder((), clock=clock)
+    seeing.step(stats)
+    series = scrape(seeing)
+    assert (series["images_encoded_total",], series["image_cache_hits_total",]) == (3, 5)
+    names = {(name, *labels) for name, *labels in scrape(blind)}
+    assert not {("images_encoded_total",), ("image_cache_hits_total",), ("step_seconds_count", "encode")} & names
+    assert ("step_seconds_count", "encode") in series and ("engine_faults_total", "encode") in series

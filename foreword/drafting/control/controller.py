@@ -112,6 +112,8 @@ class Controller:
     def bound(self, ask: Ask) -> int:
         request = self._requests[ask.state.id]
         request.context = ask.length
+        if not self._asking:
+            self._drafting = 0.0  # of a step that was not measured
         self._asking.append(request)
         if self._machine.watchdog.resting:
             self._say_none(request, WATCHED)

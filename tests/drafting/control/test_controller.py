@@ -12,7 +12,7 @@ from foreword.core.params import SamplingParams, Speculation
 from foreword.core.request import Request, RequestState
 from foreword.drafting.base import Ask
 from foreword.drafting.control.controller import Controller
-from foreword.drafting.control.costs import Calibration
+from foreword.drafting.control.costs import Calibration, PassCost
 from foreword.drafting.policy import Load, Offer, Served, StepFacts
 from tests.drafting.control.simulation import (
     CPU,
@@ -278,6 +278,23 @@ def test_stats_compare_prediction_and_reality() -> None:
     stats = cell.controller.stats()
     assert stats.predicted_seconds == pytest.approx(stats.realised_seconds, rel=0.05)
     assert sum(stats.lengths["suffix"].values()) > 50
+
+
+def test_a_step_that_was_not_measured_leaves_no_drafting_behind() -> None:
+    """As where pictures took part: what the next one drafts is compared with its own price alone."""
+    price = STEP / 20
+    controller, state = Controller(GPU.calibration(), 8, {"draft": PassCost.measured({1: price, 100: price})}), state_of()
+    controller.start(state)
+    for number in range(40):
+        ask = Ask(state, 8)
+        controller.bound(ask)
+        ((length, _),) = controller.passes([Offer(ask, [])], Load(), "draft", [1])
+        drafts = [Draft((1,) * length, "draft", (0.9,) * length)] if length else []
+        controller.admit([Offer(ask, drafts)], Load())
+        assert controller._drafting == pytest.approx(length * price)
+        if number < 30:  # some until it has earned a look at the model
+            step(controller, [state], drafting=controller._drafting)
+    assert length > 0
 
 
 def test_nothing_is_kept_of_requests_that_are_over() -> None:
