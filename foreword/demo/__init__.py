@@ -1,4 +1,4 @@
-"""The bundled demonstration model, its drafter, and prompts that suit it.
+"""The bundled demonstration models, their drafters, and prompts that suit them.
 
 Nothing heavy is imported here: paths and strings only. How the models were made: `training/README.md`.
 """
@@ -8,6 +8,14 @@ from typing import Final
 
 MODEL: Final[Path] = Path(__file__).parent / "model"
 DRAFTER: Final[Path] = Path(__file__).parent / "drafter"
+
+# A model that sees coloured shapes and digits; its drafter reads text alone. PICTURE shows three red circles.
+VISION_MODEL: Final[Path] = Path(__file__).parent / "vision"
+VISION_DRAFTER: Final[Path] = Path(__file__).parent / "vision_drafter"
+PICTURE: Final[Path] = Path(__file__).parent / "picture.png"
+
+# What --model and --draft-model may name: (model, drafter).
+BUNDLED: Final[dict[str, tuple[Path, Path]]] = {"demo": (MODEL, DRAFTER), "demo-vision": (VISION_MODEL, VISION_DRAFTER)}
 
 # (kind, user message). The kinds are those of `foreword bench latency`.
 EXAMPLES: Final[tuple[tuple[str, str], ...]] = (
@@ -34,4 +42,13 @@ EXAMPLES: Final[tuple[tuple[str, str], ...]] = (
     ("json", 'What is the price?\n{"item": "clock", "color": "white", "price": 480, "count": 2}'),
     ("story", "Tell me a story about Mia, a fox and a key in the forest."),
     ("story", "Write a short story about Viktor, a bear, a drum and the castle."),
+)
+
+# Questions about PICTURE.
+PICTURE_QUESTIONS: Final[tuple[str, ...]] = (
+    "What is in the picture?",
+    "How many circles are there?",
+    "What color are the circles?",
+    "Which shape is it?",
+    "Is there a blue star?",
 )

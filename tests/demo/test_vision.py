@@ -1,0 +1,136 @@
+"""The bundled model that sees: complete, small, as transformers has it, and right about pictures that it never saw."""
+
+import json
+
+import pytest
+import torch
+from PIL import Image
+from safetensors import safe_open
+from transformers import AutoProcessor
+
+from foreword import LLM, SamplingParams, demo
+from foreword.config import Config
+from foreword.core.pictures import placed
+from foreword.media.processor import read_processor
+from foreword.prepare import directories, read_vocabulary
+from tests.models.driving import Driver
+from tests.models.vision.against import Peer
+from training.vision.cases import Case, cases
+from training.vision.draw import picture
+from training.vision.evaluate import GREEDY, messages
+from training.vision.make import EXAMPLE
+from training.vision.model import CHAT_TEMPLATE
+
+CHECKPOINT = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+PICTURES = {"preprocessor_config.json", "processor_config.json"}
+FOLDERS = (demo.VISION_MODEL, demo.VISION_DRAFTER)
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    """Its drafter, which reads text alone, guesses four tokens a step, whether that pays or not."""
+    return LLM(
+        "demo-vision",
+        draft_model="demo-vision",
+        speculate="draft",
+        draft_length="fixed",
+        threads=1,
+        kv_cache_memory="8000tokens",
+    )
+
+
+@pytest.fixture(scope="module")
+def chats() -> list[Case]:
+    return cases(40)
+
+
+def test_checkpoints_are_complete_and_small() -> None:
+    for folder, more in zip(FOLDERS, (PICTURES, set[str]()), strict=True):
+        assert {one.name for one in folder.iterdir()} == CHECKPOINT | more | {"chat_template.jinja"}
+        assert (folder / "chat_template.jinja").read_text(encoding="utf-8") == CHAT_TEMPLATE
+    assert sum(file.stat().st_size for folder in FOLDERS for file in folder.iterdir()) <= 4.6e6
+
+
+def test_weights_are_bfloat16() -> None:
+    for folder in FOLDERS:
+        with safe_open(folder / "model.safetensors", framework="np") as weights:
+            assert {weights.get_slice(name).get_dtype() for name in weights.keys()} == {"BF16"}  # noqa: SIM118
+
+
+def test_tokenizers_are_equal_and_the_placeholder_is_no_text() -> None:
+    target, drafter = (read_vocabulary(folder)[0] for folder in FOLDERS)
+    assert target.first_difference(drafter) is None
+    placeholder = json.loads((demo.VISION_MODEL / "config.json").read_text(encoding="utf-8"))["image_token_index"]
+    assert target.encode("<image>", add_special_tokens=False) == [placeholder]
+
+
+def test_both_go_by_the_same_name() -> None:
+    found = directories(Config(model="demo-vision", draft_model="demo-vision", speculate="draft"))
+    assert (found.model, found.draft_model) == tuple(map(str, FOLDERS))
+
+
+def test_the_picture_is_the_one_of_the_recipe() -> None:
+    assert demo.PICTURE.stat().st_size < 20_000
+    with Image.open(demo.PICTURE) as image:
+        assert image.mode == "RGB" and image.size == (EXAMPLE.width, EXAMPLE.height)
+
+
+def test_questions_about_the_picture_are_answered(llm: LLM) -> None:
+    url = {"type": "image", "image": str(demo.PICTURE)}
+    conversations = [[{"role": "user", "content": [{"type": "text", "text": text}, url]}] for text in demo.PICTURE_QUESTIONS]
+    texts = [output.text.lower() for output in llm.chat(conversations, GREEDY)]
+    wanted = (("circles",), ("three", "3"), ("red",), ("circles",), ("no", "not"))
+    for text, words in zip(texts, wanted, strict=True):
+        assert any(word in text for word in words), text
+
+
+def test_nine_in_ten_held_out_questions_are_answered_right(llm: LLM, chats: list[Case]) -> None:
+    outputs = llm.chat([messages(case) for case in chats], GREEDY)
+    wrong = [(case.question, output.text) for case, output in zip(chats, outputs, strict=True) if not case.right(output.text)]
+    assert len(wrong) <= 4, wrong
+
+
+def test_eight_choices_are_several_phrasings_and_right(llm: LLM, chats: list[Case]) -> None:
+    params = SamplingParams(temperature=0.7, max_tokens=40, n=8, seed=1)
+    good, different = [], []
+    for case, output in zip(chats[:10], llm.chat([messages(case) for case in chats[:10]], params), strict=True):
+        texts = [choice.text for choice in output.outputs]
+        assert len(texts) == 8
+        good.append(sum(map(case.right, texts)))
+        different.append(len({text for text in texts if case.right(text)}))
+    # Two of the ten pictures may be taken for something else.
+    assert sorted(good)[2] >= 7, good
+    assert sorted(different)[2] >= 3, different
+
+
+def test_without_a_picture_it_says_so(llm: LLM) -> None:
+    (output,) = llm.chat([{"role": "user", "content": "Which digit is it?"}], GREEDY)
+    assert "picture" in output.text.lower()
+
+
+def test_drafted_or_not_the_same_is_said(llm: LLM, chats: list[Case]) -> None:
+    asked = [messages(case) for case in chats[:6]]
+    plain = LLM("demo-vision", speculate="off", threads=1, kv_cache_memory="8000tokens")
+    params = SamplingParams(temperature=0.7, max_tokens=40, n=4, seed=3)
+    texts = [[[choice.token_ids for choice in one.outputs] for one in each.chat(asked, params)] for each in (llm, plain)]
+    assert texts[0] == texts[1]
+
+
+def test_the_drafter_guesses_what_is_taken(llm: LLM, chats: list[Case]) -> None:
+    outputs = llm.chat([messages(case) for case in chats], GREEDY)
+    taken = [output.metrics.draft_tokens_acceptance for output in outputs if output.metrics and output.metrics.draft_tokens]
+    assert taken and sum(share or 0 for share in taken) / len(taken) > 0.2
+
+
+def test_transformers_sees_and_answers_the_same(chats: list[Case]) -> None:
+    processor, peer, ours = read_processor(demo.VISION_MODEL), Peer(demo.VISION_MODEL), Driver(demo.VISION_MODEL)
+    theirs, tokenizer = AutoProcessor.from_pretrained(demo.VISION_MODEL), read_vocabulary(demo.VISION_MODEL)[0]
+    assert processor is not None
+    for case in chats[:4]:
+        asked, one = messages(case), processor.prepare(picture(case.scene))
+        text = theirs.apply_chat_template(asked, add_generation_prompt=True)
+        ids, pictures = placed(tokenizer.encode(text, add_special_tokens=False), processor.placeholder, [one])
+        inputs = theirs(text=text, images=picture(case.scene), return_tensors="pt")
+        assert inputs["input_ids"][0].tolist() == list(ids)
+        torch.testing.assert_close(ours.encode(one), peer.features([one])[0], atol=1e-4, rtol=1e-4)
+        assert ours.greedy(ids, 12, pictures) == peer.greedy(ids, 12, pictures)

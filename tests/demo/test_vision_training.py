@@ -1,0 +1,184 @@
+"""What the vision model learns from: drawn pictures, questions with several right answers, a judge, packed rows."""
+
+from collections import Counter
+from random import Random
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer
+
+from foreword import demo
+from training.vision.cases import case, cases
+from training.vision.draw import picture
+from training.vision.judge import right
+from training.vision.model import Seer, with_image_token
+from training.vision.questions import Truth, ask, ask_blind, kinds
+from training.vision.rows import GRID, IMAGE_ID, NAMES, NUM_PATCHES, PREFIX, SIDE, Rows, draw_rows, patches, resized
+from training.vision.scenes import COLOURS, DIGITS, KINDS, MAX_COUNT, SHAPES, draw_scene, held_out
+from training.vision.train import mask
+
+TOKENIZER = with_image_token(Tokenizer.from_file(str(demo.MODEL / "tokenizer.json")))
+RED_CIRCLE = Truth(frozenset({"red", "circle"}), frozenset({"1"}))
+
+
+def test_pictures_are_a_function_of_the_seed() -> None:
+    one, same, other = (picture(draw_scene(Random(seed))) for seed in (3, 3, 4))
+    assert one.mode == "RGB" and one.tobytes() == same.tobytes() and one.tobytes() != other.tobytes()
+    assert case(7) == case(7) and case(7).png() == case(7).png() and case(7) != case(8)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_things_lie_inside_and_apart(kind: str) -> None:
+    for seed in range(40):
+        scene = draw_scene(Random(seed), kind)
+        short = min(scene.width, scene.height)
+        places = [(thing.x * scene.width / short, thing.y * scene.height / short) for thing in scene.things]
+        for (x, y), thing in zip(places, scene.things, strict=True):
+            assert thing.radius <= x <= scene.width / short - thing.radius
+            assert thing.radius <= y <= scene.height / short - thing.radius
+        apart = [np.hypot(x - a, y - b) for at, (x, y) in enumerate(places) for a, b in places[:at]]
+        assert all(distance > 2 * scene.first.radius for distance in apart)
+
+
+def test_the_pixels_show_the_colour() -> None:
+    for seed in range(20):
+        scene = draw_scene(Random(seed), "one")
+        thing = scene.first
+        centre = np.asarray(picture(scene), dtype=float)[int(thing.y * scene.height), int(thing.x * scene.width)]
+        nearest = min(COLOURS, key=lambda name: float(np.abs(centre - COLOURS[name]).sum()))
+        assert nearest == thing.colour or thing.name == "ring"
+
+
+def test_held_out_combinations_are_never_trained() -> None:
+    assert sum(held_out("many", colour, name) for colour in COLOURS for name in SHAPES) == 6
+    assert sum(held_out("digit", colour, name) for colour in COLOURS for name in DIGITS) == 6
+    rng = Random(0)
+    for unseen in (False, True):
+        looks = {(kind, *_look(rng, kind, unseen)) for kind in ("many", "digit") for _ in range(300)}
+        assert {held_out(*look) for look in looks} == {unseen}
+
+
+def _look(rng: Random, kind: str, unseen: bool) -> tuple[str, str]:
+    thing = draw_scene(rng, kind, unseen).first
+    return thing.colour, thing.name
+
+
+def test_every_second_case_may_be_a_combination_never_trained() -> None:
+    found = Counter((one.scene.kind, one.unseen) for one in cases(100))
+    assert found["many", True] >= 8 and found["many", False] >= 8 and not found["one", True]
+
+
+def test_the_judge_accepts_every_answer_and_knows_it_from_others() -> None:
+    rng = Random(1)
+    for number in range(600):
+        scene = draw_scene(rng, unseen=number % 2 == 0)
+        asked = ask_blind(rng, scene) if number % 20 == 0 else ask(rng, scene)
+        other = ask(rng, draw_scene(rng))
+        assert right(asked.answer, asked.truth), asked
+        assert not right(other.answer, asked.truth) or other.truth.must == asked.truth.must or other.kind != asked.kind
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_answers_have_several_phrasings_and_none_is_preferred(kind: str) -> None:
+    scene = draw_scene(Random(5), kind)
+    for question in kinds(scene):
+        rng = Random(2)
+        asked = [one for one in (ask(rng, scene, question) for _ in range(800)) if "no" not in one.truth.must]
+        of_one = [one for one in asked if one.truth == asked[0].truth]
+        shares = Counter(one.answer for one in of_one)
+        assert len(shares) >= 5
+        assert shares.most_common(1)[0][1] < 0.45 * len(of_one)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    ["A red circle.", "red circle", "I can see one red circle here", "The circle is RED!", "It is a circle, and it is red."],
+)
+def test_right_whatever_the_phrasing(answer: str) -> None:
+    assert right(answer, RED_CIRCLE)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    ["", "A circle.", "Red.", "A red ring.", "A red or blue circle.", "Two red circles.", "A red circle, no?", "red circle " * 9],
+)
+def test_wrong_whatever_the_phrasing(answer: str) -> None:
+    assert not right(answer, RED_CIRCLE)
+
+
+def test_colours_belong_to_the_thing_behind_them() -> None:
+    truth = Truth(frozenset({"red circle", "blue star"}), paired=True)
+    assert right("You can see a blue star and a red circle.", truth)
+    assert not right("A red star and a blue circle.", truth)
+    assert not right("A red circle and a star.", truth)
+
+
+def test_yes_is_not_no() -> None:
+    no = Truth(frozenset({"no"}), frozenset({"red", "star"}))
+    assert right("No, I do not see a red star.", no) and not right("Yes, there is.", no) and not right("Yes, no.", no)
+    assert not right("No, it is a blue star.", no)
+
+
+def test_rows_are_a_function_of_the_seed() -> None:
+    one, same, other = (draw_rows(TOKENIZER, Random(seed), 2) for seed in (1, 1, 2))
+    assert np.array_equal(one.tokens, same.tokens) and np.array_equal(one.pixels, same.pixels)
+    assert not np.array_equal(one.tokens, other.tokens)
+
+
+def test_patches_say_what_lies_there() -> None:
+    for seed in range(10):
+        scene = draw_scene(Random(seed), "many")
+        found = patches([scene])
+        for thing in scene.things:
+            at = int(thing.y * GRID) * GRID + int(thing.x * GRID)
+            assert NAMES[found.names[0, at]] == thing.name and list(COLOURS)[found.colours[0, at]] == thing.colour
+            assert found.counts[0, at] == len(scene.things) - 1 < MAX_COUNT and found.centres[0, at] == 1
+    assert resized(picture(scene)).shape == (3, SIDE, SIDE)
+
+
+def test_a_conversation_in_a_row_reads_as_it_would_alone() -> None:
+    torch.manual_seed(0)
+    rows, seer = draw_rows(TOKENIZER, Random(4), 1), Seer("target").eval()
+    with torch.inference_mode():
+        seen = seer.see(torch.from_numpy(rows.pixels))
+        packed = seer.hidden(*_tensors(rows), seen)[0]
+        for number in sorted(set(rows.talks[0].tolist()) - {0, -1}):
+            within = np.flatnonzero(rows.talks[0] == number)
+            head = [] if number < 0 else list(range(PREFIX))
+            ids = torch.from_numpy(rows.tokens[:, head + within.tolist()])
+            seer_of = seer.model(
+                input_ids=ids, **({} if number < 0 else {"pixel_values": _normal(rows)}), output_hidden_states=True
+            )
+            alone = seer_of.hidden_states[-1][0, len(head) :]
+            torch.testing.assert_close(packed[within], alone, atol=1e-4, rtol=1e-4)
+
+
+def _tensors(rows: Rows) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return torch.from_numpy(rows.tokens), torch.from_numpy(rows.positions), mask(torch.from_numpy(rows.talks))
+
+
+def _normal(rows: Rows) -> torch.Tensor:
+    return torch.from_numpy(rows.pixels).float() / 127.5 - 1
+
+
+def test_labels_are_answers_alone() -> None:
+    rows = draw_rows(TOKENIZER, Random(6), 2)
+    learned = rows.labels >= 0
+    assert np.array_equal(rows.labels[:, :-1][learned[:, :-1]], rows.tokens[:, 1:][learned[:, :-1]])
+    assert not (rows.labels == IMAGE_ID).any() and not learned[:, :PREFIX].any()
+    assert (rows.tokens == IMAGE_ID).sum() == 2 * NUM_PATCHES
+
+
+def test_rows_of_pairs_ask_mostly_for_a_colour() -> None:
+    rows = draw_rows(TOKENIZER, Random(7), 8, pairs=1.0)
+    assert all(set(counts.tolist()) <= {-100, 1} for counts in rows.patches.counts)  # two things, less one
+    text = TOKENIZER.decode_batch(rows.tokens.tolist(), skip_special_tokens=True)
+    questions = sum(one.count("?") + one.count("Tell me") for one in text)
+    colours = sum(one.lower().count("what colo") + one.count("Which colo") + one.count("Tell me the color") for one in text)
+    assert colours > 0.5 * questions > 0
+
+
+def test_only_some_rows_are_of_pairs_unless_all_shall_be() -> None:
+    most = [draw_rows(TOKENIZER, Random(8), 40, pairs=share).patches.counts.max(1) for share in (0.0, 0.5, 1.0)]
+    assert (most[0] != 1).sum() > (most[1] != 1).sum() > 0 == (most[2] != 1).sum()

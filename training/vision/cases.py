@@ -1,0 +1,49 @@
+"""Held-out questions about held-out pictures: other seeds, and every other one a combination that is never trained."""
+
+from dataclasses import dataclass
+from io import BytesIO
+from random import Random
+
+from training.vision.draw import picture
+from training.vision.judge import right
+from training.vision.questions import Asked, ask
+from training.vision.scenes import Scene, draw_scene
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """unseen: its scene may hold only combinations that are never trained; see `scenes.held_out`."""
+
+    scene: Scene
+    asked: Asked
+    unseen: bool
+
+    @property
+    def kind(self) -> str:
+        return self.asked.kind
+
+    @property
+    def question(self) -> str:
+        return self.asked.question
+
+    def png(self) -> bytes:
+        """The picture as a file."""
+        file = BytesIO()
+        picture(self.scene).save(file, "PNG")
+        return file.getvalue()
+
+    def right(self, answer: str) -> bool:
+        """What the judge says."""
+        return right(answer, self.asked.truth)
+
+
+def case(number: int, kind: str | None = None) -> Case:
+    """Return one case; the same number gives the same case. kind: of scene, else any."""
+    rng, unseen = Random(f"vision test:{number}"), number % 2 == 1
+    scene = draw_scene(rng, kind, unseen)
+    return Case(scene, ask(rng, scene), unseen and scene.kind in ("many", "digit"))
+
+
+def cases(count: int, kind: str | None = None) -> list[Case]:
+    """Return the first cases."""
+    return [case(number, kind) for number in range(count)]

@@ -1,0 +1,151 @@
+"""Training rows: one picture and several conversations about it that do not see each other.
+
+A row begins with the user's mark and the picture's placeholders. Each conversation behind them sees these and itself, at the
+places where it would stand alone, so that one pass over a picture teaches many questions. Some begin a prompt of their own,
+without a picture.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from random import Random
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+from tokenizers import Tokenizer
+
+from training.corpus import SPECIAL
+from training.vision.draw import picture
+from training.vision.questions import Asked, ask, ask_blind, ask_pair
+from training.vision.scenes import COLOURS, DIGITS, SHAPES, Scene, draw_scene
+
+SIDE: Final[int] = 56  # pixels
+PATCH: Final[int] = 8
+GRID: Final[int] = SIDE // PATCH
+NUM_PATCHES: Final[int] = GRID * GRID
+LENGTH: Final[int] = 192  # tokens of a row
+PREFIX: Final[int] = 1 + NUM_PATCHES
+IMAGE: Final[str] = "<image>"
+NAMES: Final[tuple[str, ...]] = (*SHAPES, *DIGITS)
+_PAD, _END, _, _USER, _ASSISTANT = range(len(SPECIAL))
+IMAGE_ID: Final[int] = 1536  # behind the vocabulary of the text model
+Ask = Callable[[Random, Scene], Asked]
+_BLIND, _NEXT_TURN = 0.04, 0.25  # shares of conversations without a picture, and of answers that another question follows
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """pixels  uint8 [B + more, 3, 56, 56]: those of the rows, then more that nobody talks about
+
+    tokens     int64 [B, L]
+    positions  int64 [B, L]
+    talks      int32 [B, L]  0: seen by all behind it but by the blind, 1..: a conversation, below -1: a blind one, -1: padding
+    labels     int64 [B, L]  the next token where it belongs to an answer, else -100
+    patches    of all pictures, see Patches
+    """
+
+    pixels: NDArray[np.uint8]
+    tokens: NDArray[np.int64]
+    positions: NDArray[np.int64]
+    talks: NDArray[np.int32]
+    labels: NDArray[np.int64]
+    patches: "Patches"
+
+    @property
+    def talk(self) -> bool:
+        """Whether there is more than pictures."""
+        return len(self.tokens) > 0
+
+
+@dataclass(frozen=True, slots=True)
+class Patches:
+    """What is to be seen in each patch; the tower learns from it directly. int64 [B, P], -100 where there is nothing.
+
+    names    index into NAMES      colours  index into COLOURS
+    counts   how many things the picture shows, less one
+    centres  1 where the middle of a thing lies, else 0; never -100
+    """
+
+    names: NDArray[np.int64]
+    colours: NDArray[np.int64]
+    counts: NDArray[np.int64]
+    centres: NDArray[np.int64]
+
+
+def resized(image: Image.Image) -> NDArray[np.uint8]:
+    """uint8 [3, 56, 56], as the preprocessor does it."""
+    return np.asarray(image.convert("RGB").resize((SIDE, SIDE), Image.Resampling.BICUBIC)).transpose(2, 0, 1)
+
+
+def draw_rows(tokenizer: Tokenizer, rng: Random, count: int, more: int = 0, pairs: float = 0.0, shown: int = NUM_PATCHES) -> Rows:
+    """Return so many rows, and so many pictures more.
+
+    pairs  share of the rows that ask mostly for the colour of one of two things
+    shown  placeholders of a picture, 0 for who reads the text alone
+    """
+    drilled = [rng.random() < pairs for _ in range(count)]
+    scenes = [draw_scene(rng, "two" if pair else None) for pair in drilled + [False] * more]
+    pixels = np.stack([resized(picture(scene)) for scene in scenes])
+    tokens, positions = np.zeros((2, count, LENGTH), dtype=np.int64)
+    talks, labels = np.full((count, LENGTH), -1, dtype=np.int32), np.full((count, LENGTH), -100, dtype=np.int64)
+    for row, (scene, pair) in enumerate(zip(scenes, drilled, strict=False)):
+        tokens[row, : 1 + shown] = [_USER, *[IMAGE_ID] * shown]
+        positions[row, : 1 + shown], talks[row, : 1 + shown] = np.arange(1 + shown), 0
+        about = ask_pair if pair else ask
+        _fill(tokenizer, rng, scene, about, (tokens[row], positions[row], talks[row], labels[row]), 1 + shown)
+    return Rows(pixels, tokens, positions, talks, labels, patches(scenes))
+
+
+def _fill(tokenizer: Tokenizer, rng: Random, scene: Scene, about: Ask, row: tuple[NDArray[np.integer], ...], prefix: int) -> None:
+    """Write conversations behind the picture until one does not fit."""
+    tokens, positions, talks, labels = row
+    at, number = prefix, 1
+    while True:
+        blind = rng.random() < _BLIND
+        ids, learned = conversation(tokenizer, rng, scene, ask_blind if blind else about)
+        end = at + len(ids)
+        if end > len(tokens):
+            return
+        tokens[at:end], talks[at:end] = ids, -1 - number if blind else number
+        positions[at:end] = np.arange(len(ids)) + (0 if blind else prefix)
+        labels[at : end - 1] = np.where(learned[1:], ids[1:], -100)
+        at, number = end, number + 1
+
+
+def conversation(tokenizer: Tokenizer, rng: Random, scene: Scene, about: Ask) -> tuple[list[int], list[bool]]:
+    """Token ids behind the picture, and which belong to answers. A blind one begins with the user's mark itself."""
+    ids, learned, blind = list[int](), list[bool](), about is ask_blind
+
+    def add(some: list[int], answer: bool) -> None:
+        ids.extend(some)
+        learned.extend([answer] * len(some))
+
+    while True:
+        asked = about(rng, scene)
+        mark = [_USER] if ids or blind else []
+        add([*mark, *tokenizer.encode(asked.question).ids, _END, _ASSISTANT], False)
+        add([*tokenizer.encode(asked.answer).ids, _END], True)
+        if blind or rng.random() >= _NEXT_TURN:
+            return ids, learned
+
+
+def patches(scenes: list[Scene]) -> Patches:
+    """What is to be seen in each patch: the thing whose middle is nearest, if it reaches that far."""
+    shape = len(scenes), NUM_PATCHES
+    names, colours, counts = (np.full(shape, -100, dtype=np.int64) for _ in range(3))
+    centres = np.zeros(shape, dtype=np.int64)
+    middle = (np.arange(GRID) + 0.5) / GRID
+    for row, scene in enumerate(scenes):
+        short = min(scene.width, scene.height)
+        places = np.array([(thing.x, thing.y) for thing in scene.things])
+        across = (middle[None, None, :] - places[:, 0, None, None]) * scene.width / short
+        down = (middle[None, :, None] - places[:, 1, None, None]) * scene.height / short
+        distance = np.hypot(across, down).reshape(len(places), -1)  # [things, P]
+        nearest = distance.argmin(0)
+        inside = distance.min(0) < scene.first.radius + 0.5 / GRID
+        names[row] = np.where(inside, np.array([NAMES.index(one.name) for one in scene.things])[nearest], -100)
+        colours[row] = np.where(inside, np.array([list(COLOURS).index(one.colour) for one in scene.things])[nearest], -100)
+        counts[row] = np.where(inside, len(places) - 1, -100)
+        centres[row, (places[:, 1] * GRID).astype(int) * GRID + (places[:, 0] * GRID).astype(int)] = 1
+    return Patches(names, colours, counts, centres)
