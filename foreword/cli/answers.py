@@ -21,7 +21,7 @@ from foreword.errors import ForewordError
 
 __all__ = ["ENDED", "Answer", "Message", "Piece", "Remote", "Source", "add_source_options", "open_source", "request_body"]
 
-Message = Mapping[str, str]
+Message = Mapping[str, Any]  # `content` is a text, or a list of parts
 CONNECT_TIMEOUT_S = 10.0
 ENDED: Mapping[str, str] = MappingProxyType(  # what a user should know about the end of an answer
     {"repetition": "the answer repeated itself and was ended; --on-runaway warn lets it go on"}

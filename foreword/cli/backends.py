@@ -61,7 +61,15 @@ class Backends:
         """The server's application, with both behind it."""
         prepared = self._prepared
         return create_app(
-            prepared.config, self.engine, prepared.tokenizer, recorder, self.name, self.encoder, self._recipe, drain
+            prepared.config,
+            self.engine,
+            prepared.tokenizer,
+            recorder,
+            self.name,
+            self.encoder,
+            self._recipe,
+            drain,
+            prepared.processor,
         )
 
     async def __aenter__(self) -> Backends:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from foreword.cli.terminal import bytes_text, count_text
 from foreword.config import Config
-from foreword.demo import MODEL
+from foreword.demo import BUNDLED
 from foreword.encoders.client import EncoderInfo
 from foreword.resolve import EngineInfo
 
@@ -26,15 +26,15 @@ __all__ = [
 
 ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}
 QUESTION = "What is speculative decoding?"
+OTHER_QUESTION = "What can you do?"  # where nobody asked for the former, not a word is said of it
 
 
 def model_name(config: Config, path: Path) -> str:
     """The name in the API: as asked for, or the last part of what was asked for."""
     if config.served_model_name:
         return config.served_model_name
-    if path == MODEL:
-        return "demo"
-    return (config.model or path.name).rstrip("/").rsplit("/", 1)[-1]
+    bundled = next((name for name, (model, _) in BUNDLED.items() if model == path), None)
+    return bundled or (config.model or path.name).rstrip("/").rsplit("/", 1)[-1]
 
 
 def address(host: str, port: int) -> str:
@@ -47,13 +47,14 @@ def banner(
     config: Config, info: EngineInfo, name: str, url: str, load_s: float, encoder: EncoderInfo | None = None
 ) -> tuple[str, ...]:
     """The lines, in order; warnings last, so that they are seen."""
+    question = QUESTION if info.resolved.drafters else OTHER_QUESTION
     return (
         loading_line(name, info, load_s),
         memory_line(info),
-        speculation_line(info),
+        *((speculation_line(info),) if info.resolved.drafters else ()),
         *(() if encoder is None else (encoder_line(encoder),)),
         f"address: {url} (docs: {url}/docs, metrics: {url}/metrics)",
-        f"try: {curl_line(url, name, bool(config.api_key or config.api_key_file))}",
+        f"try: {curl_line(url, name, bool(config.api_key or config.api_key_file), question)}",
         *(f"warning: {text}" for text in (*open_door(config), *info.warnings)),
     )
 
@@ -112,8 +113,8 @@ def encoder_line(encoder: EncoderInfo) -> str:
     return f"encoder: {encoder.name} ({encoder.architecture}, {size} parameters) {use}, at most {encoder.max_tokens} tokens"
 
 
-def curl_line(url: str, name: str, needs_key: bool) -> str:
+def curl_line(url: str, name: str, needs_key: bool, question: str = QUESTION) -> str:
     """A request that works when pasted into a shell (with a key, where FOREWORD_API_KEY is set)."""
-    body = json.dumps({"model": name, "messages": [{"role": "user", "content": QUESTION}]})
+    body = json.dumps({"model": name, "messages": [{"role": "user", "content": question}]})
     key = ' -H "Authorization: Bearer $FOREWORD_API_KEY"' if needs_key else ""
     return f"curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d {shlex.quote(body)}"

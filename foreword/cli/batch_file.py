@@ -22,7 +22,7 @@ from typing import IO, Any
 
 from foreword.errors import ConfigError
 
-__all__ = ["URLS", "Bad", "Job", "Output", "answered", "read_lines", "refused"]
+__all__ = ["URLS", "Bad", "Job", "Output", "answered", "missing_choices", "read_lines", "refused"]
 
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/rerank", "/v1/score")
 
@@ -88,9 +88,22 @@ def _wrong(line: Mapping[str, Any]) -> str | None:
 
 
 def answered(job: Job, status: int, request_id: str | None, body: Any) -> dict[str, Any]:
-    """The line of a request that the server has answered, with an error too."""
+    """The line of a request that the server has answered, with an error too.
+
+    Fewer choices than were asked for are an error, and are asked for again by the next run.
+    """
     response = {"status_code": status, "request_id": request_id, "body": body}
-    return {"id": f"batch_req_{uuid.uuid4().hex}", "custom_id": job.custom_id, "response": response, "error": None}
+    short = missing_choices(job, body) if status == 200 else None
+    error = None if short is None else {"code": "missing_choices", "message": short, "line": job.line}
+    return {"id": f"batch_req_{uuid.uuid4().hex}", "custom_id": job.custom_id, "response": response, "error": error}
+
+
+def missing_choices(job: Job, body: Any) -> str | None:
+    """What is missing of an answer, in words, or None: some servers return fewer choices than they were asked for."""
+    asked, choices = job.body.get("n"), body.get("choices") if isinstance(body, dict) else None
+    if not isinstance(asked, int) or not isinstance(choices, list) or len(choices) >= asked:
+        return None
+    return f"line {job.line}: {len(choices)} choices were returned, of {asked}"
 
 
 def refused(bad: Bad) -> dict[str, Any]:
@@ -103,7 +116,7 @@ class Output:
     """The file of answers, open for more; one process at a time. `errors` counts those of an earlier run that are none.
 
     What is there already is kept, except for a torn last line and for answers that were an error of the server's
-    (status 429, 500 and above): those will be asked again.
+    (status 429, 500 and above) or short of choices: those will be asked again.
 
     Raises ConfigError for a file that cannot be had, or that holds something else.
     """
@@ -140,6 +153,8 @@ class Output:
             response, error = record["response"], record["error"]
             if response is None:
                 self._refused.add(error["line"])
+            elif error is not None:
+                return False
             elif response["status_code"] != 429 and response["status_code"] < 500:
                 self._answered.add(record["custom_id"])
             else:

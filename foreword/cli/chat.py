@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from rich.console import Console
 from rich.text import Text
 
 from foreword.cli.answers import ENDED, Message, Source, add_source_options, open_source
+from foreword.cli.images import add_image_option, user_message
 from foreword.cli.sampling import add_sampling_options, read_params
 from foreword.core.params import SamplingParams
 from foreword.errors import InvalidRequest
@@ -19,10 +20,12 @@ __all__ = ["add_arguments", "converse", "run"]
 GUESSED = "green"
 LEAVE = ("/exit", "/quit")
 FORGET = "/clear"
+SHOW = "/image "
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--system", metavar="TEXT", help="system message that begins the conversation")
+    add_image_option(parser, f"a picture that is shown with the first line, as `{SHOW}FILE` shows one later")
     parser.add_argument("--no-color", action="store_true", help="no colours and no legend")
     add_source_options(parser)
     add_sampling_options(parser)
@@ -33,28 +36,50 @@ def run(args: argparse.Namespace) -> int:
     console = Console(no_color=args.no_color, highlight=False, soft_wrap=True)
     system = [{"role": "system", "content": args.system}] if args.system else []
     with open_source(args) as source:
-        converse(source, params, console, _lines(console), system)
+        converse(source, params, console, _lines(console), system, args.image)
     return 0
 
 
 def converse(
-    source: Source, params: SamplingParams, console: Console, lines: Iterable[str], system: Iterable[Message] = ()
+    source: Source,
+    params: SamplingParams,
+    console: Console,
+    lines: Iterable[str],
+    system: Iterable[Message] = (),
+    images: Iterable[str] = (),
 ) -> None:
     """Answer each line with all of the conversation before it, until /exit or the end of the input.
 
     A line that cannot be answered is left out of the conversation.
+
+    images  files of pictures that the first line is about
     """
     if console.is_terminal:
         _greet(source, console)
-    messages = list(system)
+    messages, shown = list(system), list(images)
     for line in lines:
         text = line.strip()
         if text in LEAVE:
             return
         if text == FORGET:
-            messages = list(system)
+            messages, shown = list(system), []
+        elif text.startswith(SHOW):
+            shown.append(text.removeprefix(SHOW).strip())
         elif text:
-            messages = _turn(source, params, console, [*messages, {"role": "user", "content": text}])
+            messages = _said(source, params, console, messages, text, shown)
+            shown = []
+
+
+def _said(
+    source: Source, params: SamplingParams, console: Console, messages: list[Message], text: str, images: Sequence[str]
+) -> list[Message]:
+    """The conversation after a line, and the pictures that are shown with it."""
+    try:
+        message = user_message(text, images)
+    except InvalidRequest as error:
+        console.print(str(error), markup=False)
+        return messages
+    return _turn(source, params, console, [*messages, message])
 
 
 def _turn(source: Source, params: SamplingParams, console: Console, messages: list[Message]) -> list[Message]:
@@ -78,7 +103,7 @@ def _turn(source: Source, params: SamplingParams, console: Console, messages: li
 
 
 def _greet(source: Source, console: Console) -> None:
-    console.print(f"{source.name}; /clear starts anew, /exit ends", markup=False)
+    console.print(f"{source.name}; {SHOW}FILE shows a picture, {FORGET} starts anew, {LEAVE[0]} ends", markup=False)
     if source.speculation:
         console.print(source.speculation, markup=False)
         if not console.no_color:

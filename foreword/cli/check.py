@@ -17,11 +17,15 @@ from foreword.cli.terminal import bytes_text, count_text
 from foreword.config import Config
 from foreword.engine.load import FIT_DRAFTER, this_machine
 from foreword.errors import ForewordError
+from foreword.media.processor import read_processor
 from foreword.models.loader import read_facts
-from foreword.prepare import directories, read_vocabulary
+from foreword.prepare import check_drafter, directories, read_vocabulary
 from foreword.resolve import ModelFacts, Resolved, kv_bytes_per_token, resolve
+from foreword.text.tokenizer import Tokenizer
 
 __all__ = ["Finding", "add_arguments", "findings", "run"]
+
+PICTURES = ((640, 480), (1920, 1080), (1080, 1920))  # width and height of examples: what they cost is told
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +62,8 @@ def findings(config: Config) -> Iterator[Finding]:
     if target is None or (drafter is None and config.draft_model is not None):
         return
     yield from _tokenizers(config)
+    if target.image_token_id is not None:
+        yield _pictures(config, target)
     if drafter is not None:
         yield _ratio(target, drafter)
     yield from _fit(config, target, drafter)
@@ -77,7 +83,6 @@ def _facts(what: str, path: Path, gguf_dequantize: bool) -> Generator[Finding, N
 def _tokenizers(config: Config) -> Iterator[Finding]:
     try:
         tokenizer, rows = read_vocabulary(Path(str(config.model)))
-        drafter = read_vocabulary(Path(config.draft_model))[0] if config.draft_model else None
     except ForewordError as error:
         yield Finding(False, f"tokenizer: {error}")
         return
@@ -87,9 +92,26 @@ def _tokenizers(config: Config) -> Iterator[Finding]:
     )
     if tokenizer.chat_template is None:
         yield Finding(None, "tokenizer: no chat template; /v1/completions works, chat does not")
-    if drafter is not None:
-        difference = tokenizer.first_difference(drafter)
-        yield Finding(difference is None, f"draft tokenizer: {difference or 'the same, token by token'}")
+    if config.draft_model:
+        yield _drafter(tokenizer, config)
+
+
+def _drafter(tokenizer: Tokenizer, config: Config) -> Finding:
+    try:
+        check_drafter(tokenizer, read_processor(Path(str(config.model))), Path(str(config.draft_model)))
+    except ForewordError as error:
+        return Finding(False, f"draft model: {error}")
+    return Finding(True, "draft tokenizer: the same, token by token")
+
+
+def _pictures(config: Config, target: ModelFacts) -> Finding:
+    try:
+        processor = read_processor(Path(str(config.model)))
+    except ForewordError as error:
+        return Finding(False, f"pictures: {error}")
+    assert processor is not None, "a tower without somebody who prepares its pictures"
+    costs = (f"{width} x {height} is {processor.layout(height, width).num_tokens} tokens" for width, height in PICTURES)
+    return Finding(True, f"pictures: {count_text(target.tower_parameters)} parameters see them; {', '.join(costs)}")
 
 
 def _ratio(target: ModelFacts, drafter: ModelFacts) -> Finding:

@@ -9,9 +9,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 
 from foreword.cli.answers import ENDED, Message, add_source_options, open_source
+from foreword.cli.images import add_image_option, user_message
 from foreword.cli.sampling import add_sampling_options, read_params
 from foreword.cli.structured import add_structured_options, read_structured, read_text
 from foreword.cli.terminal import errors
+from foreword.errors import ConfigError
 
 __all__ = ["add_arguments", "run"]
 
@@ -19,6 +21,7 @@ __all__ = ["add_arguments", "run"]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("prompt", metavar="PROMPT", help="what to answer; - reads it from stdin")
     parser.add_argument("--raw", action="store_true", help="continue the text as it stands, without the chat template")
+    add_image_option(parser, "a picture to answer about")
     parser.add_argument("--json", action="store_true", help="one JSON object: text, finish_reason, token_ids, metrics")
     parser.add_argument("--prediction", metavar="FILE", help="a text that the answer will be much like, to guess from")
     add_source_options(parser)
@@ -30,7 +33,9 @@ def run(args: argparse.Namespace) -> int:
     prediction = None if args.prediction is None else read_text("prediction", args.prediction)
     params = replace(read_params(args), prediction=prediction, structured=read_structured(args))
     text = sys.stdin.read() if args.prompt == "-" else args.prompt
-    prompt: str | Sequence[Message] = text if args.raw else [{"role": "user", "content": text}]
+    if args.raw and args.image:
+        raise ConfigError("--image needs the chat template, which --raw leaves out", "image")
+    prompt: str | Sequence[Message] = text if args.raw else [user_message(text, args.image)]
     word = None
     with open_source(args) as source:
         if args.json:

@@ -20,8 +20,8 @@ from foreword.errors import ConfigError
 
 __all__ = ["GROUPS", "add_config_options", "environment_name", "flag", "read_config"]
 
-GROUPS = ("model", "scheduler", "speculation", "server")
-ENGINE_GROUPS = ("model", "scheduler", "speculation")
+GROUPS = ("model", "scheduler", "speculation", "pictures", "server")
+ENGINE_GROUPS = ("model", "scheduler", "speculation", "pictures")
 PREFIX = "FOREWORD_"
 TRUE = ("1", "true", "yes", "on")
 FALSE = ("0", "false", "no", "off")

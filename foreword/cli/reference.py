@@ -33,6 +33,12 @@ after every cut: a token that was not delivered is in none of them. A ratio does
 something to divide by; no value is ever a nan.
 """
 
+PICTURES_HEAD = """
+## Only where the model sees pictures
+
+Beside these there is a stage `encode` in `step_seconds` and `engine_faults_total` then.
+"""
+
 SPECULATIVE_HEAD = """
 ## Only where speculation is configured
 
@@ -46,10 +52,12 @@ def flags_page() -> str:
 
 
 def metrics_page() -> str:
-    """Markdown: a table of what always exists, and one of what speculation adds."""
-    always = [row for row in CATALOG if not row.speculative]
+    """Markdown: a table of what always exists, and of what pictures and speculation add."""
+    always = [row for row in CATALOG if not (row.speculative or row.pictures)]
+    pictures = [row for row in CATALOG if row.pictures]
     speculative = [row for row in CATALOG if row.speculative]
-    return "\n".join([METRICS_HEAD, *_metrics(always), SPECULATIVE_HEAD, *_metrics(speculative)]) + "\n"
+    parts = [METRICS_HEAD, *_metrics(always), PICTURES_HEAD, *_metrics(pictures), SPECULATIVE_HEAD, *_metrics(speculative)]
+    return "\n".join(parts) + "\n"
 
 
 PAGES: Mapping[str, Any] = MappingProxyType({"flags.md": flags_page, "metrics.md": metrics_page})

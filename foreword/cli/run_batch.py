@@ -53,9 +53,9 @@ class Tally:
     generated_tokens: int = 0
     started_s: float = field(default_factory=time.monotonic)
 
-    def count(self, status: int, body: Any) -> None:
-        self.ok += status == 200
-        self.failed += status != 200
+    def count(self, ok: bool, body: Any) -> None:
+        self.ok += ok
+        self.failed += not ok
         usage = body.get("usage") if isinstance(body, dict) else None
         if isinstance(usage, dict):
             self.prompt_tokens += _whole(usage.get("prompt_tokens"))
@@ -131,7 +131,7 @@ async def _application(config: Config) -> AsyncIterator[FastAPI]:
     """The server's application with a running engine behind it."""
     async with Backends(prepare(config)) as backends:
         info = await backends.start()
-        app = backends.application(Recorder(info.resolved.drafters))
+        app = backends.application(Recorder(info.resolved.drafters, pictures=info.image_token_id is not None))
         async with app.router.lifespan_context(app):
             yield app
 
@@ -153,8 +153,9 @@ async def answer_all(caller: Caller, items: Iterator[Job | Bad], output: Output,
             else:
                 response = await caller.ask(item)
                 body = _body(response)
-                output.write(answered(item, response.status_code, response.headers.get("x-request-id"), body))
-                tally.count(response.status_code, body)
+                record = answered(item, response.status_code, response.headers.get("x-request-id"), body)
+                output.write(record)
+                tally.count(response.status_code == 200 and record["error"] is None, body)
 
     workers = [asyncio.create_task(work()) for _ in range(concurrency)]
     try:

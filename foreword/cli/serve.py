@@ -29,6 +29,7 @@ from foreword.resolve import EngineInfo
 from foreword.serve.connections import web_config
 from foreword.serve.draining import Drain
 from foreword.serve.entrance import Entrance
+from foreword.serve.heap import settle
 from foreword.serve.key_file import read_key_file
 
 __all__ = ["add_arguments", "run"]
@@ -100,9 +101,11 @@ async def _run(prepared: Prepared, listener: socket.socket) -> int:
             info = await _started(backends, ending)
         if info is None:
             return 0
-        app = backends.application(Recorder(info.resolved.drafters, config.log_interval), drain)
+        recorder = Recorder(info.resolved.drafters, config.log_interval, pictures=info.image_token_id is not None)
+        app = backends.application(recorder, drain)
         async with app.router.lifespan_context(app):
             entrance.app = app
+            settle()
             _say_ready(backends, info, config, listener, time.perf_counter() - started)
             return await _until_end(backends, web, drain, ending, config.drain_timeout)
 

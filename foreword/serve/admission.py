@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from foreword.errors import InvalidRequest, Overloaded
 from foreword.serve.limits import Meter
@@ -85,6 +86,23 @@ class Admission:
             self._on_refusal("queue")
             raise Overloaded(f"{self.open} requests are open of at most {self._max_requests}; {_again(wait_s)}", None, wait_s)
         meter.check_open(count, SOONEST_S)
+
+    @contextmanager
+    def place(self, count: int, meter: Meter) -> Iterator[None]:
+        """Room for so many choices while their prompt is read, which may take long. They take() their own behind it.
+
+        Raises as check().
+        """
+        self.check(count, meter)
+        self._pass_time()
+        self.open += count
+        meter.open += count
+        try:
+            yield
+        finally:
+            self._pass_time()
+            self.open -= count
+            meter.open -= count
 
     def take(self, count: int, tokens: int, meter: Meter, read_tokens: int | None = None) -> Ticket:
         """Let in so many choices; the caller gives the ticket back, whatever happens.

@@ -16,11 +16,11 @@ from foreword.core.vectors import cosine, finished
 from foreword.encoders.client import EncoderClient, EncoderInfo, EncoderTexts
 from foreword.errors import DeadlineExceeded, EngineDead, Overloaded, Unsupported
 from foreword.serve.access import Access, Caller
+from foreword.serve.disconnect import unless_disconnected
 from foreword.serve.engine_vectors import EngineVectors
 from foreword.serve.errors import naming
 from foreword.serve.schema.embeddings import Text
 from foreword.serve.schema.ranking import RankingBody
-from foreword.serve.sse import unless_disconnected
 from foreword.serve.state import Server, away_from_loop
 from foreword.text.embedding import check_input, embedding_requests
 
@@ -94,7 +94,12 @@ class DecoderEmbedder:
 
     async def vectors(self, inputs: Sequence[Sequence[int]], pooling: str | None, caller: Caller) -> list[bytes]:
         requests = embedding_requests(
-            inputs, pooling or self._recipe.pooling, f"embd-{uuid.uuid4().hex}", caller.tenant, caller.priority
+            inputs,
+            pooling or self._recipe.pooling,
+            f"embd-{uuid.uuid4().hex}",
+            caller.tenant,
+            caller.priority,
+            self._server.conversations.placeholder,
         )
         accounted = [replace(request, account=caller.account) for request in requests]
         try:

@@ -11,8 +11,10 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from foreword.errors import ForewordError, InvalidRequest, Unauthorized, loggable
+from foreword.serve.disconnect import CLIENT_CLOSED
 from foreword.serve.wire import Json
 
 __all__ = ["add_error_handlers", "envelope", "error_headers", "error_response", "naming"]
@@ -53,6 +55,7 @@ def naming(names: Mapping[str, str]) -> Iterator[None]:
 
 def add_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(ForewordError, _on_ours)
+    app.add_exception_handler(ClientDisconnect, _on_gone)
     app.add_exception_handler(RequestValidationError, _on_validation)
     app.add_exception_handler(HTTPException, _on_http)
 
@@ -62,6 +65,10 @@ async def _on_ours(request: Request, error: Exception) -> Response:
     if error.status >= 500:
         logger.warning("%s %s: %s", request.method, request.url.path, loggable(error))
     return error_response(error)
+
+
+async def _on_gone(request: Request, error: Exception) -> Response:
+    return Response(status_code=CLIENT_CLOSED)
 
 
 async def _on_validation(request: Request, error: Exception) -> Response:

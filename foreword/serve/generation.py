@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 
 from foreword.core.events import Event, Failed, Tokens, cut
@@ -29,12 +30,18 @@ class Generation:
     requests     one per choice; choice i is `answers[i]`
     prompt_only  the answers are wanted with no token: only the prompt is scored
     predicted    what the drafts out of the caller's prediction were worth, of all choices together
+    held         what is given back when it is closed
     """
 
-    __slots__ = ("_backlog", "_failed", "_meter", "_prompt_only", "_server", "_tasks", "_ticket", "answers", "predicted")
+    __slots__ = ("_backlog", "_failed", "_held", "_meter", "_prompt_only", "_server", "_tasks", "_ticket", "answers", "predicted")
 
     def __init__(
-        self, server: Server, requests: Sequence[Request], prompt_only: bool = False, meter: Meter | None = None
+        self,
+        server: Server,
+        requests: Sequence[Request],
+        prompt_only: bool = False,
+        meter: Meter | None = None,
+        held: ExitStack | None = None,
     ) -> None:
         self.answers = [Answer(server.tokenizer, request) for request in _waiting_once(requests)]
         self.predicted = DraftTally()
@@ -45,12 +52,13 @@ class Generation:
         self._failed: set[str] = set()
         self._meter = meter or Meter()
         self._ticket: Ticket | None = None
+        self._held = held or ExitStack()
 
     def start(self) -> None:
         """Submit everything. Raises Overloaded, or EngineDead; then nothing is left behind."""
-        self._server.info()
-        self._ticket = self._take_places()
         try:
+            self._server.info()
+            self._ticket = self._take_places()
             for index, answer in enumerate(self.answers):
                 events = self._server.client.submit(answer.request)
                 self._server.recorder.arrived(answer.request)
@@ -82,6 +90,7 @@ class Generation:
 
     def close(self) -> None:
         """Free at once whatever still runs; closing twice is allowed."""
+        self._held.close()
         if self._ticket is None:
             return
         self._ticket.release()

@@ -8,14 +8,17 @@ import logging
 import re
 import uuid
 from collections.abc import AsyncIterator
+from functools import partial
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from foreword.errors import ForewordError, Overloaded, PayloadTooLarge, RequestFailed
 from foreword.serve.errors import error_response
+from foreword.serve.heap import Heap
 
-__all__ = ["BodyLimit", "LastResort", "RequestIds"]
+__all__ = ["BodyLimit", "LastResort", "RequestIds", "forget_body"]
 
 logger = logging.getLogger("foreword.serve")
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
@@ -72,11 +75,13 @@ class BodyLimit:
     """Reads the body before anyone else does, and refuses it while reading if it grows too large.
 
     held  bytes of all bodies that are being read or worked on
+    heap  is told of those that are gone
     """
 
-    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+    def __init__(self, app: ASGIApp, max_bytes: int, heap: Heap) -> None:
         self._app = app
         self._max_bytes = max_bytes
+        self._heap = heap
         self.held = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -90,13 +95,18 @@ class BodyLimit:
             async for size in body.read():
                 self.held += size
                 if (error := self._refusal(body.size)) is not None:
-                    self.held -= body.forget()
+                    self._forget(body)
                     return await self._refuse(error, receive, send, body.more)
             if body.complete:
-                scope.setdefault("state", {})["body_bytes"] = body.size
+                scope.setdefault("state", {}).update(body_bytes=body.size, forget_body=partial(self._forget, body))
                 await self._app(scope, body.replay, send)
         finally:
-            self.held -= body.size
+            self._forget(body)
+
+    def _forget(self, body: _Body) -> None:
+        num_bytes = body.forget()
+        self.held -= num_bytes
+        self._heap.left(num_bytes)
 
     def _refusal(self, size: int) -> ForewordError | None:
         if size > self._max_bytes:
@@ -119,6 +129,13 @@ class BodyLimit:
                     message = await receive()
                     more = message.get("more_body", False)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def forget_body(request: Request) -> None:
+    """Nobody needs it any more: a large one is not kept, nor counted, while its answer is waited for."""
+    request.state.forget_body()
+    for name in ("_body", "_json"):  # where the framework keeps it for as long as the request lasts
+        vars(request).pop(name, None)
 
 
 class _Body:

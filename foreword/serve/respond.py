@@ -6,19 +6,19 @@ import time
 import uuid
 from typing import Any
 
-from fastapi import Request, Response
+from fastapi import Response
+from starlette.types import Receive, Scope, Send
 
 from foreword.core.params import SamplingParams
+from foreword.serve.disconnect import CLIENT_CLOSED, unless_disconnected
 from foreword.serve.generation import Generation
 from foreword.serve.schema.sampling import SamplingBody
-from foreword.serve.sse import AnswerStream, unless_disconnected
+from foreword.serve.sse import AnswerStream
 from foreword.serve.state import Server
 from foreword.serve.wire import Json
 from foreword.serve.writer import Head, Wanted, Writer
 
 __all__ = ["head_of", "respond", "wanted_of"]
-
-CLIENT_CLOSED = 499
 
 
 def head_of(server: Server, prefix: str, params: SamplingParams) -> Head:
@@ -43,16 +43,27 @@ def wanted_of(body: SamplingBody, params: SamplingParams) -> Wanted:
     )
 
 
-async def respond(request: Request, generation: Generation, writer: Writer, stream: bool) -> Response:
+def respond(generation: Generation, writer: Writer, stream: bool) -> Response:
     """Start the engine's work; what can be refused has been refused before, or is now."""
     generation.start()
-    if stream:
-        return AnswerStream(generation, writer)
-    try:
-        body = await unless_disconnected(request.receive, _whole(generation, writer))
-    finally:
-        generation.close()
-    return Response(status_code=CLIENT_CLOSED) if body is None else Json(body)
+    return AnswerStream(generation, writer) if stream else WholeAnswer(generation, writer)
+
+
+class WholeAnswer(Response):
+    """An answer in one piece. It is waited for when its route is over: of what was sent nothing is kept so long."""
+
+    def __init__(self, generation: Generation, writer: Writer) -> None:
+        super().__init__()
+        self._generation = generation
+        self._writer = writer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            body = await unless_disconnected(receive, _whole(self._generation, self._writer))
+        finally:
+            self._generation.close()
+        response = Response(status_code=CLIENT_CLOSED) if body is None else Json(body)
+        await response(scope, receive, send)
 
 
 async def _whole(generation: Generation, writer: Writer) -> dict[str, Any]:

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import aclosing
-from typing import Any, TypeVar
+from typing import Any
 
 from fastapi import Response
 from starlette.types import Receive, Scope, Send
 
 from foreword.errors import ForewordError
+from foreword.serve.disconnect import unless_disconnected
 from foreword.serve.errors import envelope, error_response
 from foreword.serve.generation import Generation
 from foreword.serve.wire import json_bytes
 from foreword.serve.writer import Writer
 
-__all__ = ["AnswerStream", "last_words", "unless_disconnected"]
+__all__ = ["AnswerStream", "last_words"]
 
-T = TypeVar("T")
 DONE = b"data: [DONE]\n\n"
 
 
@@ -58,24 +57,6 @@ class AnswerStream(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
-    """The result of `work`; None, and `work` cancelled, as soon as the client is gone."""
-    task = asyncio.create_task(work)
-    gone = asyncio.create_task(_disconnect(receive))
-    try:
-        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
-        return task.result() if task.done() else None
-    finally:
-        for leftover in (task, gone):
-            leftover.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)
-
-
-async def _disconnect(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
 async def _lines(generation: Generation, writer: Writer) -> AsyncGenerator[bytes, None]:
     """Errors come last: clients stop reading at one, and the other choices are to be heard to their end.
 
@@ -93,19 +74,20 @@ async def _lines(generation: Generation, writer: Writer) -> AsyncGenerator[bytes
                 yield _data(opening)
         if (chunk := writer.chunk(index, item)) is not None:
             yield _data(chunk)
+        if item.finish_reason is not None:
+            writer.returned(1)  # whoever left before did not get it
     if not opened:
         raise errors[0]
-    for line in _endings(generation, writer, errors):
+    for line in _endings(writer, errors):
         yield line
     yield DONE
 
 
-def _endings(generation: Generation, writer: Writer, errors: Sequence[ForewordError]) -> Iterator[bytes]:
+def _endings(writer: Writer, errors: Sequence[ForewordError]) -> Iterator[bytes]:
     for error in errors:
         yield _data(envelope(error))
     if not errors and (usage := writer.usage_chunk()) is not None:
         yield _data(usage)
-    writer.returned(len(generation.answers) - len(errors))
 
 
 def last_words(error: ForewordError) -> bytes:

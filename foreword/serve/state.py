@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Protocol, TypeVar
 
 from fastapi import Depends, Request
+from starlette.requests import ClientDisconnect
 
 from foreword.config import Config
+from foreword.conversation import Conversations, Prompt, source_of
 from foreword.core.params import SamplingParams, Speculation
+from foreword.core.pictures import Picture
 from foreword.core.request import Request as EngineRequest
 from foreword.encoders.client import EncoderClient
 from foreword.encoders.recipe import DECODER_RECIPE, Recipe
@@ -23,8 +26,11 @@ from foreword.resolve import EngineInfo
 from foreword.serve.access import Access, Caller
 from foreword.serve.admission import Admission
 from foreword.serve.auth import Keyring
+from foreword.serve.disconnect import unless_disconnected
+from foreword.serve.heap import Heap
+from foreword.serve.looking import Looking
+from foreword.serve.middleware import forget_body
 from foreword.text.prepare import Defaults, make_requests, resolve_seed
-from foreword.text.template import ChatTemplate
 from foreword.text.tokenizer import Tokenizer
 
 __all__ = ["Caller", "Server", "ServerDep", "away_from_loop"]
@@ -50,13 +56,14 @@ class Server:
     created  Unix time at which it began
     generating  what generates, by the id of each of its choices
     recipe   how the generating model makes vectors of texts
+    looking  reads the pictures of conversations; None: the model takes none
     renderers  how many more may render a slow template
     """
 
     config: Config
     client: EngineClient
     tokenizer: Tokenizer
-    template: ChatTemplate
+    conversations: Conversations
     recorder: Recorder
     admission: Admission
     keys: Keyring
@@ -65,7 +72,9 @@ class Server:
     grammars: GrammarChecker
     encoder: EncoderClient | None = None
     recipe: Recipe = DECODER_RECIPE
+    looking: Looking | None = None
     generating: dict[str, Abortable] = field(default_factory=dict)
+    heap: Heap = field(default_factory=Heap)
     renderers: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_RENDERING))
 
     def info(self) -> EngineInfo:
@@ -137,19 +146,48 @@ class Server:
 
     async def while_rendering(self, request: Request, work: Callable[[], T]) -> T:
         """Do `work`, which renders the template; in a thread if that is slow or has much to render."""
-        if not self.template.slow:
+        if not self.conversations.template.slow:
             return await away_from_loop(request, work)
         async with self.renderers:
             return await asyncio.to_thread(work)
 
-    def chat_ids(
-        self, messages: Sequence[Mapping[str, Any]], rendering: Mapping[str, Any], add_special_tokens: bool = False
-    ) -> list[int]:
-        """Token ids of a conversation; `rendering` goes to the template, which writes special tokens itself."""
-        return self.tokenizer.encode(self.template.render(messages, **rendering), add_special_tokens)
+    async def prompt(
+        self,
+        request: Request,
+        messages: Sequence[Mapping[str, Any]],
+        rendering: Mapping[str, Any],
+        add_special_tokens: bool,
+        account: str,
+        held: ExitStack,
+    ) -> Prompt:
+        """Of a conversation; what its pictures take is given back with `held`. The body of the request is forgotten with them.
 
-    def requests(self, prompt_ids: Sequence[int], params: SamplingParams, request_id: str, caller: Caller) -> list[EngineRequest]:
-        """One for each choice of one prompt. Raises InvalidRequest."""
+        Raises InvalidRequest, PayloadTooLarge, Overloaded; ClientDisconnect as soon as nobody waits for its pictures any more.
+        """
+        conversations = self.conversations
+        bare, parts = conversations.read(messages)
+        ids = await self.while_rendering(request, lambda: conversations.ids(bare, rendering, len(parts), add_special_tokens))
+        if not parts:
+            return conversations.prompt(ids)
+        assert self.looking is not None, "pictures for a model that takes none"
+        hold = self.looking.memory.hold()
+        held.callback(hold.release)
+        sources = [source_of(part) for part in parts]
+        pictures = await unless_disconnected(request.receive, self.looking.look(sources, account, hold))
+        if pictures is None:
+            raise ClientDisconnect
+        forget_body(request)
+        return conversations.prompt(ids, pictures)
+
+    def requests(
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        request_id: str,
+        caller: Caller,
+        pictures: Sequence[Picture] = (),
+    ) -> list[EngineRequest]:
+        """One for each choice of one prompt; all see the same pictures. Raises InvalidRequest."""
         info = self.info()
         requests = make_requests(
             prompt_ids,
@@ -161,6 +199,8 @@ class Server:
             tenant=caller.tenant,
             priority=caller.priority,
             vocab_size=info.vocab_size,
+            pictures=pictures,
+            placeholder=self.conversations.placeholder,
         )
         return [self.accounted(request, caller) for request in requests]
 

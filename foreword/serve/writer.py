@@ -113,13 +113,19 @@ class Writer(ABC):
         firsts = self.answers[:: self.per_prompt]
         prompt = sum(len(answer.request.prompt_ids) for answer in firsts)
         completion = sum(answer.num_tokens for answer in self.answers)
+        cached = sum(answer.num_cached for answer in firsts)
         return {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
-            "prompt_tokens_details": {"cached_tokens": sum(answer.num_cached for answer in firsts)},
+            "prompt_tokens_details": {"cached_tokens": cached, **self._seen(firsts)},
             **self._prediction(),
         }
+
+    def _seen(self, firsts: Sequence[Answer]) -> dict[str, int]:
+        """How many of the prompts' tokens stand for pictures, where there are some."""
+        pictures = [picture for answer in firsts for picture in answer.request.pictures]
+        return {"image_tokens": sum(picture.num_tokens for picture in pictures)} if pictures else {}
 
     def _prediction(self) -> dict[str, Any]:
         """What became of the drafts out of the caller's prediction, if there was one."""
@@ -134,7 +140,7 @@ class Writer(ABC):
         }
 
     def returned(self, num_choices: int) -> None:
-        """The answer was sent with that many choices."""
+        """So many choices were sent to their ends."""
         self.server.recorder.returned(num_choices)
 
     def head(self, kind: str) -> dict[str, Any]:

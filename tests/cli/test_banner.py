@@ -9,7 +9,7 @@ import pytest
 
 from foreword.cli.banner import address, banner, curl_line, loading_line, model_name, parse_loading_line, speculation_line
 from foreword.config import Config
-from foreword.demo import MODEL
+from foreword.demo import MODEL, VISION_MODEL
 from foreword.resolve import EngineInfo, Resolved
 
 RESOLVED = Resolved(
@@ -17,7 +17,7 @@ RESOLVED = Resolved(
     kv_cache_dtype="bfloat16", cpu_isa="auto",
     threads=2, max_model_len=1024, max_num_seqs=64, max_num_batched_tokens=512, block_size=16,
     num_blocks=256, kv_bytes=3 << 20, weight_bytes=9 << 20, prefix_caching=True, drafters=("ngram",), num_speculative_tokens=4,
-    draft_length="fixed", suffix_corpus_bytes=0,
+    draft_length="fixed", suffix_corpus_bytes=0, image_cache_bytes=0,
     prompt_lookup_min=2, prompt_lookup_max=4, fast_math=False, test_mode=False,
 )  # fmt: skip
 INFO = EngineInfo(
@@ -77,6 +77,7 @@ def test_address(host: str, url: str) -> None:
 def test_model_name() -> None:
     assert model_name(Config(served_model_name="x"), MODEL) == "x"
     assert model_name(Config(), MODEL) == "demo"
+    assert model_name(Config(model=str(VISION_MODEL)), VISION_MODEL) == "demo-vision"
     assert model_name(Config(model="org/name"), Path("/cache/snapshots/abc")) == "name"
     assert model_name(Config(model="dir/name/"), Path("dir/name")) == "name"
 

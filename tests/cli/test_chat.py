@@ -3,6 +3,7 @@
 import io
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -12,6 +13,7 @@ from foreword.cli.answers import Answer, Message, Piece
 from foreword.cli.main import main
 from foreword.core.params import SamplingParams
 from foreword.errors import ContextLengthExceeded
+from tests.pictures import png
 
 PARAMS = SamplingParams()
 
@@ -31,17 +33,18 @@ class Echo:
         if prompt[-1]["content"] == "long":
             raise ContextLengthExceeded("too long")
         yield Piece(f"{len(prompt)} ")
-        yield Piece(prompt[-1]["content"], guessed=True)
+        content = prompt[-1]["content"]
+        yield Piece(content if isinstance(content, str) else content[-1]["text"], guessed=True)
         yield Piece("", finish_reason="repetition" if prompt[-1]["content"] == "loop" else "stop")
 
     def answer(self, prompt: str | Sequence[Message], params: SamplingParams) -> Answer:
         return Answer("".join(piece.text for piece in self.stream(prompt, params)), "stop", None, None)
 
 
-def talk(*lines: str, color: bool = False, system: Sequence[Message] = ()) -> tuple[str, Echo]:
+def talk(*lines: str, color: bool = False, system: Sequence[Message] = (), images: Sequence[str] = ()) -> tuple[str, Echo]:
     out, source = io.StringIO(), Echo()
     console = Console(file=out, force_terminal=color, color_system="standard" if color else None, highlight=False, width=200)
-    chat.converse(source, PARAMS, console, lines, system)
+    chat.converse(source, PARAMS, console, lines, system, images)
     return out.getvalue(), source
 
 
@@ -59,6 +62,18 @@ def test_exit_empty_lines_and_clear() -> None:
     shown, source = talk("one", "", "/clear", "two", "/exit", "three", system=[{"role": "system", "content": "s"}])
     assert shown == "2 one\n2 two\n"
     assert len(source.asked) == 2
+
+
+def test_pictures_are_shown_with_the_next_line(tmp_path: Path) -> None:
+    (tmp_path / "a b.png").write_bytes(png())
+    shown, source = talk(
+        f"/image {tmp_path / 'a b.png'}", "one", "two", "/image nowhere.png", "lost", "three", images=[str(tmp_path / "a b.png")]
+    )
+    first = source.asked[0][0]["content"]
+    assert [part["type"] for part in first] == ["image_url", "image_url", "text"] and first[2]["text"] == "one"
+    assert source.asked[1][0]["content"] == first and source.asked[1][2]["content"] == "two"
+    assert "--image nowhere.png: No such file or directory" in shown
+    assert [message["content"] for message in source.asked[2] if message["role"] == "user"] == [first, "two", "three"]
 
 
 def test_a_line_that_cannot_be_answered_is_forgotten() -> None:

@@ -10,6 +10,7 @@ from foreword.cli.main import main
 from foreword.demo import DRAFTER, MODEL
 from tests.checkpoints import write_checkpoint
 from tests.gguf_files import Kind, write_gguf
+from tests.vision_checkpoints import write_vision_checkpoint
 
 
 def check(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
@@ -49,7 +50,7 @@ def test_another_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     vocab[a], vocab[b] = vocab[b], vocab[a]
     code, text = check(capsys, "demo", "--draft-model", edited(tmp_path, DRAFTER, "tokenizer.json", model=tokenizer["model"]))
     assert code == 1
-    assert "no   draft tokenizer: id 400 is" in text
+    assert "no   draft model: the draft model's tokenizer differs from the model's: id 400 is" in text
 
 
 def test_it_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
@@ -62,6 +63,23 @@ def test_a_context_cut_short_is_a_note(capsys: pytest.CaptureFixture[str]) -> No
     code, text = check(capsys, "demo", "--kv-cache-memory", "128tokens")
     assert code == 0
     assert "note context: 128 of 1024 tokens" in text
+
+
+def test_what_a_picture_costs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, text = check(capsys, str(write_vision_checkpoint(tmp_path, "llava_next")))
+    assert code == 0
+    # 16 of the whole, and of four tiles, 8 x 8 features, the rows 1 to 6 and 2 to 5, each with a newline.
+    assert "ok   pictures: 26.7 k parameters see them; 640 x 480 is 70 tokens, 1920 x 1080 is 52 tokens" in text
+    assert "pictures" not in check(capsys, "demo")[1]
+
+
+def test_pictures_that_cannot_be_prepared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_vision_checkpoint(tmp_path)
+    values = json.loads((path / "preprocessor_config.json").read_text(encoding="utf-8"))
+    (path / "preprocessor_config.json").write_text(json.dumps(values | {"crop_size": {"height": 20, "width": 20}}))
+    code, text = check(capsys, str(path))
+    assert code == 1
+    assert "no   pictures:" in text and "28 x 28 pixels of the model's tower" in text
 
 
 def test_a_gguf_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,7 @@ import io
 import json
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,6 +13,7 @@ from foreword.cli.answers import Answer
 from foreword.cli.main import main
 from foreword.core.params import SamplingParams
 from tests.cli.test_chat import Echo
+from tests.pictures import png, url
 
 
 @pytest.fixture(autouse=True)
@@ -35,6 +37,26 @@ def test_a_prompt_from_stdin(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     monkeypatch.setattr("sys.stdin", io.StringIO("piped"))
     assert main(["generate", "-"]) == 0
     assert capsys.readouterr().out == "1 piped\n"
+
+
+def test_pictures_are_parts_in_front_of_the_prompt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    heard: list[Any] = []
+    monkeypatch.setattr(Echo, "answer", lambda self, prompt, params: heard.append(prompt) or Answer("", "stop", None, None))
+    first, second = tmp_path / "a.png", tmp_path / "b.jpg"
+    first.write_bytes(png("red"))
+    second.write_bytes(b"no picture; the server will say so")
+    assert main(["generate", "what is it?", "--json", "--image", str(first), "--image", str(second)]) == 0
+    ((message,),) = heard
+    assert [part["type"] for part in message["content"]] == ["image_url", "image_url", "text"]
+    assert message["content"][0]["image_url"]["url"] == url(png("red"))
+    assert message["content"][1]["image_url"]["url"].startswith("data:image/jpeg;base64,")
+    capsys.readouterr()
+    assert main(["generate", "x", "--image", str(tmp_path / "nowhere")]) == 1
+    assert "--image" in capsys.readouterr().err
+    assert main(["generate", "x", "--raw", "--image", str(first)]) == 2
+    assert "--raw" in capsys.readouterr().err
 
 
 def test_json(capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,7 +19,9 @@ from foreword.cli.main import main
 from foreword.cli.run_batch import Caller, Tally, answer_all
 from foreword.errors import ConfigError, EngineDead
 from tests.fakes import FakeClient, Script
+from tests.pictures import image_part
 from tests.serve.conftest import running
+from tests.vision_checkpoints import write_vision_checkpoint
 
 CHAT = "/v1/chat/completions"
 
@@ -127,6 +129,24 @@ def test_an_answer_of_400_is_an_answer(tmp_path: Path) -> None:
     assert records(output)["a"]["response"]["status_code"] == 400
 
 
+def test_fewer_choices_than_asked_for_are_an_error_and_asked_for_again(tmp_path: Path) -> None:
+    source, output = (
+        write(tmp_path / "in", chat("a", n=3), chat("b", n=1), line("c", "/v1/completions", prompt="x", n=2)),
+        tmp_path / "out",
+    )
+
+    def choices(count: int) -> Callable[[httpx.Request], httpx.Response]:
+        return lambda request: httpx.Response(200, json={"choices": [{}] * count})
+
+    tally = answer(source, output, choices(1))
+    assert (tally.ok, tally.failed) == (1, 2)
+    found = records(output)
+    assert found["a"]["error"] == {"code": "missing_choices", "message": "line 1: 1 choices were returned, of 3", "line": 1}
+    assert found["a"]["response"]["body"]["choices"] == [{}] and found["b"]["error"] is None
+    again = answer(source, output, choices(3))
+    assert (again.ok, again.failed) == (2, 0) and all(record["error"] is None for record in records(output).values())
+
+
 def test_a_busy_server_is_waited_for(tmp_path: Path) -> None:
     source, output, asked = write(tmp_path / "in", chat("a")), tmp_path / "out", []
 
@@ -200,6 +220,21 @@ def test_the_application_in_this_process(
     assert "0 answered, 0 failed, 5 were before" in capsys.readouterr().err
 
 
+def test_pictures_in_lines(tmp_path: Path) -> None:
+    model = write_vision_checkpoint(tmp_path / "model", "llava")
+    look = [{"role": "user", "content": [image_part(), {"type": "text", "text": "What is it?"}]}]
+    broken = [{"role": "user", "content": [image_part(b"no picture")]}]
+    lines = line("a", messages=look, n=3, max_tokens=4, seed=1), line("b", messages=broken)
+    source = write(tmp_path / "in", *lines)
+    arguments = ["run-batch", str(model), "-i", str(source), "-o", str(tmp_path / "out"), "--kv-cache-memory", "4000tokens"]
+    assert main(arguments) == 1
+    found = records(tmp_path / "out")
+    body = found["a"]["response"]["body"]
+    assert [choice["index"] for choice in body["choices"]] == [0, 1, 2]
+    assert body["usage"]["prompt_tokens_details"]["image_tokens"] == 16
+    assert found["b"]["response"]["body"]["error"]["param"] == "messages[0].content[0].image_url.url"
+
+
 def test_an_engine_that_dies_leaves_a_file_to_go_on_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     client = FakeClient()
 
@@ -214,11 +249,17 @@ def test_an_engine_that_dies_leaves_a_file_to_go_on_from(tmp_path: Path, monkeyp
     assert len(records(tmp_path / "out")) == 4
 
 
+def _hear_interrupts() -> None:
+    """Whoever runs the tests in the background may have had their signals ignored, which children inherit."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def test_ctrl_c_leaves_a_file_to_go_on_from(tmp_path: Path) -> None:
     source = write(tmp_path / "in", *(chat(f"r{i}") for i in range(200)))
     words = ["run-batch", "-i", str(source), "-o", str(tmp_path / "out"), "--concurrency", "8", "--url"]
     with running(client=FakeClient(Script(delay_s=0.01))) as server:
-        process = subprocess.Popen([sys.executable, "-m", "foreword", *words, server.url], stderr=subprocess.PIPE, text=True)
+        command = [sys.executable, "-m", "foreword", *words, server.url]
+        process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=_hear_interrupts)
         deadline = time.monotonic() + 30
         while not (tmp_path / "out").exists() or len((tmp_path / "out").read_bytes()) < 2000:
             time.sleep(0.02)

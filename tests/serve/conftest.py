@@ -19,6 +19,7 @@ import uvicorn
 
 from foreword.config import Config
 from foreword.engine.client import EngineClient, ProcessClient
+from foreword.media.base import Processor
 from foreword.metrics.recorder import Recorder
 from foreword.prepare import prepare
 from foreword.serve.app import create_app
@@ -72,9 +73,11 @@ def running(
     key: str = "none",
     tokenizer: Tokenizer | None = None,
     encoder: Any = None,
+    processor: Processor | None = None,
 ) -> Iterator[Running]:
     config, client = config or Config(), client or FakeClient()
-    app = create_app(config, client, tokenizer or byte_tokenizer(), Recorder(config.drafter_names()), MODEL, encoder)
+    recorder = Recorder(config.drafter_names())
+    app = create_app(config, client, tokenizer or byte_tokenizer(), recorder, MODEL, encoder, processor=processor)
     listener = socket.create_server(("127.0.0.1", 0))
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     server = uvicorn.Server(web_config(app, config))

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+
 from fastapi import APIRouter, Request, Response
 
-from foreword.core.request import Request as EngineRequest
 from foreword.serve.access import AccessDep
 from foreword.serve.chat_writer import ChatWriter
 from foreword.serve.errors import naming
 from foreword.serve.generation import Generation
 from foreword.serve.respond import head_of, respond, wanted_of
 from foreword.serve.schema.chat import ChatBody, plain_messages
-from foreword.serve.state import ServerDep
+from foreword.serve.state import ServerDep, away_from_loop
 
 __all__ = ["router"]
 
@@ -25,14 +26,10 @@ async def chat_completions(body: ChatBody, request: Request, access: AccessDep, 
     params = server.settle(body.params())
     wanted, head = wanted_of(body, params), head_of(server, "chatcmpl", params)
     caller = server.caller(access, body.priority, body.timeout)
-    server.admission.check(params.n, caller.meter)
-    await server.check_structured(params)
-
-    def prepare() -> list[EngineRequest]:
-        ids = server.chat_ids(plain_messages(body.messages), body.rendering(), bool(body.add_special_tokens))
-        return server.requests(ids, params, head.id, caller)
-
-    with naming({"prompt": "messages"}):
-        requests = await server.while_rendering(request, prepare)
-    generation = Generation(server, requests, meter=caller.meter)
-    return await respond(request, generation, ChatWriter(server, generation, params.n, head, wanted), bool(body.stream))
+    with naming({"prompt": "messages"}), ExitStack() as held, server.admission.place(params.n, caller.meter):
+        await server.check_structured(params)
+        messages, rendering = plain_messages(body.messages), body.rendering()
+        prompt = await server.prompt(request, messages, rendering, bool(body.add_special_tokens), caller.account, held)
+        requests = await away_from_loop(request, lambda: server.requests(prompt.ids, params, head.id, caller, prompt.pictures))
+        generation = Generation(server, requests, meter=caller.meter, held=held.pop_all())
+    return respond(generation, ChatWriter(server, generation, params.n, head, wanted), bool(body.stream))

@@ -39,7 +39,7 @@ async def completions(body: CompletionBody, request: Request, access: AccessDep,
     generation = Generation(server, requests, body.prompt_only, caller.meter)
     echo = _echo(server, prompts, requests[:: params.n]) if body.echo else None
     writer = CompletionWriter(server, generation, params.n, head, wanted, echo, body.returned)
-    return await respond(request, generation, writer, bool(body.stream))
+    return respond(generation, writer, bool(body.stream))
 
 
 def _ids(server: Server, prompt: Prompt, add_special_tokens: bool) -> list[int]:

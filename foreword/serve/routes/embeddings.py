@@ -15,8 +15,8 @@ from fastapi import APIRouter, Request, Response
 from foreword.core.vectors import FLOAT_BYTES, finished
 from foreword.errors import InvalidRequest
 from foreword.serve.access import AccessDep
+from foreword.serve.disconnect import CLIENT_CLOSED
 from foreword.serve.embedding import Reading, counted, embedder_of, ids_of
-from foreword.serve.respond import CLIENT_CLOSED
 from foreword.serve.schema.embeddings import EmbeddingBody
 from foreword.serve.state import ServerDep, away_from_loop
 from foreword.serve.wire import Json

@@ -8,8 +8,8 @@ import uuid
 from fastapi import APIRouter, Request, Response
 
 from foreword.serve.access import AccessDep
+from foreword.serve.disconnect import CLIENT_CLOSED
 from foreword.serve.embedding import scorer_of, scores_of
-from foreword.serve.respond import CLIENT_CLOSED
 from foreword.serve.schema.ranking import ScoreBody
 from foreword.serve.state import ServerDep
 from foreword.serve.wire import Json

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
 from foreword.errors import InvalidRequest
-from foreword.serve.access import AccessDep
+from foreword.serve.access import Access, AccessDep
 from foreword.serve.errors import naming
 from foreword.serve.schema.chat import plain_messages
 from foreword.serve.schema.tokenize import DetokenizeBody, TokenizeBody
@@ -24,8 +26,7 @@ async def tokenize(body: TokenizeBody, request: Request, access: AccessDep, serv
     """Token ids of a prompt or of a conversation."""
     server.check_model(body.model, access)
     body.check()
-    doing = away_from_loop if body.messages is None else server.while_rendering
-    ids = await doing(request, lambda: _ids(server, body))
+    ids = await _ids(server, body, request, access)
     answer: dict[str, Any] = {"count": len(ids), "max_model_len": server.info().resolved.max_model_len, "tokens": ids}
     if body.return_token_strs:
         answer["token_strs"] = [server.tokenizer.token(token_id) for token_id in ids]
@@ -42,8 +43,12 @@ async def detokenize(body: DetokenizeBody, access: AccessDep, server: ServerDep)
     return Json({"prompt": server.tokenizer.decode(body.tokens, skip_special_tokens=False)})
 
 
-def _ids(server: Server, body: TokenizeBody) -> list[int]:
+async def _ids(server: Server, body: TokenizeBody, request: Request, access: Access) -> Sequence[int]:
     if body.messages is None:
-        return server.tokenizer.encode(body.prompt or "", body.add_special_tokens is not False)
-    with naming({"prompt": "messages"}):
-        return server.chat_ids(plain_messages(body.messages), body.rendering(), bool(body.add_special_tokens))
+        return await away_from_loop(
+            request, lambda: server.tokenizer.encode(body.prompt or "", body.add_special_tokens is not False)
+        )
+    messages, rendering = plain_messages(body.messages), body.rendering()
+    with naming({"prompt": "messages"}), ExitStack() as held:
+        prompt = await server.prompt(request, messages, rendering, bool(body.add_special_tokens), access.account, held)
+        return prompt.ids

@@ -22,7 +22,7 @@ Content = Annotated[
 
 
 class Message(Body):
-    """One message. `content` is a text or a list of parts of type text."""
+    """One message. `content` is a text or a list of parts: of type text, and of a user's also image_url."""
 
     accepted: ClassVar[frozenset[str]] = frozenset({"refusal", "annotations", "reasoning_content", "reasoning"})
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
@@ -66,7 +66,8 @@ def plain_messages(messages: Sequence[Message]) -> list[Mapping[str, Any]]:
     for index, message in enumerate(messages):
         _check_role(message.role, f"messages[{index}].role")
         role = "system" if message.role == "developer" else message.role
-        plain.append({**message.model_dump(exclude_none=True), "role": role})
+        name = {} if message.name is None else {"name": message.name}
+        plain.append({"role": role, "content": message.content, **name})
     return plain
 
 
