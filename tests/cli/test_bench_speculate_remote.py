@@ -24,7 +24,7 @@ foreword_spec_drafts_total{drafter="suffix"} 3
 def test_a_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = str(write_checkpoint(tmp_path / "tiny"))
     words = ["--categories", "repeat,predicted,agent,random,library continuation", "--concurrency", "2", "--rounds", "1"]
-    with ServerProcess(Config(model=model, speculate="ngram", kv_cache_memory="3000tokens")) as server:
+    with ServerProcess(Config(model=model, speculate="ngram", draft_length="fixed", kv_cache_memory="3000tokens")) as server:
         sizes = ["--requests", "2", "--max-tokens", "8", "--context", "160"]
         code = main(["bench", "speculate", "--base-url", server.url, *words, *sizes])
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
