@@ -26,7 +26,8 @@ from foreword.core.params import SamplingParams
 from foreword.errors import ConfigError, ForewordError
 from foreword.metrics.recorder import Recorder
 from foreword.serve.app import create_app
-from tests.fakes import FakeClient, byte_tokenizer
+from tests.fakes import FakeClient
+from tests.pictures import image_part, png, processor, seeing_tokenizer
 
 __all__ = ["traffic_targets"]
 
@@ -41,12 +42,13 @@ def traffic_targets() -> Mapping[str, Callable[[], Target]]:
 
 
 class _Application:
-    """The server's application with a fake engine behind it, in an event loop of its own."""
+    """The server's application for a model that sees, with a fake engine behind it, in an event loop of its own."""
 
     def __init__(self) -> None:
         self.client = FakeClient()
         config = Config(max_body_mb=1)
-        self.app = create_app(config, self.client, byte_tokenizer(), Recorder(config.drafter_names()), "fake")
+        recorder = Recorder(config.drafter_names())
+        self.app = create_app(config, self.client, seeing_tokenizer(), recorder, "fake", processor=processor())
         self.loop = asyncio.new_event_loop()
         self.http = httpx.AsyncClient(base_url=URL, transport=httpx.ASGITransport(self.app))
         self.loop.run_until_complete(self.client.start())
@@ -59,12 +61,14 @@ class _Application:
             assert reply.json()["error"]["message"], reply.text
         assert not self.client.live, "the engine still works"
         assert self.app.state.server.admission.open == 0, "requests are still counted as open"
+        assert self.app.state.server.looking.memory.held == 0, "pictures are still held"
         for log in (self.client.submitted, self.client.finished, self.client.aborted):
             log.clear()
 
     def close(self) -> None:
         self.loop.run_until_complete(self.http.aclose())
         self.app.state.server.grammars.close()
+        self.app.state.server.looking.close()
         self.loop.close()
 
     async def _post(self, path: str, body: bytes) -> httpx.Response:
@@ -84,6 +88,8 @@ def _bodies() -> Target:
         application.ask(known if known in PATHS else CHAT, body)
 
     message = {"role": "user", "content": [{"type": "text", "text": "Hi"}]}
+    picture = image_part(png(size=(3, 2)))
+    other = {"type": "image_url", "image_url": "file:///x.png", "video_url": {"url": "http://127.0.0.1/"}}
     tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
     chat: dict[str, Any] = {"messages": [message], "max_tokens": 3, "stream": True, "stream_options": {"include_usage": True}}
     bodies: list[tuple[str, dict[str, Any]]] = [
@@ -93,6 +99,8 @@ def _bodies() -> Target:
             CHAT,
             {"messages": [message], "tools": [tool], "chat_template_kwargs": {"a": 1}, "metrics": True, "logit_bias": {"5": 1}},
         ),
+        (CHAT, {"messages": [{"role": "user", "content": [picture, {"type": "text", "text": "?"}]}], "n": 2, "max_tokens": 2}),
+        (CHAT, {"messages": [{"role": "user", "content": [picture, other]}, message], "stream": True, "max_tokens": 2}),
         (CHAT, {"messages": [message], "prediction": {"type": "content", "content": "x"}, "speculation": {"method": "off"}}),
         ("/v1/completions", {"prompt": ["a", "b"], "echo": True, "logprobs": 1, "max_tokens": 2, "suffix": None}),
         ("/v1/completions", {"prompt": [1, 2, 3], "min_p": 0.1, "bad_words": ["x"], "prompt_logprobs": 1, "stream": True}),
@@ -104,7 +112,8 @@ def _bodies() -> Target:
         ("/v1/score", {"text_1": "a", "text_2": ["b"]}),
     ]
     seeds = [f"{path}\n{json.dumps(body)}".encode() for path, body in bodies]
-    return Target(seeds, run, (), ("serve/", "core/params.py", "text/"), change_lines, 0.5, application.close)
+    modules = ("serve/", "core/params.py", "text/", "conversation.py", "media/")
+    return Target(seeds, run, (), modules, change_lines, 0.5, application.close)
 
 
 def _batch() -> Target:

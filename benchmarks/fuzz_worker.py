@@ -25,12 +25,13 @@ from typing import Any
 
 import foreword
 from benchmarks.fuzz_mutate import shrink
+from benchmarks.fuzz_pictures import picture_targets
 from benchmarks.fuzz_targets import Target, file_targets
 from benchmarks.fuzz_traffic import traffic_targets
 
 __all__ = ["TARGETS", "Report", "fuzz", "outcome"]
 
-TARGETS = {**file_targets(), **traffic_targets()}
+TARGETS = {**file_targets(), **picture_targets(), **traffic_targets()}
 PACKAGE = Path(foreword.__file__).parent
 INPUT_CPU_S = 4.0  # for one input
 MEMORY_BYTES = 2 << 30  # beyond what the process has when it is ready

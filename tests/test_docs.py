@@ -20,7 +20,8 @@ from foreword.cli.options import flag
 from foreword.cli.server_process import ServerProcess
 from foreword.config import Config, option_fields
 from foreword.core.params import SamplingParams
-from foreword.models.loader import ARCHITECTURES
+from foreword.models.architectures import ARCHITECTURES
+from foreword.models.vision.registry import VISION
 from foreword.serve.app import ROUTES
 from tests.test_house import ALLOWED
 
@@ -146,8 +147,9 @@ def test_every_dependency_has_its_line() -> None:
 
 
 def test_every_family_is_documented() -> None:
-    assert {cells[1].strip("`") for cells in table(README, "family")} == set(ARCHITECTURES)
+    assert {cells[1].strip("`") for cells in table(README, "family")} == {*ARCHITECTURES, *VISION}
     assert {cells[0].strip("`") for cells in table(DOCS / "models.md", "`model_type`")} == set(ARCHITECTURES)
+    assert {cells[0].strip("`") for cells in table(DOCS / "models.md", "`model_type`, with pictures")} == set(VISION)
 
 
 def test_sampling_parameters_are_documented_with_their_defaults() -> None:
@@ -217,7 +219,7 @@ def test_the_programs_of_the_readme_run() -> None:
     programs = blocks(README, "python")
     with ServerProcess(Config(threads=1)) as server:
         said = [run(code.replace(LOCAL, server.url)) for code in programs]
-    assert len(said) == 4
+    assert len(said) == 5
     assert all(text.strip() for text in said)
 
 

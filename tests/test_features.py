@@ -11,6 +11,7 @@ import json
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,8 +21,10 @@ from foreword import LLM, SamplingParams, Speculation
 from foreword.config import DRAFTERS
 from foreword.errors import InvalidRequest
 from tests.checkpoints import write_checkpoint
-from tests.features import COLUMNS, FEATURES, PAGE, page
+from tests.features import COLUMNS, FEATURES, PAGE, PICTURES, page
+from tests.pictures import png
 from tests.test_exact import fingerprint
+from tests.vision_checkpoints import IMAGE_TOKEN_ID, write_vision_checkpoint
 
 MAX_MODEL_LEN = 127
 NUM_PROMPTS = 3
@@ -41,22 +44,39 @@ def params_of(settings: Mapping[str, Any]) -> list[SamplingParams]:
     return [SamplingParams(**{"max_tokens": 40, "seed": 100 * i, **settings}) for i in range(NUM_PROMPTS)]
 
 
+def prompts_with_pictures() -> list[dict[str, Any]]:
+    """The same ones, with pictures before, within and behind the text; one of them twice."""
+    shown = [[], [picture(1)], [picture(2), picture(3), picture(1)]]
+    found = []
+    for prompt, pictures in zip(prompts(), shown, strict=True):
+        ids = prompt["prompt_token_ids"]
+        for number in range(len(pictures)):
+            ids = [*ids[: 9 * number], IMAGE_TOKEN_ID, *ids[9 * number :]]
+        found.append({"prompt_token_ids": ids, "images": pictures})
+    return found
+
+
+def picture(number: int) -> bytes:
+    return png(("red", "lime", "blue")[number % 3], (20 + 17 * number, 40 - 9 * number))
+
+
 @dataclass
 class Engines:
-    """The crowded engine, the plain one, and what the plain one has answered so far."""
+    """The crowded engine, the plain one, what they are asked, and what the plain one has answered so far."""
 
     crowded: LLM
     plain: LLM
+    prompts: Sequence[Mapping[str, Any]]
     known: dict[str, Any] = field(default_factory=dict)
 
     def expected(self, settings: Mapping[str, Any]) -> Any:
         key = repr(settings)
         if key not in self.known:
-            self.known[key] = answers(self.plain, params_of(settings))
+            self.known[key] = answers(self.plain, self.prompts, params_of(settings))
         return self.known[key]
 
     def found(self, settings: Mapping[str, Any], drafter: str) -> Any:
-        return answers(self.crowded, [speculated(params, drafter) for params in params_of(settings)])
+        return answers(self.crowded, self.prompts, [speculated(params, drafter) for params in params_of(settings)])
 
 
 def speculated(params: SamplingParams, drafter: str) -> SamplingParams:
@@ -65,12 +85,12 @@ def speculated(params: SamplingParams, drafter: str) -> SamplingParams:
     return replace(params, speculation=Speculation(drafter), prediction=expected)
 
 
-def answers(llm: LLM, params: Sequence[SamplingParams]) -> list[Any]:
+def answers(llm: LLM, asked: Sequence[Mapping[str, Any]], params: Sequence[SamplingParams]) -> list[Any]:
     """Everything about the answers; where a request contradicts itself, what it is told."""
     try:
-        return [fingerprint(output) for output in llm.generate(prompts(), params)]
+        return [fingerprint(output) for output in llm.generate(list(asked), params)]
     except InvalidRequest:
-        return [_answer(llm, prompt, one) for prompt, one in zip(prompts(), params, strict=True)]
+        return [_answer(llm, prompt, one) for prompt, one in zip(asked, params, strict=True)]
 
 
 def _answer(llm: LLM, prompt: Any, params: SamplingParams) -> Any:
@@ -83,35 +103,53 @@ def _answer(llm: LLM, prompt: Any, params: SamplingParams) -> Any:
 @pytest.fixture(scope="module")
 def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
     path = tmp_path_factory.mktemp("features")
-    model = write_checkpoint(path / "model", "llama", seed=1)
-    drafter = write_checkpoint(path / "drafter", "llama", seed=1, dtype="bfloat16")  # rounded: agrees often, not always
-    options: dict[str, Any] = {"max_model_len": MAX_MODEL_LEN, "threads": 1, "test_mode": True}
-    plain = LLM(str(model), speculate="off", max_num_seqs=1, prefix_caching=False, kv_cache_memory="8000tokens", **options)
+    write_checkpoint(path / "model", "llama", seed=1)
+    write_checkpoint(path / "drafter", "llama", seed=1, dtype="bfloat16")  # rounded: agrees often, not always
+    made = engines_of(path, prompts(), FEATURES, max_model_len=MAX_MODEL_LEN, kv_cache_memory="240tokens")
+    yield made
+    made.crowded.check()
+
+
+@pytest.fixture(scope="module")
+def seeing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
+    """Of a model that sees, with a draft model that sees."""
+    path = tmp_path_factory.mktemp("seeing")
+    write_vision_checkpoint(path / "model", "qwen2_5_vl", seed=1)
+    write_vision_checkpoint(path / "drafter", "qwen2_5_vl", seed=1, dtype="bfloat16")
+    asked = prompts_with_pictures()
+    made = engines_of(path, asked, PICTURES, max_model_len=255, kv_cache_memory="256tokens", image_cache_memory="2kb")
+    yield made
+    made.crowded.check()
+
+
+def engines_of(path: Path, asked: Sequence[Mapping[str, Any]], features: Mapping[str, Any], **options: Any) -> Engines:
+    """Of the checkpoints `model` and `drafter` in a directory."""
+    options |= {"threads": 1, "test_mode": True}
+    ample = {**options, "kv_cache_memory": "8000tokens"}
+    plain = LLM(str(path / "model"), speculate="off", max_num_seqs=1, prefix_caching=False, **ample)
     recording = path / "recording.jsonl"
-    recording.write_text("".join(recorded(plain)))
+    recording.write_text("".join(recorded(plain, asked, features)))
     crowded = LLM(
-        str(model),
+        str(path / "model"),
         speculate=",".join(DRAFTERS),
-        draft_model=str(drafter),
+        draft_model=str(path / "drafter"),
         draft_length="fixed",
         replay_file=str(recording),
         replay_error_rate=0.3,
-        kv_cache_memory="240tokens",
         max_num_seqs=16,
         max_num_batched_tokens=24,
         **options,
     )
-    found = Engines(crowded, plain)
-    yield found
-    crowded.check()
+    return Engines(crowded, plain, asked)
 
 
-def recorded(plain: LLM) -> Iterator[str]:
+def recorded(plain: LLM, asked: Sequence[Mapping[str, Any]], features: Mapping[str, Any]) -> Iterator[str]:
     """Answers for the replay drafter, of every feature."""
-    for settings in FEATURES.values():
-        for prompt, params in zip(prompts(), params_of(settings), strict=True):
-            for choice in plain.generate([prompt], [params])[0].outputs:
-                line = {"prompt_token_ids": prompt["prompt_token_ids"], "seed": choice.seed, "token_ids": choice.token_ids}
+    for settings in features.values():
+        for prompt, params in zip(asked, params_of(settings), strict=True):
+            (output,) = plain.generate([prompt], [params])
+            for choice in output.outputs:
+                line = {"prompt_token_ids": output.prompt_token_ids, "seed": choice.seed, "token_ids": choice.token_ids}
                 yield json.dumps(line) + "\n"
 
 
@@ -124,7 +162,16 @@ def test_cell(engines: Engines, feature: str, drafter: str) -> None:
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_every_drafter_is_right_and_wrong(engines: Engines, drafter: str) -> None:
     """A table of drafters that never guess, or always guess wrong, would say little."""
-    for settings in FEATURES.values():
+    check_guesses(engines, FEATURES, drafter)
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_every_drafter_is_right_and_wrong_about_pictures(seeing: Engines, drafter: str) -> None:
+    check_guesses(seeing, PICTURES, drafter)
+
+
+def check_guesses(engines: Engines, features: Mapping[str, Any], drafter: str) -> None:
+    for settings in features.values():
         engines.found(settings, drafter)
     samples = {
         (sample.name, sample.labels.get("drafter")): sample.value
@@ -137,6 +184,12 @@ def test_every_drafter_is_right_and_wrong(engines: Engines, drafter: str) -> Non
         return
     drafted, accepted = (samples[f"foreword_spec_{kind}_tokens_total", drafter] for kind in ("draft", "accepted"))
     assert 0 < accepted < drafted
+
+
+@pytest.mark.parametrize("drafter", COLUMNS)
+@pytest.mark.parametrize("feature", PICTURES)
+def test_cell_with_pictures(seeing: Engines, feature: str, drafter: str) -> None:
+    assert seeing.found(PICTURES[feature], drafter) == seeing.expected(PICTURES[feature])
 
 
 def compatible(pair: tuple[str, str]) -> bool:

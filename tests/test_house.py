@@ -37,10 +37,12 @@ ALLOWED = {
         "kernels",
         "errors",
     },
-    "prepare": {"text", "models.hub", "models.gguf.reader", "config", "errors", "demo"},
+    "conversation": {"text", "media", "config", "core", "errors"},
+    "prepare": {"text", "media", "models.hub", "models.gguf.reader", "config", "errors", "demo"},
     "outputs": {"metrics", "core"},
     "llm": {
         "outputs",
+        "conversation",
         "encoders.local",
         "encoders.recipe",
         "grammar.check",
@@ -57,6 +59,7 @@ ALLOWED = {
         "demo",
     },
     "serve": {
+        "conversation",
         "engine.client",
         "text",
         "media",

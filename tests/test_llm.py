@@ -196,8 +196,8 @@ def test_off_has_no_draft_row_and_no_drafter(llm: LLM, monkeypatch: pytest.Monke
     drafted: Counter[str] = Counter()
     plan = engine.scheduler.plan
 
-    def planned() -> Plan:
-        made = plan()
+    def planned(taken: int) -> Plan:
+        made = plan(taken)
         drafted.update({work.state.id: work.num_draft for work in made.work})
         return made
 

@@ -1,5 +1,6 @@
 """What the API process learns of a checkpoint, without torch."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -9,8 +10,10 @@ import pytest
 from foreword.config import Config
 from foreword.errors import CheckpointError, ConfigError
 from foreword.prepare import prepare, read_vocabulary
+from foreword.text.tokenizer import Tokenizer
 from tests.checkpoints import VOCAB_SIZE, write_checkpoint
 from tests.gguf_files import Raw, write_gguf
+from tests.vision_checkpoints import IMAGE_TOKEN_ID, write_vision_checkpoint
 
 
 def test_a_gguf_file_is_prepared_without_torch(tmp_path: Path) -> None:
@@ -47,3 +50,43 @@ def test_a_file_without_a_model(tmp_path: Path) -> None:
     (tmp_path / "x.gguf").write_bytes(Raw.small().bytes())
     with pytest.raises(CheckpointError, match=r"tensor `token_embd\.weight` is missing"):
         prepare(Config(model=str(tmp_path / "x.gguf")))
+
+
+def test_what_stands_for_a_picture_is_never_sampled(tmp_path: Path) -> None:
+    """As no row is that has no token."""
+    prepared = prepare(Config(model=str(write_vision_checkpoint(tmp_path))))
+    assert prepared.unused_ids == (IMAGE_TOKEN_ID, VOCAB_SIZE - 1)
+
+
+def test_videos_are_never_sampled_either(tmp_path: Path) -> None:
+    path = write_vision_checkpoint(tmp_path, "qwen2_vl")
+    config = json.loads((path / "config.json").read_text())
+    assert {config["image_token_id"], config["video_token_id"]} <= {*prepare(Config(model=str(path))).unused_ids}
+
+
+def drafting(model: Path, drafter: Path) -> Config:
+    return Config(model=str(model), draft_model=str(drafter))
+
+
+def test_a_draft_model_that_reads_needs_no_tokens_for_pictures(tmp_path: Path) -> None:
+    sees, reads = write_vision_checkpoint(tmp_path / "sees", "qwen2_vl"), write_checkpoint(tmp_path / "reads")
+    assert prepare(drafting(sees, reads)).config.draft_model == str(reads)
+    with pytest.raises(ConfigError, match=r"id 270 is no token in the one and '<\|image_pad\|>' in the other"):
+        prepare(drafting(reads, sees))
+
+
+def test_other_tokens_may_not_be_missing(tmp_path: Path) -> None:
+    sees, reads = write_vision_checkpoint(tmp_path / "sees", vocab_size=280), write_checkpoint(tmp_path / "reads")
+    tokenizer = Tokenizer.from_directory(sees)
+    tokenizer._backend.add_tokens(["word"])
+    tokenizer._backend.save(str(sees / "tokenizer.json"))
+    with pytest.raises(ConfigError, match="id 271 is 'word' in the one and no token in the other"):
+        prepare(drafting(sees, reads))
+
+
+def test_a_draft_model_that_sees_must_want_the_same_pictures(tmp_path: Path) -> None:
+    sees, same = (write_vision_checkpoint(tmp_path / name) for name in ("sees", "same"))
+    assert prepare(drafting(sees, same)).config.draft_model == str(same)
+    larger = write_vision_checkpoint(tmp_path / "larger", vision_config={"image_size": 42})
+    with pytest.raises(ConfigError, match=r"wants other pictures than the model: .*side=42.* instead of .*side=28"):
+        prepare(drafting(sees, larger))

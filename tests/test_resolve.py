@@ -87,6 +87,14 @@ def test_weights_that_keep_their_form_weigh_what_they_weigh(options: dict[str, A
     assert (resolved.weight_bytes, resolved.weight_format) == (77 + rest, "the file's types")
 
 
+@pytest.mark.parametrize(("native", "quantized"), [(True, 1), (False, 4 + 2)])
+def test_a_tower_is_not_quantized(native: bool, quantized: int) -> None:
+    machine, seeing = replace(CPU, native=native), replace(SHAPED, tower_parameters=50_000_000)
+    plain, rounded = (resolve(Config(quantization=kind), machine, seeing) for kind in (None, "int8"))
+    assert plain.weight_bytes == seeing.parameters * 2
+    assert rounded.weight_bytes == 50_000_000 * 2 + (seeing.parameters - 50_000_000) * quantized
+
+
 def test_an_int8_cache_has_a_scale_for_each_vector() -> None:
     resolved = resolve(Config(kv_cache_dtype="int8"), CPU, SHAPED)
     assert resolved.kv_cache_dtype == "int8"

@@ -1,0 +1,162 @@
+"""What reads pictures, and files that say how pictures are prepared: see fuzz_parsers.py."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import socket
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from PIL import Image
+from PIL.Image import Resampling
+
+from benchmarks.fuzz_mutate import change_json
+from benchmarks.fuzz_targets import Target
+from foreword.errors import CheckpointError, InvalidRequest, Overloaded
+from foreword.media.decode import Refused, decode
+from foreword.media.fetch import Fetcher
+from foreword.media.limits import MediaLimits
+from foreword.media.llava_next import LlavaNextProcessor
+from foreword.media.processor import read_processor
+from foreword.media.source import Source
+from foreword.media.tower import TowerFacts
+from foreword.media.workers import Workers
+
+__all__ = ["picture_targets"]
+
+MAX_PIXELS = 1 << 20
+PROCESSOR = LlavaNextProcessor(7, "<picture>", TowerFacts(28, 4, 0), ((28, 56), (56, 28), (56, 56)), Resampling.BICUBIC)
+SIZES = ((1, 1), (30, 40), (200, 1), (1, 200), (777, 333))
+FILES = ("config.json", "preprocessor_config.json", "processor_config.json", "tokenizer.json")
+
+
+def picture_targets() -> Mapping[str, Callable[[], Target]]:
+    """By name; each is made where it is needed."""
+    return {
+        "picture": _picture,
+        "picture-worker": _picture_worker,
+        "picture-url": _picture_url,
+        "picture-options": _picture_options,
+    }
+
+
+def _picture() -> Target:
+    """From bytes to pixels, in the process that fuzzes: what ends it is found here."""
+
+    def run(data: bytes, folder: Path) -> None:
+        PROCESSOR.prepare(decode(data, MAX_PIXELS))
+
+    return Target(_seeds(), run, (Refused,), ("media/",))
+
+
+def _picture_worker() -> Target:
+    """The same as a server does it: whatever becomes of the worker, its parent goes on."""
+    workers = Workers(PROCESSOR, MediaLimits(max_pixels=MAX_PIXELS), num_workers=1)
+
+    def run(data: bytes, folder: Path) -> None:
+        workers.prepare(data, "x")
+
+    return Target(_seeds(), run, (InvalidRequest, Overloaded), ("media/",), share=0.3, close=workers.close)
+
+
+def _picture_url() -> Target:
+    """Addresses: nothing is resolved or connected to."""
+    patch = mock.patch.object(socket, "getaddrinfo", side_effect=socket.gaierror)
+    patch.start()
+    fetcher = Fetcher(MediaLimits(max_bytes=10_000, hosts=("a.test", ".b.test", "::1"), local_path=Path(__file__).parent))
+
+    def run(data: bytes, folder: Path) -> None:
+        fetcher.fetch(Source("x", data.decode("utf-8", "surrogateescape")))
+
+    def close() -> None:
+        fetcher.close()
+        patch.stop()
+
+    image = base64.b64encode(_file(Image.new("RGB", (2, 2)), "PNG")).decode()
+    urls = [f"data:image/png;base64,{image}", "data:,%41b", f"file://{__file__}", "https://a.test/x?y#z", "http://x.b.test:80"]
+    more = ["http://[::1]:8/", "http://u:p@a.test/", "http://A.TEST./%00", "http://ä.b.test/"]
+    return Target([url.encode() for url in (*urls, *more)], run, (InvalidRequest,), ("media/",), close=close)
+
+
+def _picture_options() -> Target:
+    """The files of a checkpoint that `read_processor` reads, as one JSON object by name."""
+
+    def run(data: bytes, folder: Path) -> None:
+        try:
+            files = json.loads(data)
+        except (ValueError, RecursionError):
+            files = None
+        for name in FILES:
+            content = files.get(name) if isinstance(files, dict) else None
+            (folder / name).unlink(missing_ok=True)
+            if content is not None:
+                (folder / name).write_text(json.dumps(content), encoding="utf-8", errors="surrogatepass")
+        processor = read_processor(folder)
+        for size in SIZES if processor is not None else ():
+            assert processor is not None
+            processor.layout(*size)
+
+    return Target(_options(), run, (CheckpointError,), ("media/",), change_json)
+
+
+def _options() -> list[bytes]:
+    tokenizer = {"added_tokens": [{"id": 3, "content": "<image>"}]}
+    clip = {"size": {"shortest_edge": 28}, "crop_size": {"height": 28, "width": 28}, "image_processor_type": "CLIPImageProcessor"}
+    pad = {
+        **clip,
+        "do_pad": True,
+        "image_processor_type": "LlavaImageProcessorFast",
+        "image_mean": [0.5, 0.5, 0.5],
+        "resample": 2,
+    }
+    siglip = {"size": {"height": 28, "width": 28}, "image_processor_type": "SiglipImageProcessor"}
+    points = [[28, 56], [56, 28]]
+    qwen = {"min_pixels": 3136, "max_pixels": 9999, "patch_size": 14, "merge_size": 2, "temporal_patch_size": 2}
+    tower = {"image_size": 28, "patch_size": 14, "model_type": "clip_vision_model"}
+    kinds: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        ({"model_type": "llava", "vision_config": tower}, clip),
+        ({"model_type": "llava", "vision_config": tower, "vision_feature_select_strategy": "full"}, pad),
+        ({"model_type": "llava", "vision_config": {**tower, "model_type": "siglip_vision_model"}}, siglip),
+        (
+            {"model_type": "llava_next", "vision_config": tower, "image_grid_pinpoints": points},
+            clip | {"image_grid_pinpoints": points},
+        ),
+        ({"model_type": "qwen2_vl", "vision_config": {"patch_size": 14}}, qwen),
+        ({"model_type": "qwen3_vl"}, {"size": {"shortest_edge": 10, "longest_edge": 99999}}),
+    ]
+    return [
+        json.dumps({"config.json": {"image_token_id": 3, **config}, name: made, "tokenizer.json": tokenizer}).encode()
+        for config, options in kinds
+        for name, made in (("preprocessor_config.json", options), ("processor_config.json", {"image_processor": options}))
+    ]
+
+
+def _seeds() -> list[bytes]:
+    """Small files of all formats and modes, as Pillow writes them."""
+    image = Image.linear_gradient("L").resize((20, 14)).convert("RGB")
+    image.paste((200, 30, 60), (3, 3, 9, 8))
+    clear, turned = image.copy(), Image.Exif()
+    clear.putalpha(image.convert("L"))
+    turned[0x0112] = 6
+    palette = image.quantize(8)
+    frames: dict[str, Any] = {"save_all": True, "append_images": [image.rotate(180)]}
+    return [
+        *(_file(image.convert(mode), "PNG") for mode in ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")),
+        *(_file(clear, kind, exif=turned) for kind in ("PNG", "WEBP")),
+        *(_file(image, "PNG", **options) for options in ({"interlace": 1}, {"icc_profile": bytes(99)}, frames)),
+        *(_file(image.convert(mode), "JPEG", progressive=mode == "L", exif=turned) for mode in ("L", "RGB", "CMYK")),
+        *(_file(image, kind, **frames) for kind in ("MPO", "WEBP", "GIF")),
+        *(_file(clear, "WEBP", **options) for options in ({"lossless": True}, {"quality": 10})),
+        _file(palette, "GIF", transparency=2),
+        _file(palette, "PNG", transparency=bytes(range(0, 240, 30))),
+    ]
+
+
+def _file(image: Image.Image, kind: str, **options: Any) -> bytes:
+    file = io.BytesIO()
+    image.save(file, kind, **options)
+    return file.getvalue()

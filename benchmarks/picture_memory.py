@@ -1,0 +1,158 @@
+"""Memory while requests with pictures wait: bounded by --image-memory, whatever they sent.
+
+    python -m benchmarks.picture_memory [--requests 64] [--image-memory 16MiB] [--side 1200]
+
+Regime: a tiny LLaVA of random weights whose tower takes 336 x 336 pixels (0.32 MiB each once they are prepared), one request
+at a time in the engine (--max-num-seqs 1), each with an answer that is long enough to hold the others up. Every request
+brings a picture of its own: noise, which no format makes small, of --side squared pixels. All are sent at once, and whoever
+is refused (429) tries again when it was told to, until --requests wait or as many as there is memory for. RSS is that of the
+server's process, of the engine's, and of those that decode; before, while they wait, and after all have gone away.
+
+Prints a table and one JSON line. Exit code 1 if pixels that are held ever exceed the flag, or if memory while they wait
+grew by more than twice the flag (each of two processes keeps them) and what --slack says; bodies are not kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import base64
+import io
+import json
+import os
+import re
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+from PIL import Image
+
+from foreword.cli.bench_common import show, show_json
+from foreword.cli.server_process import ServerProcess
+from foreword.config import Config, parse_bytes
+from tests.vision_checkpoints import write_vision_checkpoint
+
+MIB = 1 << 20
+SIDE, PATCH, LONGEST = 336, 28, 65_536
+PATIENCE_S = 120.0
+SETTLE_S = 2.0
+CHAT = "/v1/chat/completions"
+
+
+@dataclass
+class Clients:
+    """Those that wait, and what became of the others."""
+
+    url: str
+    bodies: list[bytes]
+    statuses: Counter[int] = field(default_factory=Counter)
+    waiting: int = 0
+
+    async def ask(self, http: httpx.AsyncClient, body: bytes) -> None:
+        """Until it is let in; then until nobody wants the answer any more."""
+        while True:
+            async with http.stream("POST", CHAT, content=body, headers={"Content-Type": "application/json"}) as reply:
+                self.statuses[reply.status_code] += 1
+                if reply.status_code == 200:
+                    self.waiting += 1
+                    await reply.aread()
+                    return
+            await asyncio.sleep(float(reply.headers.get("Retry-After", "1")))
+
+
+def _noise(side: int) -> bytes:
+    """A PNG of about three bytes a pixel."""
+    file = io.BytesIO()
+    Image.frombytes("RGB", (side, side), os.urandom(3 * side * side)).save(file, "PNG", compress_level=0)
+    return file.getvalue()
+
+
+def _body(side: int) -> bytes:
+    url = "data:image/png;base64," + base64.b64encode(_noise(side)).decode()
+    content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "What is it?"}]
+    fields = {"max_tokens": 100_000, "ignore_eos": True, "stream": True, "temperature": 1.0}
+    return json.dumps({"messages": [{"role": "user", "content": content}], **fields}).encode()
+
+
+def _tree(pid: int) -> list[int]:
+    """A process and all below it."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [pid, *(below for child in children for below in _tree(int(child)))]
+
+
+def _memory(pid: int) -> dict[str, float]:
+    """MiB of the server's own process, of the largest of the others (the engine's), and of all."""
+    sizes = {one: _rss(one) for one in _tree(pid)}
+    others = [size for one, size in sizes.items() if one != pid]
+    return {"server": sizes[pid], "engine": max(others, default=0.0), "all": sum(sizes.values())}
+
+
+def _rss(pid: int) -> float:
+    match = re.search(r"VmRSS:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())
+    return int(match[1]) / 1024 if match else 0.0
+
+
+async def _waiting(server: ServerProcess, bodies: list[bytes], expected: int) -> tuple[dict[str, float], Clients]:
+    """Memory when all have asked; afterwards nobody is there any more."""
+    clients = Clients(server.url, bodies)
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(base_url=server.url, timeout=None, limits=limits) as http:
+        tasks = [asyncio.create_task(clients.ask(http, body)) for body in bodies]
+        deadline = time.monotonic() + PATIENCE_S
+        while (await _open(http)) < expected and time.monotonic() < deadline:
+            await asyncio.sleep(0.2)
+        await asyncio.sleep(SETTLE_S)
+        found = _memory(server.pid) | {"open": await _open(http)}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    return found, clients
+
+
+async def _open(http: httpx.AsyncClient) -> float:
+    """Requests that run or wait."""
+    text = (await http.get("/metrics")).text
+    return sum(float(value) for value in re.findall(r"^foreword_requests_(?:running|waiting) (\S+)$", text, re.MULTILINE))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--requests", type=int, default=64)
+    parser.add_argument("--image-memory", default="16MiB")
+    parser.add_argument("--side", type=int, default=1200, help="of each picture, in pixels")
+    parser.add_argument("--slack", type=float, default=48.0, help="MiB that may come beside the pictures")
+    args = parser.parse_args(arguments)
+    limit = parse_bytes("image_memory", args.image_memory)
+    each = 3 * SIDE * SIDE
+    expected = min(args.requests, limit // each)
+    with tempfile.TemporaryDirectory() as folder:
+        sizes = {"vision_config": {"image_size": SIDE, "patch_size": PATCH}, "text_config": {"max_position_embeddings": LONGEST}}
+        path = write_vision_checkpoint(Path(folder) / "model", "llava", **sizes)
+        options = Config(
+            model=str(path), max_num_seqs=1, image_memory=args.image_memory, max_model_len=LONGEST, on_runaway="warn"
+        )
+        with ServerProcess(options, ["--queue-timeout", "0", "--max-body-mb", "64"]) as server:
+            bodies = [_body(args.side) for _ in range(args.requests)]
+            asyncio.run(_waiting(server, bodies[:2], 2))
+            time.sleep(SETTLE_S)
+            before = _memory(server.pid)
+            waiting, clients = asyncio.run(_waiting(server, bodies, expected))
+            time.sleep(SETTLE_S)
+            after = _memory(server.pid)
+    moments = {"before": before, "waiting": waiting, "after": after}
+    rows = [(name, *(f"{one[key]:.0f}" for key in ("server", "engine", "all"))) for name, one in moments.items()]
+    size = len(bodies[0]) / MIB
+    title = f"{args.requests} requests of {size:.1f} MiB, each with a picture of {each / MIB:.2f} MiB"
+    show(title, ("MiB", "server", "engine", "all"), rows)
+    grown, allowed = waiting["all"] - before["all"], 2 * limit / MIB + args.slack
+    figures = {"requests": args.requests, "open": waiting["open"], "statuses": dict(clients.statuses), "body_mib": size}
+    show_json({"bench": "picture_memory", **figures, **moments, "grown_mib": grown, "allowed_mib": allowed})
+    return int(grown > allowed or waiting["open"] > expected)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
