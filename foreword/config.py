@@ -46,12 +46,15 @@ class Config:
     )
     quantization: str | None = option(
         None,
-        "round weights while loading: int8, or int4 (the embedding and the head stay in 8 bits)",
+        "round weights while loading: int8, int4 (the embedding and the head stay in 8 bits), or fp8 on GPUs",
         group="model",
-        choices=("int8", "int4"),
+        choices=("int8", "int4", "fp8"),
     )
     kv_cache_dtype: str = option(
-        "auto", "data type of the KV cache, if not that of the activations", group="model", choices=("auto", "int8")
+        "auto",
+        "data type of the KV cache, if not that of the activations; fp8 on GPUs",
+        group="model",
+        choices=("auto", "int8", "fp8"),
     )
     cpu_isa: str = option(
         "auto",
@@ -68,6 +71,16 @@ class Config:
     seed: int | None = option(None, "seed for requests that bring none (default: a random one for each)", group="model")
     threads: int | None = option(
         None, "CPU threads of the engine (default: all cores; one for models below 32 MiB)", group="model"
+    )
+    load_format: str = option(
+        "auto",
+        "auto reads the weights; dummy makes random ones of the shapes that config.json tells, to measure speed",
+        group="model",
+        choices=("auto", "dummy"),
+    )
+    enforce_eager: bool = option(False, "launch kernels one by one instead of CUDA graphs (GPUs only)", group="model")
+    overlap: bool = option(
+        True, "on GPUs, plan and commit one step while the device computes the next; tokens are the same", group="model"
     )
     fast_math: bool = option(False, "faster products whose bits depend on the batch: gives up exactness", group="model")
 

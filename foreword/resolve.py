@@ -105,6 +105,8 @@ class Resolved:
     prompt_lookup_max: int
     fast_math: bool
     test_mode: bool
+    enforce_eager: bool = False
+    overlap: bool = True
 
     def check_method(self, method: str) -> None:
         """Raises InvalidRequest if a request asks for a drafter that does not run."""
@@ -186,6 +188,8 @@ def resolve(config: Config, machine: Machine, model: ModelFacts, drafter: ModelF
         prompt_lookup_max=config.prompt_lookup_max,
         fast_math=config.fast_math,
         test_mode=config.test_mode,
+        enforce_eager=config.enforce_eager,
+        overlap=config.overlap,
     )
 
 

@@ -1,7 +1,13 @@
 """Options of the test suite."""
 
+import os
+
 import pytest
 import torch
+
+# Without a GPU, Triton's kernels run in its interpreter; it decides so where a kernel is defined.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # The workers of the suite share few cores: threads that wait for each other would cost a hundred times what they give.
 torch.set_num_threads(1)

@@ -27,7 +27,7 @@ GIB = 1 << 30
         ({"port": 70_000}, "port"),
         ({"device": "tpu"}, "device"),
         ({"quantization": "int3"}, "quantization"),
-        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype"),
+        ({"kv_cache_dtype": "fp4"}, "kv_cache_dtype"),
         ({"cpu_isa": "sse2"}, "cpu_isa"),
         ({"max_num_seqs": 0}, "max_num_seqs"),
         ({"max_model_len": "4k"}, "max_model_len"),

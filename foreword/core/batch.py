@@ -71,6 +71,7 @@ class Batch:
     block_size    tokens a block
     rope_positions  int64 [T, 3]: time, row and column, for models that know positions in several directions; else None
     features      of pictures, or None: no row is part of one
+    owners        int64 [T]: request of each row, B of padding, for backends that plan attention on the device; else None
     """
 
     token_ids: Tensor
@@ -83,12 +84,16 @@ class Batch:
     block_size: int
     rope_positions: Tensor | None = None
     features: Features | None = None
+    owners: Tensor | None = None
 
 
-def build_batch(chunks: Sequence[Chunk], block_size: int, row_tile: int, device: str, directions: bool = False) -> Batch:
+def build_batch(
+    chunks: Sequence[Chunk], block_size: int, row_tile: int, device: str, directions: bool = False, owners: bool = False
+) -> Batch:
     """Lay the chunks out as one flat batch, padded to a multiple of `row_tile` rows.
 
     directions  the model knows positions in several directions
+    owners      the backend asks whose each row is
     """
     token_ids: list[int] = []
     positions: list[int] = []
@@ -120,7 +125,14 @@ def build_batch(chunks: Sequence[Chunk], block_size: int, row_tile: int, device:
         block_size=block_size,
         rope_positions=_rope_positions(chunks, padding, device) if directions else None,
         features=_features(chunks, starts, device),
+        owners=_owners(starts, padding, device) if owners else None,
     )
+
+
+def _owners(starts: Sequence[int], padding: int, device: str) -> Tensor:
+    """int64 [T]"""
+    sizes = np.diff(np.array([*starts, starts[-1] + padding]))
+    return torch.from_numpy(np.repeat(np.arange(len(starts)), sizes)).to(device)
 
 
 def _rope_positions(chunks: Sequence[Chunk], padding: int, device: str) -> Tensor:

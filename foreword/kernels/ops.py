@@ -135,10 +135,13 @@ class Ops(Protocol):
 
     name      as in `foreword env` and the fingerprint
     row_tile  batches are padded to a multiple of this many rows
+    recordable  nothing here looks at a tensor's values on the host: whole passes can be put into a graph, and run ahead of it.
+              Batches then have owners
     """
 
     name: str
     row_tile: int
+    recordable: bool
 
     def threads(self, wanted: int) -> int:
         """Threads that torch may use without changing bits, at most `wanted`."""
@@ -150,12 +153,16 @@ class Ops(Protocol):
     def pack_linear(self, parts: Sequence[Matrix], kind: str, bias: Tensor | None = None) -> PackedLinear:
         """A matrix [N, K], given as parts one below the other, laid out once at load; bias [N].
 
-        kind  what tensors become: "float32", "bfloat16", "float16", "int8" (a scale for each row) or "int4" (a
+        kind  what tensors become: "float32", "bfloat16", "float16", "int8" or "fp8" (a scale for each row) or "int4" (a
               scale for each 32 values of a row). Blocks keep what they are.
         """
 
-    def linear(self, x: Tensor, weight: PackedLinear, dtype: torch.dtype | None = None) -> Tensor:
-        """x [T, K] -> [T, N] of `dtype` (that of x if None). The reduction over K has one order whatever T."""
+    def linear(self, x: Tensor, weight: PackedLinear, dtype: torch.dtype | None = None, add_to: Tensor | None = None) -> Tensor:
+        """x [T, K] -> [T, N] of `dtype` (that of x if None), added to `add_to` [T, N] if given, which stays as it is.
+        The reduction over K has one order whatever T."""
+
+    def linear_gated(self, x: Tensor, weight: PackedLinear, activation: str) -> Tensor:
+        """gated(linear(x, weight), activation): x [T, K], weight [2I, K] -> [T, I]."""
 
     def embedding(self, ids: Tensor, weight: PackedLinear, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
         """ids int64 [T], weight [V, H] -> [T, H] of `dtype`, times scale."""
@@ -181,6 +188,11 @@ class Ops(Protocol):
 
     def gated(self, gate_up: Tensor, activation: str) -> Tensor:
         """gate_up [T, 2I] -> activation(gate) * up [T, I]; activation is "silu", "gelu" or "gelu_tanh"."""
+
+    def rope_and_cache(
+        self, q: Tensor, k: Tensor, v: Tensor, table: Tensor, positions: Tensor, axes: Axes | None, cache: KVLayer, slots: Tensor
+    ) -> Tensor:
+        """rope() of q [T, Hq, D], which is returned, and of k [T, Hk, D], which goes with v to the cache as by write_kv()."""
 
     def write_kv(self, k: Tensor, v: Tensor, cache: KVLayer, slots: Tensor) -> None:
         """k, v [T, Hk, D] into the cache at slots [T]."""

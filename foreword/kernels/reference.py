@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from foreword.core.batch import Batch
 from foreword.core.kv import KVLayer
+from foreword.kernels.composed import Composed
 from foreword.kernels.ops import Axes, Blocks, Matrix
 from foreword.kernels.quantization import dequantize, rounded
 from foreword.kernels.reference_attention import Plan, attend, plan_attention
@@ -62,10 +63,11 @@ class Packed:
     layouts: dict[torch.dtype, Layout] = field(default_factory=dict)
 
 
-class Reference(ReferenceSampling):
+class Reference(ReferenceSampling, Composed):
     """Row-invariant torch. `row_tile` rows are what every tiled operation runs on."""
 
     name = "reference"
+    recordable = False
 
     def __init__(self, row_tile: int = 16) -> None:
         self.row_tile = row_tile
@@ -82,11 +84,12 @@ class Reference(ReferenceSampling):
         """See Packed."""
         return Packed(torch.cat([_values(part, kind) for part in parts]), bias)
 
-    def linear(self, x: Tensor, weight: Packed, dtype: torch.dtype | None = None) -> Tensor:
+    def linear(self, x: Tensor, weight: Packed, dtype: torch.dtype | None = None, add_to: Tensor | None = None) -> Tensor:
         """x [T, K] -> [T, N] of `dtype`"""
         layout = self._layout(weight, x.dtype)
         product = self._product(x, layout)
-        return product if dtype is None else product.to(dtype)
+        product = product if dtype is None else product.to(dtype)
+        return product if add_to is None else self.add(add_to, product)
 
     def embedding(self, ids: Tensor, weight: Packed, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
         """ids [T], weight [V, H] -> [T, H], scaled in float32"""

@@ -57,17 +57,15 @@ class Attention:
         self._q_norm = q_norm
         self._k_norm = k_norm
 
-    def __call__(self, x: Tensor, shared: Pass, cache: KVLayer) -> Tensor:
-        """x [T, H] -> [T, H]. K and V go to the cache first: rows of one step see each other only there."""
+    def __call__(self, x: Tensor, shared: Pass, cache: KVLayer, residual: Tensor | None = None) -> Tensor:
+        """x [T, H] -> [T, H], added to `residual` [T, H] if given. K and V go to the cache first: rows of one step see each
+        other only there."""
         config, batch = self._config, shared.batch
         heads, all_heads = config.heads, config.heads + config.kv_heads
         qkv = self._qkv(x).view(x.shape[0], all_heads + config.kv_heads, config.head_dim)
-        q = self._turned(qkv[:, :heads], self._q_norm, shared)
-        k = self._turned(qkv[:, heads:all_heads], self._k_norm, shared)
-        self._ops.write_kv(k, qkv[:, all_heads:], cache, batch.slots)
+        q, k, v = qkv[:, :heads], qkv[:, heads:all_heads], qkv[:, all_heads:]
+        if self._q_norm is not None and self._k_norm is not None:
+            q, k = self._q_norm(q), self._k_norm(k)
+        q = self._ops.rope_and_cache(q, k, v, shared.table, shared.positions, shared.axes, cache, batch.slots)
         seen = self._ops.attention(q, cache, batch, config.scale, config.window, config.softcap, shared.plan)
-        return self._out(seen.flatten(1))
-
-    def _turned(self, x: Tensor, norm: RMSNorm | None, shared: Pass) -> Tensor:
-        """[T, heads, D] -> the same, normed if there is a norm, and rotated"""
-        return self._ops.rope(x if norm is None else norm(x), shared.table, shared.positions, shared.axes)
+        return self._out(seen.flatten(1), residual)

@@ -21,9 +21,13 @@ class Linear:
         self._weight = weight
         self._dtype = dtype
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """x [T, K] -> [T, N]"""
-        return self._ops.linear(x, self._weight, self._dtype)
+    def __call__(self, x: Tensor, add_to: Tensor | None = None) -> Tensor:
+        """x [T, K] -> [T, N], added to `add_to` [T, N] if given"""
+        return self._ops.linear(x, self._weight, self._dtype, add_to)
+
+    def gated(self, x: Tensor, activation: str) -> Tensor:
+        """x [T, K] -> activation(first half of y) * second half [T, N / 2]"""
+        return self._ops.linear_gated(x, self._weight, activation)
 
 
 def load_linear(

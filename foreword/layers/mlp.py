@@ -19,6 +19,6 @@ class MLP:
         self._down = down
         self._activation = activation
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """[T, H] -> [T, H]"""
-        return self._down(self._ops.gated(self._gate_up(x), self._activation))
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """[T, H] -> [T, H], added to `residual` [T, H] if given"""
+        return self._down(self._gate_up.gated(x, self._activation), residual)

@@ -17,7 +17,6 @@ class LlamaLayer:
     """Norm, attention, norm, gated MLP; each branch is added to what it read."""
 
     def __init__(self, parts: Parts) -> None:
-        self._add = parts.ops.add
         self._attention_norm = parts.norm("input_layernorm")
         self._attention = parts.attention("self_attn")
         self._mlp_norm = parts.norm("post_attention_layernorm")
@@ -25,8 +24,8 @@ class LlamaLayer:
 
     def __call__(self, x: Tensor, shared: Pass, cache: KVLayer) -> Tensor:
         """x [T, H] -> [T, H]"""
-        x = self._add(x, self._attention(self._attention_norm(x), shared, cache))
-        return self._add(x, self._mlp(self._mlp_norm(x)))
+        x = self._attention(self._attention_norm(x), shared, cache, x)
+        return self._mlp(self._mlp_norm(x), x)
 
 
 class Llama(Decoder):

@@ -17,7 +17,6 @@ class Phi3Layer:
     """Llama's layer; q, k, v and gate, up each lie in one tensor."""
 
     def __init__(self, parts: Parts) -> None:
-        self._add = parts.ops.add
         self._attention_norm = parts.norm("input_layernorm")
         self._attention = parts.attention("self_attn", fused="qkv_proj")
         self._mlp_norm = parts.norm("post_attention_layernorm")
@@ -25,8 +24,8 @@ class Phi3Layer:
 
     def __call__(self, x: Tensor, shared: Pass, cache: KVLayer) -> Tensor:
         """x [T, H] -> [T, H]"""
-        x = self._add(x, self._attention(self._attention_norm(x), shared, cache))
-        return self._add(x, self._mlp(self._mlp_norm(x)))
+        x = self._attention(self._attention_norm(x), shared, cache, x)
+        return self._mlp(self._mlp_norm(x), x)
 
 
 class Phi3(Decoder):

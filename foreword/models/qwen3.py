@@ -20,7 +20,6 @@ class Qwen3Layer:
     """Norm, attention with normed heads, norm, gated MLP; each branch is added to what it read."""
 
     def __init__(self, parts: Parts) -> None:
-        self._add = parts.ops.add
         self._attention_norm = parts.norm("input_layernorm")
         self._attention = parts.attention("self_attn", head_norms=True)
         self._mlp_norm = parts.norm("post_attention_layernorm")
@@ -28,8 +27,8 @@ class Qwen3Layer:
 
     def __call__(self, x: Tensor, shared: Pass, cache: KVLayer) -> Tensor:
         """x [T, H] -> [T, H]"""
-        x = self._add(x, self._attention(self._attention_norm(x), shared, cache))
-        return self._add(x, self._mlp(self._mlp_norm(x)))
+        x = self._attention(self._attention_norm(x), shared, cache, x)
+        return self._mlp(self._mlp_norm(x), x)
 
 
 class Qwen3(Decoder):

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from foreword.core.batch import Batch, Chunk, build_batch
 from foreword.core.kv import KVLayer
+from foreword.kernels.composed import Composed
 from foreword.kernels.cpu.library import TYPES, Command, Draft, Inputs, KVPointers, Op, Operand, Space, Turns, isas, load_library
 from foreword.kernels.cpu.packing import CpuLinear, Packer
 from foreword.kernels.cpu.recording import TRACE_ROWS, TRACE_SAMPLED, Program, Recorder, inputs_of
@@ -25,13 +26,14 @@ ACTIVATIONS = MappingProxyType({"silu": 0, "gelu": 1, "gelu_tanh": 2})  # enum A
 NOWHERE = Operand(Space.ABSOLUTE, 0, 0, 0)
 
 
-class CpuOps(NativeSampling):
+class CpuOps(NativeSampling, Composed):
     """Each operation is a command (csrc/program.h) that runs at once; a compiled function is a list of them.
 
     Activations are float32 or bfloat16. One caller at a time.
     """
 
     row_tile = 1
+    recordable = False
 
     def __init__(self, isa: str = "auto", threads: int = 1) -> None:
         """isa is one of isas(), or "auto" for the best of them."""
@@ -66,13 +68,13 @@ class CpuOps(NativeSampling):
         """See CpuLinear."""
         return self._packer.pack(parts, kind, bias)
 
-    def linear(self, x: Tensor, weight: CpuLinear, dtype: torch.dtype | None = None) -> Tensor:
+    def linear(self, x: Tensor, weight: CpuLinear, dtype: torch.dtype | None = None, add_to: Tensor | None = None) -> Tensor:
         """x [T, K] -> [T, N]"""
         out = torch.empty(x.shape[0], weight.outputs, dtype=dtype or x.dtype)
         for piece in weight.pieces:
             columns = out[:, piece.first : piece.first + piece.weight.n]
             self._execute(Op.LINEAR, (x,), columns, target=piece.weight, keep=piece)
-        return out
+        return out if add_to is None else self.add(add_to, out)
 
     def embedding(self, ids: Tensor, weight: CpuLinear, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
         """ids [T] -> [T, H]"""

@@ -133,9 +133,9 @@ class Counting(Reference):
         super().__init__()
         self.products = 0
 
-    def linear(self, x: Tensor, weight: Packed, dtype: torch.dtype | None = None) -> Tensor:
+    def linear(self, x: Tensor, weight: Packed, dtype: torch.dtype | None = None, add_to: Tensor | None = None) -> Tensor:
         self.products += len(x) * weight.values.numel()
-        return super().linear(x, weight, dtype)
+        return super().linear(x, weight, dtype, add_to)
 
     def attend_sections(self, q: Tensor, k: Tensor, v: Tensor, *starts_and_scale: Any) -> Tensor:
         q_starts, kv_starts, _ = starts_and_scale

@@ -1,0 +1,23 @@
+"""The operations of the engine on Triton kernels."""
+
+from __future__ import annotations
+
+from foreword.kernels.reference import Reference
+from foreword.kernels.triton.attention import TritonAttention
+from foreword.kernels.triton.linear import TritonLinear
+from foreword.kernels.triton.rows import TritonRows
+from foreword.kernels.triton.sampling import TritonSampling
+
+__all__ = ["TritonOps"]
+
+
+class TritonOps(TritonLinear, TritonAttention, TritonRows, TritonSampling, Reference):
+    """What no mixin has is the reference's: exact in itself, or never in a step."""
+
+    name = "triton"
+    recordable = True
+
+    def __init__(self, eager: bool = False) -> None:
+        """eager: nothing is put into a graph."""
+        super().__init__(row_tile=1)
+        self.eager = eager
