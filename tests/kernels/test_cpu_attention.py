@@ -127,7 +127,7 @@ def agree(left: Rows, right: Rows) -> None:
 def test_attention_is_softmax_over_what_a_row_sees(
     isa: str, cached: torch.dtype, heads: int, kv_heads: int, dim: int, window: int | None, softcap: float | None
 ):
-    """The error is at most twice that of the same steps in plain torch, or a few units of float32 (whose sums differ by machine)."""
+    """The error is at most twice that of the same steps in plain torch, or a few units of float32: sums differ by machine."""
     start, length = SPLIT - 5, SPLIT + 20
     for dtype in TYPES:
         requests = Requests([length], kv_heads, dim, cached, dtype)
