@@ -43,7 +43,7 @@ def load_encoder(path: Path, ops: Ops) -> tuple[Encoder, int]:
     Raises CheckpointError, which names the option, the tensor or the file.
     """
     architecture, config = _read_config(path)
-    files = FileWeights(path, "cpu", None)
+    files = FileWeights(path)
     headed = any(name.startswith(architecture.prefix) for name in files.names)
     whole = OldNames(files) if any(name.endswith(tuple(OLD_NAMES.values())) for name in files.names) else files
     encoder = architecture(config, ops, whole.within(architecture.prefix if headed else ""), whole)

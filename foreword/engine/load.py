@@ -201,8 +201,8 @@ class _Loader:
     def model(self, path: str, max_model_len: int) -> Model:
         resolved = self.resolved
         precision = Precision.of(resolved.dtype, resolved.weight_dtype, resolved.quantization)
-        dequantize = self.config.gguf_dequantize
-        return load_model(Path(path), self.ops, precision, resolved.device, max_model_len, self.progress, dequantize)
+        options = (self.config.gguf_dequantize, self.config.load_format == "dummy")
+        return load_model(Path(path), self.ops, precision, resolved.device, max_model_len, self.progress, *options)
 
     def storage(self, model: Model) -> KVStorage:
         resolved = self.resolved
@@ -293,6 +293,7 @@ def _fingerprint(config: Config, resolved: Resolved, ops: Ops, sees: bool) -> st
     """Equal fingerprints promise equal answers: weights, kernels and their build, types, RoPE and thread layout in one name."""
     assert config.model is not None
     facts = (
+        config.load_format,
         [_samples(file) for file in weight_files(Path(config.model))],
         ops.name,
         library_digest() if resolved.device == "cpu" else "",

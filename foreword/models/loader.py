@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+
+import torch
 
 from foreword.errors import CheckpointError
 from foreword.kernels.ops import Ops
@@ -13,9 +16,11 @@ from foreword.models.architectures import ARCHITECTURES, read_decoder
 from foreword.models.base import Model, Precision
 from foreword.models.config import ConfigReader, read_json
 from foreword.models.decoder import Decoder, DecoderConfig
+from foreword.models.dummy import DummyWeights
 from foreword.models.gguf.config import read_options
 from foreword.models.gguf.reader import GGUF, is_gguf, open_gguf, part_files
 from foreword.models.gguf.weights import GGUFWeights, check_kinds, read_factors, with_kept
+from foreword.models.staging import Staging
 from foreword.models.vision.base import PREPROCESSOR, PROCESSOR, VisionModel
 from foreword.models.vision.registry import VISION
 from foreword.models.weights import BodyWeights, CountedWeights, FileWeights, PartWeights, ShapesOnly
@@ -54,28 +59,51 @@ def load_model(
     max_model_len: int,
     progress: Callable[[int, int], None] | None = None,
     gguf_dequantize: bool = False,
+    dummy: bool = False,
 ) -> Model:
     """The model in `path`.
 
     max_model_len    longest context it will be used for
     progress         gets bytes done and bytes in all
     gguf_dequantize  take types of a GGUF file that have no kernels, as floats
+    dummy            make random weights; of the directory, config.json is read
     Raises CheckpointError, which names the option, the tensor or the file.
     """
-    if is_gguf(path):
-        gguf = open_gguf(path)
-        architecture, config = _read_metadata(gguf)
-        heads = (config.heads, config.kv_heads)
-        weights = GGUFWeights(gguf, device, heads, gguf_dequantize, progress)
-        model = architecture(config, ops, precision, weights, device, max_model_len)
-        weights.finish()
+    if dummy:
+        return _made_up(path, ops, precision, device, max_model_len)
+    with _staging(device) as staging:
+        if is_gguf(path):
+            gguf = open_gguf(path)
+            architecture, config = _read_metadata(gguf)
+            weights = GGUFWeights(gguf, (config.heads, config.kv_heads), gguf_dequantize, progress, staging)
+            model = architecture(config, ops, precision, weights, device, max_model_len)
+            weights.finish()
+            return model
+        described = _read_config(path)
+        files = FileWeights(path, progress, staging)
+        named = _named(described, files)
+        model = _build(described, ops, precision, named, device, max_model_len)
+        files.finish(ignore=_ignored(described, named, files.names))
         return model
+
+
+@contextmanager
+def _staging(device: str) -> Iterator[Staging | None]:
+    """A CPU reads files where they are mapped."""
+    if device == "cpu":
+        yield None
+        return
+    with Staging(device) as staging:
+        yield staging
+
+
+def _made_up(path: Path, ops: Ops, precision: Precision, device: str, max_model_len: int) -> Model:
+    """The model of a config.json, with random weights."""
+    if is_gguf(path):
+        raise CheckpointError(f"{path}: load_format dummy needs a directory with a config.json", "load_format")
     described = _read_config(path)
-    files = FileWeights(path, device, progress)
-    named = _named(described, files)
-    model = _build(described, ops, precision, named, device, max_model_len)
-    files.finish(ignore=_ignored(described, named, files.names))
-    return model
+    weights = DummyWeights(device, getattr(torch, described.config.dtype))
+    return _build(described, ops, precision, weights, device, max_model_len)
 
 
 @dataclass(frozen=True, slots=True)

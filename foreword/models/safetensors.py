@@ -17,6 +17,7 @@ from torch import Tensor
 
 from foreword.errors import CheckpointError
 from foreword.models.mapped import MappedFile
+from foreword.models.staging import Span
 
 __all__ = ["Entry", "SafetensorsFile"]
 
@@ -57,6 +58,10 @@ class SafetensorsFile:
         if entry.size != count * TYPES[entry.type].itemsize:
             raise self._damaged(f"tensor `{name}` {list(entry.shape)} of type {entry.type} has {entry.size} bytes")
         return self._file.tensor(TYPES[entry.type], entry.start, count).view(entry.shape)
+
+    def span(self, name: str) -> Span:
+        """Where the tensor's bytes are."""
+        return Span(self.path, self.entries[name].start, self.entries[name].size)
 
     def release(self, name: str) -> None:
         """Give back the memory that the tensor took by being read."""

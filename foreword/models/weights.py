@@ -15,6 +15,7 @@ from foreword.kernels.reference import Packed, Reference
 from foreword.layers.weights import Weights
 from foreword.models.config import read_json
 from foreword.models.safetensors import SafetensorsFile
+from foreword.models.staging import Staging
 
 __all__ = ["BodyWeights", "CountedWeights", "FileWeights", "PartWeights", "ScopedWeights", "ShapesOnly"]
 
@@ -54,16 +55,16 @@ class CountedWeights:
 
 
 class FileWeights:
-    """Tensors of a directory's safetensors files, mapped into memory.
+    """Tensors of a directory's safetensors files: on a CPU mapped into memory, else what `staging` brings to its device.
 
     progress  gets bytes done and bytes in all
     Raises CheckpointError, here for missing or damaged files, in `take` for tensors, in `finish` for tensors left over.
     """
 
-    def __init__(self, path: Path, device: str, progress: Callable[[int, int], None] | None) -> None:
+    def __init__(self, path: Path, progress: Callable[[int, int], None] | None = None, staging: Staging | None = None) -> None:
         self._path = path
-        self._device = device
         self._progress = progress
+        self._staging = staging
         files = [SafetensorsFile(path / name) for name in _file_names(path)]
         self._file_of = {name: file for file in files for name in file.entries}
         self._bytes_total = sum(file.size for file in files)
@@ -78,14 +79,14 @@ class FileWeights:
 
     def take(self, name: str, *shape: int) -> Tensor:
         """The tensor of this name, which must have this shape, as float32."""
-        tensor = self._checked(name, shape).to(self._device, torch.float32, copy=True)
+        tensor = self._tensor(name, shape).to(torch.float32, copy=True)
         self._done(name)
         return tensor
 
     @contextmanager
     def matrices(self, rows: Mapping[str, int], columns: int) -> Iterator[Sequence[Matrix]]:
         """The tensors as they stand in the file; their memory is given back at the end."""
-        yield [self._checked(name, (size, columns)).to(self._device) for name, size in rows.items()]
+        yield [self._tensor(name, (size, columns)) for name, size in rows.items()]
         for name in rows:
             self._done(name)
 
@@ -103,8 +104,13 @@ class FileWeights:
         if self._progress is not None:
             self._progress(self._bytes_total, self._bytes_total)
 
+    def _tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """The tensor on the engine's device."""
+        tensor = self._checked(name, shape)
+        return tensor if self._staging is None else self._staging.tensor(self._file_of[name].span(name), tensor.dtype, shape)
+
     def _checked(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """The tensor where it stands in its file."""
+        """The tensor where it stands in its file; nothing of it is read."""
         if name not in self._file_of:
             raise CheckpointError(f"{self._path}: tensor `{name}` {list(shape)} is missing")
         tensor = self._file_of[name].tensor(name)

@@ -19,6 +19,7 @@ from foreword.models.gguf.dequantize import DEQUANTIZERS, dequantize
 from foreword.models.gguf.reader import GGUF, TensorInfo
 from foreword.models.gguf.rope import TENSORS as ROPE_TENSORS
 from foreword.models.mapped import MappedFile
+from foreword.models.staging import Span, Staging
 from foreword.models.weights import ScopedWeights
 from foreword.resolve import ModelFacts
 
@@ -124,21 +125,22 @@ class GGUFWeights:
     heads     query heads and key heads
     widen     take types without kernels, as floats
     progress  gets bytes done and bytes in all
+    staging   brings tensors to the engine's device; None: that is the CPU, which has them mapped into memory
     Raises CheckpointError, here for types, in `take` and `matrices` for tensors, in `finish` for tensors left over.
     """
 
     def __init__(
         self,
         gguf: GGUF,
-        device: str,
         heads: tuple[int, int],
         widen: bool = False,
         progress: Callable[[int, int], None] | None = None,
+        staging: Staging | None = None,
     ) -> None:
         check_kinds(gguf, widen)
         self._gguf = gguf
         self._architecture: str = gguf.metadata["general.architecture"]
-        self._device = device
+        self._staging = staging
         self._heads = heads if self._architecture in INTERLEAVED else None
         self._progress = progress
         self._files: dict[Path, MappedFile] = {file: MappedFile(file) for file in gguf.files}
@@ -152,7 +154,7 @@ class GGUFWeights:
         info = self._checked(name, shape)
         if info.kind.name not in FLOATS:
             raise self._refused(info, f"must be of type {', '.join(FLOATS)}")
-        tensor = self._ordered(name, self._floats(info)).to(self._device, torch.float32, copy=True)
+        tensor = self._ordered(name, self._floats(info)).to(torch.float32, copy=True)
         self._done(info)
         return tensor
 
@@ -191,19 +193,25 @@ class GGUFWeights:
     def _matrix(self, name: str, info: TensorInfo) -> Matrix:
         kind = info.kind.name
         if kind in FLOATS:
-            return self._ordered(name, self._floats(info)).to(self._device)
+            return self._ordered(name, self._floats(info))
         if kind in PACKED:
-            return Blocks(kind, self._ordered(name, self._bytes(info)).to(self._device), info.shape[-1])
-        wide = torch.from_numpy(dequantize(kind, self._bytes(info).numpy()))
-        return self._ordered(name, wide).to(self._device)
+            return Blocks(kind, self._ordered(name, self._bytes(info)), info.shape[-1])
+        found = self._bytes(info)
+        return self._ordered(name, torch.from_numpy(dequantize(kind, found.cpu().numpy())).to(found.device))
 
     def _floats(self, info: TensorInfo) -> Tensor:
-        tensor = self._files[info.file].tensor(FLOATS[info.kind.name], info.offset, info.values)
-        return tensor.view(info.shape)
+        return self._tensor(info, FLOATS[info.kind.name], info.shape)
 
     def _bytes(self, info: TensorInfo) -> Tensor:
         """uint8 [N, bytes of a row]"""
-        return self._files[info.file].tensor(torch.uint8, info.offset, info.num_bytes).view(-1, info.row_bytes)
+        return self._tensor(info, torch.uint8, (info.num_bytes // info.row_bytes, info.row_bytes))
+
+    def _tensor(self, info: TensorInfo, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+        """The tensor's bytes on the engine's device, as values of this type."""
+        if self._staging is not None:
+            return self._staging.tensor(Span(info.file, info.offset, info.num_bytes), dtype, shape)
+        count = info.num_bytes // dtype.itemsize
+        return self._files[info.file].tensor(dtype, info.offset, count).view(shape)
 
     def _ordered(self, name: str, rows: Tensor) -> Tensor:
         """Rows as the checkpoint had them: first half and second half of each head, not interleaved."""

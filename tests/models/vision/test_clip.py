@@ -23,7 +23,7 @@ def test_every_layer(tmp_path: Path, image_size: int) -> None:
     """Also where patches do not fill a tile: what is left at its right and below is not seen."""
     path = write_vision_checkpoint(tmp_path, vision_config={"image_size": image_size})
     theirs = Peer(path).model.model.vision_tower
-    weights = FileWeights(path, "cpu", None).within("vision_tower.vision_model.")
+    weights = FileWeights(path).within("vision_tower.vision_model.")
     config = CLIP.read(ConfigReader(theirs.config.to_dict(), "config.json"))
     ours = CLIP(config, Reference(), "float32", torch.float32, weights, layers=3)
     tile = torch.randn(3, image_size, image_size, generator=torch.Generator().manual_seed(0))

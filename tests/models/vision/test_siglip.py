@@ -19,7 +19,7 @@ from tests.vision_checkpoints import write_vision_checkpoint
 def test_every_layer(tmp_path: Path, image_size: int) -> None:
     path = write_vision_checkpoint(tmp_path, "llava_siglip", vision_config={"image_size": image_size})
     theirs = Peer(path).model.model.vision_tower
-    weights = FileWeights(path, "cpu", None).within("vision_tower.vision_model.")
+    weights = FileWeights(path).within("vision_tower.vision_model.")
     config = Siglip.read(ConfigReader(theirs.config.to_dict(), "config.json"))
     ours = Siglip(config, Reference(), "float32", torch.float32, weights, layers=2)
     tile = torch.randn(3, image_size, image_size, generator=torch.Generator().manual_seed(0))
