@@ -248,6 +248,9 @@ class Ops(Protocol):
         """Divide those of the ids that are positive by penalties[r], and multiply the others; ids as in add_at,
         penalties float32 [R]."""
 
+    def divide(self, logits: Tensor, by: Tensor) -> None:
+        """logits[r] /= by[r], rounded as IEEE 754 demands; by float32 [R]."""
+
     def keep_top_n_sigma(self, logits: Tensor, n: Tensor) -> None:
         """Mask ids further than n[r] standard deviations (of all that are not masked) below the likeliest;
         n float64 [R], > 0. A value counts as at most 1024 below the likeliest."""

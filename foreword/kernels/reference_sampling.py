@@ -58,6 +58,9 @@ class ReferenceSampling:
         values, penalty = logits[places], penalties[lines]
         logits[places] = torch.where(values < 0, values * penalty, values / penalty)
 
+    def divide(self, logits: Tensor, by: Tensor) -> None:
+        logits.div_(by[:, None])
+
     def keep_top_n_sigma(self, logits: Tensor, n: Tensor) -> None:
         top = logits.amax(dim=1, keepdim=True).double()
         below = logits.double() - top

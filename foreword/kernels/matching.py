@@ -1,0 +1,20 @@
+"""Verification of drafts where the host does not look: `sampling/verify.py` on tensors."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["match"]
+
+
+def match(sampled: Tensor, drafts: Tensor, num_draft: Tensor) -> Tensor:
+    """How many leading drafted tokens equal the samples.
+
+    sampled    int64 [L, 1 + D], column j follows drafts[:, :j]
+    drafts     int64 [L, D]; what lies beyond num_draft does not count
+    num_draft  int64 [L], at most D
+    Returns int64 [L].
+    """
+    drafted = torch.arange(drafts.shape[1], device=drafts.device) < num_draft[:, None]
+    return (drafted & (sampled[:, :-1] == drafts)).long().cumprod(dim=1).sum(dim=1)
