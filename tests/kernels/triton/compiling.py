@@ -1,0 +1,123 @@
+"""Kernels compiled for GPUs that need not be here: what the compiler made of them can be read and tested.
+
+A process without the interpreter compiles all kernels of one call.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+__all__ = ["MAX_SHARED", "Compiled", "Source", "compile_all"]
+
+MAX_SHARED = {80: 163 * 1024, 90: 227 * 1024}  # bytes that one program can have, by compute capability
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A kernel as it would be launched.
+
+    kernel      "foreword.kernels.triton.linear:product"
+    arguments   name -> type ("*bf16", "i32", "fp32"), in the order of the kernel; constants are left out
+    constants   name -> value of each constexpr; None for a pointer that is not there
+    capability  80, 90, ...
+    divisible   arguments that are multiples of 16, as Triton finds when it launches: all pointers unless said otherwise
+    """
+
+    kernel: str
+    arguments: Mapping[str, str]
+    constants: Mapping[str, Any]
+    capability: int = 90
+    num_warps: int = 4
+    num_stages: int = 3
+    enable_fp_fusion: bool = True
+    divisible: Sequence[str] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """ptx        as text
+    shared     bytes of shared memory
+    registers  of a thread
+    stack      bytes of a thread: above 0 where registers were spilled
+    """
+
+    ptx: str
+    shared: int
+    registers: int
+    stack: int
+    spills: int
+    products: list[str] = field(default_factory=list)
+
+    def count(self, pattern: str) -> int:
+        """How often a regular expression occurs in the PTX."""
+        return len(re.findall(pattern, self.ptx))
+
+
+def compile_all(sources: Sequence[Source]) -> list[Compiled]:
+    """Compiled in one other process; what its compiler said is raised."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(Path(__file__).parents[3]), environment.get("PYTHONPATH"))))
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.kernels.triton.compiling"],
+        input=json.dumps([asdict(source) for source in sources]),
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-6000:]
+    return [Compiled(**each) for each in json.loads(done.stdout)]
+
+
+def _compile(source: Source) -> Compiled:
+    triton = importlib.import_module("triton")
+    compiler = importlib.import_module("triton.compiler")
+    backends = importlib.import_module("triton.backends.compiler")
+    module, name = source.kernel.split(":")
+    kernel = getattr(importlib.import_module(module), name)
+    places = {argument: place for place, argument in enumerate(kernel.arg_names)}
+    divisible = source.divisible
+    if divisible is None:
+        divisible = [argument for argument, kind in source.arguments.items() if kind.startswith("*")]
+    signature = {argument: source.arguments.get(argument, "constexpr") for argument in kernel.arg_names}
+    constants = {(places[argument],): value for argument, value in source.constants.items()}
+    attributes = {(places[argument],): [["tt.divisibility", 16]] for argument in divisible}
+    options = {"num_warps": source.num_warps, "num_stages": source.num_stages, "enable_fp_fusion": source.enable_fp_fusion}
+    target = backends.GPUTarget("cuda", source.capability, 32)
+    made = triton.compile(compiler.ASTSource(kernel, signature, constants, attributes), target=target, options=options)
+    usage, machine_code = _disassembled(Path(triton.__file__).parent, made.asm["cubin"])
+    ptx = made.asm["ptx"]
+    return Compiled(
+        ptx=ptx,
+        shared=made.metadata.shared,
+        registers=usage["REG"],
+        stack=usage["STACK"],
+        spills=len(re.findall(r"\b(?:LDL|STL)\b", machine_code)),
+        products=sorted(set(re.findall(r"wgmma\.mma_async\S+|mma\.sync\S+", ptx))),
+    )
+
+
+def _disassembled(package: Path, cubin: bytes) -> tuple[dict[str, int], str]:
+    """What a thread uses, and the machine code."""
+    tool = str(package / "backends" / "nvidia" / "bin" / "cuobjdump")
+    file = Path(os.environ.get("TMPDIR", "/tmp")) / f"compiled-{os.getpid()}.cubin"
+    file.write_bytes(cubin)
+    try:
+        usage = subprocess.run([tool, "-res-usage", str(file)], capture_output=True, text=True, check=True).stdout
+        code = subprocess.run([tool, "-sass", str(file)], capture_output=True, text=True, check=True).stdout
+    finally:
+        file.unlink()
+    return {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}, code
+
+
+if __name__ == "__main__":
+    json.dump([asdict(_compile(Source(**each))) for each in json.load(sys.stdin)], sys.stdout)
