@@ -1,4 +1,4 @@
-"""`foreword bench latency|throughput|serve|speculate|kernels`: what speculation and the kernels are worth, within one run.
+"""`foreword bench latency|throughput|serve|speculate|kernels|gpu`: what speculation and the kernels are worth, within one run.
 
 Each prints a table and then one JSON line. A single figure of tokens per second says more about the
 machine's mood than about the program, so every figure stands beside its plain twin of the same run.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import importlib
 
+from foreword.cli.bench_gpu_scale import SECTIONS
 from foreword.cli.bench_shapes import KINDS, PARTS, SHAPES
 from foreword.cli.options import ENGINE_GROUPS, GROUPS, add_config_options
 
@@ -20,6 +21,7 @@ MODULES = {
     "serve": "foreword.cli.bench_serve",
     "speculate": "foreword.cli.bench_speculate",
     "kernels": "foreword.cli.bench_kernels",
+    "gpu": "foreword.cli.bench_gpu",
 }
 KINDS_BY_DEFAULT = "bfloat16,int8,int4,q8_0,q4_0,q4_k,q6_k"
 ROWS_BY_DEFAULT = "1,2,4,8,16,64,512"
@@ -48,6 +50,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     kernels = kinds.add_parser("kernels", help="the CPU's operations against its memory bandwidth and product rate")
     _add_kernels(kernels)
     kernels.set_defaults(run=run)
+    gpu = kinds.add_parser("gpu", help="an NVIDIA GPU: checks of bits, speed of kernels and steps, within eight minutes")
+    _add_gpu(gpu)
+    gpu.set_defaults(run=run)
+
+
+def _add_gpu(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--quick", action="store_true", help="half the time: fewer rounds and row counts")
+    parser.add_argument("--out", metavar="FILE", help="write what was found as JSON, again after every part")
+    parser.add_argument("--only", metavar="LIST", help=f"of {', '.join(SECTIONS)} (default: all)")
+    parser.add_argument(
+        "--device", default="cuda", choices=("cuda", "cpu"), help="cpu rehearses: all of the code on tiny shapes, no figures"
+    )
 
 
 def _add_speculate(parser: argparse.ArgumentParser) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from foreword.errors import ConfigError
 
-__all__ = ["KINDS", "PARTS", "SHAPES", "Kind", "Shape", "WeightMatrix", "read_shape"]
+__all__ = ["KINDS", "PARTS", "SHAPES", "Kind", "Shape", "WeightMatrix", "model_shape", "read_shape"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class WeightMatrix:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The sizes of a model; heads 0: nothing but one matrix is known."""
+    """The sizes of a model; heads 0: nothing but one matrix is known. `tied`: the head is the embedding."""
 
     name: str
     matrices: tuple[WeightMatrix, ...]
@@ -34,6 +34,7 @@ class Shape:
     kv_heads: int = 0
     head_dim: int = 0
     vocab: int = 0
+    tied: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +77,18 @@ KINDS: Mapping[str, Kind] = {
 }
 
 
-def _model(name: str, layers: int, hidden: int, intermediate: int, heads: int, kv_heads: int, vocab: int) -> Shape:
-    head_dim = 64
+def model_shape(
+    name: str,
+    layers: int,
+    hidden: int,
+    intermediate: int,
+    heads: int,
+    kv_heads: int,
+    vocab: int,
+    head_dim: int = 64,
+    tied: bool = True,
+) -> Shape:
+    """Of a model with Llama's layers."""
     matrices = (
         WeightMatrix("qkv", (heads + 2 * kv_heads) * head_dim, hidden, layers),
         WeightMatrix("o", hidden, heads * head_dim, layers),
@@ -85,14 +96,15 @@ def _model(name: str, layers: int, hidden: int, intermediate: int, heads: int, k
         WeightMatrix("down", hidden, intermediate, layers),
         WeightMatrix("head", vocab, hidden, 1),
     )
-    return Shape(name, matrices, layers, hidden, intermediate, heads, kv_heads, head_dim, vocab)
+    return Shape(name, matrices, layers, hidden, intermediate, heads, kv_heads, head_dim, vocab, tied)
 
 
 SHAPES: Mapping[str, Shape] = {
     shape.name: shape
     for shape in (
-        _model("qwen2.5-0.5b", 24, 896, 4864, 14, 2, 151936),
-        _model("llama-3.2-1b", 16, 2048, 8192, 32, 8, 128256),
+        model_shape("qwen2.5-0.5b", 24, 896, 4864, 14, 2, 151936),
+        model_shape("llama-3.2-1b", 16, 2048, 8192, 32, 8, 128256),
+        model_shape("llama-3.1-8b", 32, 4096, 14336, 32, 8, 128256, head_dim=128, tied=False),
     )
 }
 
