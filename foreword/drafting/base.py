@@ -8,8 +8,9 @@ from typing import Protocol, runtime_checkable
 
 from foreword.core.draft import Draft
 from foreword.core.request import RequestState
+from foreword.kernels.rounds import RunsAhead
 
-__all__ = ["Ask", "Drafter", "PassDrafter"]
+__all__ = ["Ask", "Drafter", "Lender", "PassDrafter"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,3 +70,29 @@ class PassDrafter(Drafter, Protocol):
 
     def pass_seconds(self, rows: int, sampled: int) -> float:
         """Time one pass over `rows` rows, of which `sampled` are sampled, without touching any request's state."""
+
+
+@runtime_checkable
+class Lender(PassDrafter, Protocol):
+    """A drafter whose model can draft in rounds (kernels/rounds.py), which write to its cache while they run.
+
+    What is lent stays in its books: a request that is over gives its blocks back at once, as ever. Rounds that are under way
+    may still write to them, before any work that is launched later and could have got them.
+
+    ahead  drafts in rounds; None: this backend, or this model, cannot
+    """
+
+    ahead: RunsAhead | None
+
+    def lend(self, states: Sequence[RequestState], num_tokens: int) -> bool:
+        """Whether all of these can be drafted for in rounds: there is KV for all but their last two tokens, and now there are
+        slots for `num_tokens` more. False: one of them is too far behind, does not fit, or is not read from its beginning."""
+
+    def extend(self, states: Sequence[RequestState], num_tokens: int) -> bool:
+        """Slots for `num_tokens` behind the known tokens of each; False if there are too few. Nobody gives way for it."""
+
+    def blocks(self, state: RequestState) -> Sequence[int]:
+        """The block table of a request that is lent."""
+
+    def take_back(self, state: RequestState, known: int) -> None:
+        """A request is drafted for in rounds no more; its cache holds KV of its first `known` tokens."""

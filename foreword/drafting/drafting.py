@@ -10,7 +10,7 @@ from typing import TypeVar
 from foreword.core.draft import Draft
 from foreword.core.events import DraftingStats
 from foreword.core.request import RequestState
-from foreword.drafting.base import Ask, Drafter, PassDrafter
+from foreword.drafting.base import Ask, Drafter, Lender, PassDrafter
 from foreword.drafting.control.costs import Timings
 from foreword.drafting.policy import Load, Offer, Policy, StepFacts
 
@@ -30,7 +30,8 @@ class Drafting:
     passes    those that run a model; they are asked after the others, and only where the policy wants it
     timings   what the policy was told of this machine, if it was
     errors    exceptions caught, by drafter, and by "policy"
-    resting   nobody was asked for this step, and its measure is of no interest
+    resting   nobody was asked for this step, or it was one of rounds: its measure is of no interest
+    lender    the drafter that guesses in rounds, if there is one
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class Drafting:
         self._live: dict[str, tuple[Drafter, ...]] = {}
         self._offered: dict[str, tuple[int, list[Draft]]] = {}
         self.resting = False
+        self.lender = next((one for one in passes if isinstance(one, Lender) and one.ahead is not None), None)
         self._rest = 0
         self._rested = self._unasked = 0  # steps of a rest so far, and how often in them a request was not asked
         self._stats: DraftingStats | None = None
@@ -111,6 +113,47 @@ class Drafting:
             self._rest -= 1
             self._rested += 1
             self._unasked += sum(bool(self._live[state.id]) for state in states)
+
+    def foreseen(self, states: Sequence[RequestState], steps: int = 1) -> int | None:
+        """What so many steps from the next one on verify of each of these, whatever comes out of them: 0, nothing, for nobody
+        is asked; or so many guesses of the lender. None: that is decided step by step."""
+        if self._rest >= steps or not any(self._live[state.id] for state in states):
+            return 0
+        if self._rest or any(self._live[state.id] != (self.lender,) for state in states):
+            return None
+        return self._guarded("policy", lambda: self.policy.steady([Ask(state) for state in states])) or None
+
+    def lend(self, states: Sequence[RequestState], num_tokens: int) -> bool:
+        """See Lender.lend(); an error is counted, and the answer is no."""
+        lender = self._lender
+        return self._guarded(lender.name, lambda: lender.lend(states, num_tokens)) or False
+
+    def extend(self, states: Sequence[RequestState], num_tokens: int) -> bool:
+        """See Lender.extend(), and lend()."""
+        lender = self._lender
+        return self._guarded(lender.name, lambda: lender.extend(states, num_tokens)) or False
+
+    def lent(self, state: RequestState) -> Sequence[int]:
+        """The block table of a request in the lender's cache."""
+        return self._lender.blocks(state)
+
+    def take_back(self, state: RequestState, known: int) -> None:
+        """See Lender.take_back()."""
+        lender = self._lender
+        self._guarded(lender.name, lambda: lender.take_back(state, known))
+
+    def verified(self, drafts: Sequence[tuple[RequestState, Draft, Sequence[int]]]) -> None:
+        """Drafts that rounds made and verified, each with what the text went on with."""
+        self.resting, self._stats = True, None
+        offers = [Offer(Ask(state, len(draft.token_ids)), [draft]) for state, draft, _ in drafts]
+        self._guarded("policy", lambda: self.policy.admit(offers, NOTHING_ELSE))
+        for state, draft, run in drafts:
+            self._guarded("policy", lambda s=state, d=draft, r=run: self.policy.score(s, d, r))  # type: ignore[misc]
+
+    @property
+    def _lender(self) -> Lender:
+        assert self.lender is not None
+        return self.lender
 
     def measured(self, facts: StepFacts) -> None:
         """A step is over."""

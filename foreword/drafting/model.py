@@ -21,6 +21,7 @@ from foreword.drafting.base import Ask
 from foreword.drafting.model_passes import UNSEEN, PassByPass, Shown
 from foreword.drafting.model_track import Track
 from foreword.kernels.ops import DraftLane, DraftLoop, Guess
+from foreword.kernels.rounds import RunsAhead
 from foreword.models.base import Model
 from foreword.sampling.sampler import Sampler
 
@@ -28,6 +29,7 @@ __all__ = ["ModelDrafter", "Sight"]
 
 MAX_WINDOW = 4096  # tokens; what lies further back costs more to read than it tells of the next token
 TIMED_TOKENS = 4
+COMPUTED_AGAIN = 2  # known tokens that a round begins with: behind a draft that came true as a whole both have no KV
 
 
 class Sight(Protocol):
@@ -71,6 +73,7 @@ class ModelDrafter:
 
     max_rows  rows of one pass; a longer backlog (a new prompt) is caught up over several steps
     max_len   positions that the model can be used for
+    ahead     drafts in rounds, if the backend can; not for a model that sees, whose tokens may have other places
     """
 
     name = "draft"
@@ -87,6 +90,7 @@ class ModelDrafter:
     ) -> None:
         forward = model.compiled(kv)
         self._loop = forward if isinstance(forward, DraftLoop) else None
+        self.ahead = forward if model.tower is None and isinstance(forward, RunsAhead) else None
         self._directions = model.directions
         self._passes = PassByPass(forward, model.ops, sampler, block_size, kv.device, model.directions)
         self._sight: Sight | None = None
@@ -141,6 +145,32 @@ class ModelDrafter:
             if guess.token_ids:
                 drafts[run.number] = Draft(guess.token_ids, self.name, tuple(map(math.exp, guess.logprobs)))
         return drafts
+
+    def lend(self, states: Sequence[RequestState], num_tokens: int) -> bool:
+        tracks = [self._follow(Ask(state)) for state in states]
+        return all(self._lendable(track) for track in tracks) and self.extend(states, num_tokens)
+
+    def extend(self, states: Sequence[RequestState], num_tokens: int) -> bool:
+        needs = [(self._tracks[state.id], len(state.tokens) + num_tokens) for state in states]
+        if any(length > self._window for _, length in needs):
+            return False
+        missing = [max(self._missing(track, length), 0) for track, length in needs]
+        if sum(missing) > self._pool.num_free:
+            return False
+        for (track, _), count in zip(needs, missing, strict=True):
+            self._grow(track, count)
+        return True
+
+    def blocks(self, state: RequestState) -> Sequence[int]:
+        return self._tracks[state.id].blocks
+
+    def take_back(self, state: RequestState, known: int) -> None:
+        track = self._tracks[state.id]
+        track.length, track.known, track.guessed = len(state.tokens), known, ()
+
+    def _lendable(self, track: Track) -> bool:
+        """It is read from its beginning, as the target reads it, and all is computed that a round does not compute again."""
+        return not (track.origin or track.skipped or track.sights) and track.backlog <= COMPUTED_AGAIN
 
     def pass_seconds(self, rows: int, sampled: int) -> float:
         """Where every row is sampled it is one of several passes, as in a draft of several tokens."""

@@ -10,11 +10,9 @@ from foreword.core.positions import RopePositions
 from foreword.core.request import Request, RequestState
 from foreword.drafting.base import Ask
 from foreword.kernels.ops import DraftSampling
-from foreword.sampling.steps import MinP, Temperature, TopK, TopP, steps_of
+from foreword.sampling.steps import filters_of, is_plain
 
 __all__ = ["Track"]
-
-FILTERS = (Temperature, TopK, TopP, MinP)
 
 
 @dataclass(slots=True)
@@ -57,10 +55,7 @@ class Track:
     @classmethod
     def of(cls, state: RequestState, vocab_size: int, sees: bool = False) -> Track:
         """Of a request that begins, for a model with logits of this width that sees pictures or not."""
-        params = state.params
-        top_k = min(params.top_k, vocab_size)
-        sampling = DraftSampling(state.request.seed, params.greedy, params.temperature, top_k, params.top_p, params.min_p)
-        plain = all(isinstance(step, FILTERS) for step in steps_of(state.request))
+        sampling, plain = filters_of(state.request, vocab_size), is_plain(state.request)
         pictures = state.request.pictures
         if sees or not pictures:
             return cls(sampling, plain, sights=pictures[-1].end if pictures else 0, places=state.positions)

@@ -83,6 +83,10 @@ class Policy(Protocol):
     def admit(self, offers: Sequence[Offer], load: Load) -> list[Draft | None]:
         """For each offer the draft that is verified: one of its drafts, cut; None for none."""
 
+    def steady(self, asks: Sequence[Ask]) -> int:
+        """How many tokens a drafter that runs a model guesses for each of these in all steps to come, as long as there are no
+        others, and all are verified; 0: that is decided step by step. admit() and score() tell what became of it."""
+
     def rest(self) -> int:
         """For how many steps nobody needs to be asked, unless a request begins; they have no drafts, and are not measured."""
 
@@ -122,6 +126,10 @@ class FixedLength:
             if offer.drafts:
                 self._lengths[offer.drafts[0].drafter][len(offer.drafts[0].token_ids)] += 1
         return [offer.drafts[0] if offer.drafts else None for offer in offers]
+
+    def steady(self, asks: Sequence[Ask]) -> int:
+        lengths = {self.bound(ask) for ask in asks}
+        return lengths.pop() if len(lengths) == 1 else 0
 
     def rest(self) -> int:
         return 0

@@ -17,6 +17,7 @@ from foreword.core.request import POOLINGS, Request, RequestState
 from foreword.core.vocabulary import Vocabulary
 from foreword.drafting.drafting import Drafting
 from foreword.drafting.policy import Load, Served, StepFacts
+from foreword.engine.ahead import Ahead
 from foreword.engine.assemble import Assembler
 from foreword.engine.containment import Containment
 from foreword.engine.encoding import Encoder, Unseen
@@ -52,6 +53,7 @@ class Engine:
     """Owns every live request. Single-threaded: whoever holds it calls one method at a time.
 
     guide        the encoder of a draft model that sees, or None
+    ahead        steps that are computed ahead of the host, or None
     num_arrived  requests submitted so far; each has the number that this was before it came
     at_work      called with the numbers of those that the next piece of a step is about: if it kills the process, it was one
                  of them
@@ -70,6 +72,7 @@ class Engine:
         device_memory: Callable[[], int],
         clock: Callable[[], float] = time.monotonic,
         guide: Encoder | None = None,
+        ahead: Ahead | None = None,
     ) -> None:
         self.info = info
         self.scheduler = scheduler
@@ -77,6 +80,7 @@ class Engine:
         self.runner = runner
         self.encoder = encoder
         self.guide = guide
+        self.ahead = ahead
         self.drafting = drafting
         self.grammars = grammars
         self.stages = stages
@@ -193,6 +197,11 @@ class Engine:
         return [one.arrival for one in self._compiling.values() if one.grammar.running()]
 
     def _step(self) -> list[Event]:
+        step = None if self.ahead is None else self.ahead.step()
+        return self._plainly() if step is None else self._commit(*step)
+
+    def _plainly(self) -> list[Event]:
+        """The twin of a step that was computed ahead: one thing after the other."""
         events = self._encode()
         if not self.drafting.off:
             with self.stages("draft"):
@@ -237,7 +246,9 @@ class Engine:
 
     def _generate(self, plan: Plan) -> list[Event]:
         """The pass over the rows of those that want tokens."""
-        outcomes = self._generating.run(plan.work)
+        return self._commit(plan, self._generating.run(plan.work))
+
+    def _commit(self, plan: Plan, outcomes: Sequence[Outcome]) -> list[Event]:
         with self.stages("commit"):
             events = self._taken(self.scheduler.commit(plan, outcomes))
         if not self.drafting.off:

@@ -29,6 +29,7 @@ from foreword.drafting.policy import FixedLength
 from foreword.drafting.prediction import PredictionDrafter
 from foreword.drafting.replay import PaidReplay, ReplayDrafter, read_recording
 from foreword.drafting.suffix import SuffixDrafter
+from foreword.engine.ahead import ahead_of
 from foreword.engine.assemble import Assembler
 from foreword.engine.calibrate import Calibrator, pass_seconds
 from foreword.engine.encoding import Encoder
@@ -93,10 +94,11 @@ def _out_of_memory(error: Exception) -> bool:
 
 
 def this_machine(config: Config) -> Machine:
-    """The hardware that `config` asks for, and whether the native kernels run on it."""
+    """The hardware that `config` asks for, and which kernels run on it."""
     found = machine(probe(config.device))
-    native = found.device == "cpu" and config.cpu_isa != "reference" and why_not_native(found.device) is None
-    return replace(found, native=native)
+    if config.cpu_isa == "reference" or why_not_native(found.device) is not None or (config.fast_math and found.device == "cuda"):
+        return replace(found, kernels="torch")
+    return replace(found, kernels="native" if found.device == "cpu" else "triton")
 
 
 class _Loader:
@@ -144,7 +146,8 @@ class _Loader:
             self.seconds["calibration"] = time.perf_counter() - started
         info, memory = self.info(target, drafter), _device_memory(resolved)
         scheduler = self.scheduler(encoder)
-        return Engine(info, scheduler, assembler, runner, encoder, drafting, grammars, stages, memory, guide=guide)
+        ahead = ahead_of(runner, scheduler, drafting, stages, resolved) if self.config.trace is None else None
+        return Engine(info, scheduler, assembler, runner, encoder, drafting, grammars, stages, memory, guide=guide, ahead=ahead)
 
     def encoder(self, model: Model, stages: Stages) -> Encoder:
         resolved = self.resolved
@@ -271,7 +274,7 @@ def _row_cost(facts: ModelFacts) -> int:
 
 
 def _warnings(resolved: Resolved, target: ModelFacts, drafter: ModelFacts | None) -> tuple[str, ...]:
-    warnings = []
+    warnings = list(resolved.notes)
     if drafter is not None:
         ratio = target.parameters / drafter.parameters
         if not FIT_DRAFTER[0] <= ratio <= FIT_DRAFTER[1]:

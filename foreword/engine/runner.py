@@ -18,6 +18,7 @@ from foreword.engine.pooling import Pooler
 from foreword.engine.stages import Stages
 from foreword.errors import ForewordError, RequestFailed, Unsatisfiable
 from foreword.grammar.grammars import Grammars
+from foreword.kernels.rounds import RunsAhead
 from foreword.models.base import Model
 from foreword.sampling.sampler import NOTHING_LEGAL, Sampled, Sampler
 from foreword.sampling.steps import masking_fields
@@ -31,7 +32,9 @@ NOT_FINITE = "no token can be sampled: the logits are not finite"
 class Runner:
     """The model with its KV and its sampler. Masks of grammars are computed while the model is.
 
-    pooler  the pass over prompts that become vectors
+    pooler      the pass over prompts that become vectors
+    vocab_size  of the model's logits
+    directions  the model knows positions in several directions
     """
 
     def __init__(self, model: Model, kv: KVStorage, sampler: Sampler, grammars: Grammars, stages: Stages) -> None:
@@ -39,7 +42,14 @@ class Runner:
         self.grammars = grammars
         self.stages = stages
         self.pooler = Pooler(model, kv)
+        self.vocab_size = model.vocab_size
+        self.directions = model.directions
         self._logits = model.compiled(kv)
+
+    @property
+    def ahead(self) -> RunsAhead | None:
+        """The same pass for rounds, if the backend can compute them."""
+        return self._logits if isinstance(self._logits, RunsAhead) else None
 
     def warm_up(self, batch: Batch) -> None:
         """One pass: allocators and kernels are ready before the first request."""

@@ -70,6 +70,7 @@ class Scheduler:
         self.prefix_queries = 0
         self.prefix_hits = 0
         self.num_faults = 0
+        self._held: dict[str, int] = {}
         self._rows = max_num_batched_tokens
         self._crowd: Crowd | None = None  # None: it has changed
         self._known_crowd: Crowd | None = None  # for which nobody is apart without need
@@ -95,12 +96,42 @@ class Scheduler:
         state = self.states.pop(request_id, None)
         if state is None:
             return None
+        self._held.pop(request_id, None)
         if state in self.running:
             self._free(state)
         else:
             self.waiting.remove(state)
         self.shares.ended(state)
         return state
+
+    @property
+    def would_change(self) -> bool:
+        """Whether the next plan would start one of those that wait, or let one that runs give way to it."""
+        if not len(self.waiting) or not self.running:
+            return len(self.waiting) > 0
+        self._look_at_crowd()
+        first = self._first_to_start()
+        return first is not None and (self._can_start(True) or first.request.priority < self.running[-1].request.priority)
+
+    def hold(self, lengths: Sequence[tuple[RequestState, int]]) -> bool:
+        """Let running requests hold blocks for so many tokens each, which are computed ahead of their commits.
+
+        Nobody gives way for that: False, and nothing has changed, if there are too few blocks.
+        """
+        missing = [max(self._blocks(length) - len(state.blocks), 0) for state, length in lengths]
+        if sum(missing) > self.pool.num_free:
+            return False
+        for (state, length), count in zip(lengths, missing, strict=True):
+            state.blocks += [self.pool.allocate() for _ in range(count)]
+            self._held[state.id] = max(length, self._held.get(state.id, 0))
+        return True
+
+    def let_go(self) -> None:
+        """Nothing is computed ahead any more."""
+        held = [self.states[request_id] for request_id in self._held]
+        self._held.clear()
+        for state in held:
+            self._trim(state)
 
     def draft(self, drafts: Mapping[str, Draft]) -> None:
         """What the next plan may verify, by request."""
@@ -169,8 +200,9 @@ class Scheduler:
         for state in self.running:
             assert 0 <= state.num_computed < len(state.tokens) and state not in self.waiting
             assert len(state.tokens) < state.limit or state.pools
-            assert len(state.blocks) <= self._blocks(len(state.tokens))
+            assert len(state.blocks) <= self._blocks(max(len(state.tokens), self._held.get(state.id, 0)))
             assert not state.draft or state.decodes
+        assert set(self._held) <= {s.id for s in self.running}
         if self.idle:
             assert self.pool.num_used == 0 and self.prefixes.idle and not len(self.shares)
 
@@ -369,10 +401,7 @@ class Scheduler:
         state, output = work.state, work.state.num_output
         state.append(outcome.token_ids)
         self._compute(state, work.start + work.num_tokens + min(outcome.accepted, len(outcome.token_ids)))
-        keep = self._blocks(max(len(state.tokens), state.num_computed))
-        spare = state.blocks[keep:]
-        del state.blocks[keep:]
-        self.pool.release(spare)
+        self._trim(state)
         state.prompt_logprobs += outcome.prompt_logprobs
         events: list[Event] = []
         if outcome.token_ids or outcome.finish_reason:
@@ -380,6 +409,13 @@ class Scheduler:
         if outcome.error is not None:
             events.append(Failed(state.id, outcome.error))
         return events
+
+    def _trim(self, state: RequestState) -> None:
+        """Give back what lies behind its tokens and behind what is computed ahead."""
+        keep = self._blocks(max(len(state.tokens), state.num_computed, self._held.get(state.id, 0)))
+        spare = state.blocks[keep:]
+        del state.blocks[keep:]
+        self.pool.release(spare)
 
     def _compute(self, state: RequestState, num_computed: int) -> None:
         """The KV of so many tokens is there."""

@@ -26,7 +26,8 @@ class RoundLane:
     token_ids     its last two tokens, or the only one
     length        tokens known; KV is there for all but the last
     blocks        block table in the target's cache
-    draft_blocks  block table in the draft model's cache, where KV is there for all but the last; () without a draft model
+    draft_blocks  block table in the draft model's cache, where KV is there for all but the last two; () without
+                  a draft model
     shift         for models with M-RoPE, as in DraftLane
     """
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from foreword.core.batch import Batch, Features
 from foreword.core.kv import KVLayer
 from foreword.kernels.ops import DraftLoop, Ops
+from foreword.kernels.rounds import RunsAhead
 from foreword.layers.attention import Attention, AttentionConfig, Pass
 from foreword.layers.embedding import Embedding
 from foreword.layers.linear import Linear, load_linear
@@ -214,7 +215,7 @@ class Decoder(ABC):
 
     def _compiled(self, forward: Callable[[Batch], Tensor]) -> Callable[[Batch], Tensor]:
         quick = self.ops.compile(forward)
-        if self.tower is None:
+        if self.tower is None or isinstance(quick, RunsAhead):  # which takes batches with pictures as they are
             return quick
         return _SeeingLoop(quick, forward) if isinstance(quick, DraftLoop) else _Seeing(quick, forward)
 
@@ -250,6 +251,7 @@ class _SeeingLoop(_Seeing):
 
 
 def _facts(config: DecoderConfig, parameters: int) -> ModelFacts:
+    projected = (config.heads + 2 * config.kv_heads) * config.head_dim
     return ModelFacts(
         architecture=config.architecture,
         context=config.context,
@@ -259,4 +261,5 @@ def _facts(config: DecoderConfig, parameters: int) -> ModelFacts:
         kv_values_per_token=2 * len(config.kinds) * config.kv_heads * config.head_dim,
         kv_vectors_per_token=2 * len(config.kinds) * config.kv_heads,
         embedding_parameters=config.vocab_size * config.hidden * (1 if config.tied else 2),
+        row_values=3 * config.hidden + max(3 * config.intermediate, 2 * projected),
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from foreword.core.events import TokenLogprob
 from foreword.core.rows import SampleRow
+from foreword.kernels.hashes import hash_of
 from foreword.kernels.ops import Ops
 from foreword.sampling.steps import PIPELINE, Step, keys_of, may_mask_all, spans, steps_of
 
@@ -57,6 +57,11 @@ class Sampler:
         self._test_mode = test_mode
 
     @property
+    def hashing(self) -> bool:
+        """Whether rows are hashed, as in test mode."""
+        return self._test_mode
+
+    @property
     def unused_ids(self) -> Tensor:
         """int64 [U], ascending."""
         return self._unused
@@ -67,7 +72,7 @@ class Sampler:
         logprobs=False leaves log-probabilities out even where requests ask for them.
         """
         assert logits.shape == (len(rows), self._vocab_size)
-        hashes = [_hash(line) for line in logits] if self._test_mode else []
+        hashes = [hash_of(line) for line in logits] if self._test_mode else []
         self._mask_unused(logits)
         asked = [i for i, row in enumerate(rows) if row.state.params.logprobs is not None] if logprobs else []
         raw = self._raw(logits[asked], max(rows[i].state.params.logprobs or 0 for i in asked)) if asked else None
@@ -167,7 +172,3 @@ def _ranks(logits: Tensor, value: Tensor, chosen: Tensor) -> list[int]:
     before = (logits > value) | ((logits == value) & (ids < chosen))
     ranks: list[int] = (1 + before.count_nonzero(dim=1)).tolist()
     return ranks
-
-
-def _hash(line: Tensor) -> int:
-    return int.from_bytes(hashlib.blake2b(line.cpu().contiguous().numpy().tobytes(), digest_size=8).digest(), "little")

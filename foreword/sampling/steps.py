@@ -18,9 +18,9 @@ from torch import Tensor
 from foreword.core.ledger import Floats, Ids
 from foreword.core.request import Request
 from foreword.core.rows import SampleRow
-from foreword.kernels.ops import Ops
+from foreword.kernels.ops import DraftSampling, Ops
 
-__all__ = ["PIPELINE", "Step", "keys_of", "masking_fields", "may_mask_all", "spans", "steps_of"]
+__all__ = ["PIPELINE", "Step", "filters_of", "is_plain", "keys_of", "masking_fields", "may_mask_all", "spans", "steps_of"]
 
 Rows = Sequence[SampleRow]
 
@@ -155,7 +155,7 @@ class Temperature:
         return not request.params.greedy and request.params.temperature != 1.0
 
     def apply(self, ops: Ops, logits: Tensor, rows: Rows) -> None:
-        logits.div_(_column(logits, [row.state.params.temperature for row in rows], torch.float32)[:, None])
+        ops.divide(logits, _column(logits, [row.state.params.temperature for row in rows], torch.float32))
 
 
 class TopK:
@@ -252,10 +252,24 @@ MASKING: Mapping[type, str] = MappingProxyType(
     {Grammar: "structured", AllowedIds: "allowed_token_ids", BadWords: "bad_words", MinTokens: "min_tokens"}
 )
 
+PLAIN = (Temperature, TopK, TopP, MinP)
+
 
 def steps_of(request: Request) -> tuple[Step, ...]:
     """The steps that a request asked for, in order."""
     return tuple(step for step in PIPELINE if step.active(request))
+
+
+def is_plain(request: Request) -> bool:
+    """Temperature and filters are all of its sampling: no row depends on anything but its logits, its seed and its place."""
+    return all(type(step) in PLAIN for step in steps_of(request))
+
+
+def filters_of(request: Request, vocab_size: int) -> DraftSampling:
+    """How a request that is_plain() samples of rows with so many ids."""
+    params = request.params
+    top_k = min(params.top_k, vocab_size)
+    return DraftSampling(request.seed, params.greedy, params.temperature, top_k, params.top_p, params.min_p)
 
 
 def keys_of(rows: Rows, device: torch.device) -> tuple[Tensor, Tensor]:

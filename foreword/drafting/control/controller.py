@@ -162,6 +162,10 @@ class Controller:
         self._asking.clear()
         return admitted
 
+    def steady(self, asks: Sequence[Ask]) -> int:
+        """Never: what a draft is worth is known once it is there, and what it costs only where its passes are timed."""
+        return 0
+
     def rest(self) -> int:
         idle, self._idle = self._idle, 0
         return idle
