@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 import platform
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from foreword.errors import ConfigError
 from foreword.resolve import Machine
 
 __all__ = ["Hardware", "machine", "probe"]
 
-NVIDIA_NODE = Path("/dev/nvidiactl")
+logger = logging.getLogger(__name__)
+
+# One of these is there where a GPU may be: the driver's own, that of WSL, that of boards whose memory the GPU shares.
+NVIDIA_NODES = (Path("/dev/nvidiactl"), Path("/dev/dxg"), Path("/dev/nvhost-gpu"))
 CPUINFO = Path("/proc/cpuinfo")
 MEMINFO = Path("/proc/meminfo")
 # Limit and use of this process's control group: version 2, then version 1.
@@ -37,6 +42,7 @@ class Hardware:
     total_bytes  memory of the machine, or of its control group if that is less
     free_bytes   of it, what is free
     gpu          name of the GPU in use, else None; gpu_total_bytes and gpu_free_bytes are 0 without one
+    capability   its compute capability, such as (9, 0); (0, 0) without one
     bfloat16     the device computes with bfloat16 weights at no less than the speed of float32
     """
 
@@ -50,29 +56,55 @@ class Hardware:
     gpu: str | None = None
     gpu_total_bytes: int = 0
     gpu_free_bytes: int = 0
+    capability: tuple[int, int] = (0, 0)
 
 
 def probe(device: str = "auto") -> Hardware:
-    """Look at the machine; device is "auto", "cpu" or "cuda". Raises ConfigError for a GPU that is not there."""
-    if device != "cpu" and NVIDIA_NODE.exists():
+    """Look at the machine; device is "auto", "cpu" or "cuda". Raises ConfigError for a GPU that cannot be used."""
+    if device == "cuda" or (device == "auto" and any(node.exists() for node in NVIDIA_NODES)):
         torch = importlib.import_module("torch")
-        if torch.cuda.is_available():
+        missing = _why_no_gpu(torch)
+        if missing is None:
             return _with_gpu(torch)
-    if device == "cuda":
-        raise ConfigError("device is cuda, but no NVIDIA GPU can be used here; `--device cpu` would work", "device")
+        if device == "cuda":
+            raise ConfigError(
+                f"device is cuda, but no NVIDIA GPU can be used here: {missing}; `--device cpu` would work", "device"
+            )
+        logger.warning("the CPU computes, although there seems to be an NVIDIA GPU: %s", missing)
     cpu, isa, total, free = _host()
     return Hardware("cpu", cpu, _cores(), isa, total, free, bool(set(isa) & set(BFLOAT16_ISA)))
 
 
 def machine(hardware: Hardware) -> Machine:
     """What `config.resolve` needs to know of it."""
-    free = hardware.gpu_free_bytes if hardware.device == "cuda" else hardware.free_bytes
-    return Machine(hardware.device, hardware.cores, free, hardware.bfloat16)
+    gpu = hardware.device == "cuda"
+    return Machine(
+        device=hardware.device,
+        cores=hardware.cores,
+        free_bytes=hardware.gpu_free_bytes if gpu else hardware.free_bytes,
+        bfloat16=hardware.bfloat16,
+        total_bytes=hardware.gpu_total_bytes if gpu else hardware.total_bytes,
+        gpu=hardware.gpu,
+        capability=hardware.capability,
+    )
 
 
-def _with_gpu(torch: object) -> Hardware:
-    cuda = torch.cuda  # type: ignore[attr-defined]
+def _why_no_gpu(torch: Any) -> str | None:
+    """Why torch cannot compute on a GPU; None if it can. A card may be older, or newer, than all that torch was built for."""
+    if not torch.cuda.is_available():
+        build = f"PyTorch {torch.__version__}"
+        return f"{build} finds none" if torch.version.cuda else f"{build} was built without CUDA"
+    try:
+        torch.ones(1, device="cuda").add_(1).item()
+    except RuntimeError as error:
+        return f"PyTorch {torch.__version__} does not compute on {torch.cuda.get_device_name()} ({str(error).splitlines()[0]})"
+    return None
+
+
+def _with_gpu(torch: Any) -> Hardware:
+    cuda = torch.cuda
     free, total = cuda.mem_get_info()
+    capability = cuda.get_device_capability()
     cpu, isa, host_total, host_free = _host()
     return Hardware(
         device="cuda",
@@ -81,10 +113,11 @@ def _with_gpu(torch: object) -> Hardware:
         isa=isa,
         total_bytes=host_total,
         free_bytes=host_free,
-        bfloat16=cuda.get_device_capability() >= BFLOAT16_GPU,
+        bfloat16=capability >= BFLOAT16_GPU,
         gpu=cuda.get_device_name(),
         gpu_total_bytes=total,
         gpu_free_bytes=free,
+        capability=capability,
     )
 
 

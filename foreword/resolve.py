@@ -6,15 +6,27 @@ here imports torch: the API process reads it too.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from foreword.config import Config, parse_bytes
 from foreword.errors import ConfigError, InvalidRequest
+from foreword.estimate import (
+    GIB,
+    DeviceMemory,
+    ModelFacts,
+    activation_bytes,
+    estimated_memory,
+    kv_bytes_per_token,
+    weight_bytes,
+)
 
-__all__ = ["EngineInfo", "Machine", "ModelFacts", "Resolved", "kv_bytes_per_token", "resolve"]
+__all__ = ["EngineInfo", "Machine", "ModelFacts", "Resolved", "fitted", "resolve"]
 
-GIB = 1 << 30
+CPU_SHARE = 0.5
 CPU_CACHE = 4 * GIB  # the KV cache's default bound on a machine whose memory others use too
+LARGE_GPU = 64 * GIB  # from here on a step has MOST_ROWS rows: their logits alone may take several GiB
+MOST_ROWS, FEWER_ROWS = 8192, 2048
 WORTH_THREADS = 32 << 20  # bytes of weights below which threads wait for each other about as long as they work
 
 
@@ -22,46 +34,19 @@ WORTH_THREADS = 32 << 20  # bytes of weights below which threads wait for each o
 class Machine:
     """What `resolve()` needs to know of the hardware.
 
-    native  the kernels multiply with weights of every kind as they are; torch wants them in the activations' type too
+    free_bytes, total_bytes  memory of the device
+    gpu         name of the GPU, or None; capability is its compute capability
+    kernels     who computes: "native", "triton" or "torch"; see estimate.weight_bytes()
     """
 
     device: str
     cores: int
     free_bytes: int
     bfloat16: bool
-    native: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class ModelFacts:
-    """What `resolve()` needs to know of a checkpoint.
-
-    context             positions it was made for
-    dtype               of its weights
-    parameters          number of weights (tied ones once)
-    kv_values_per_token numbers that one token keeps in the KV cache (all layers, K and V)
-    kv_vectors_per_token  vectors that those numbers make up, one for each head: int8 has a scale for each
-    embedding_parameters  parameters of the embedding and of the head
-    weight_bytes        of weights that keep the form they have in the file; None: there are none
-    kept_parameters     how many weights that are
-    tower_parameters    of the tower that sees pictures
-    image_token_id      id of the placeholder of a picture's tokens; None: the model sees none
-    kept_embedding_parameters  of these, parameters of the embedding and of the head
-    """
-
-    architecture: str
-    context: int
-    dtype: str
-    parameters: int
-    vocab_size: int
-    kv_values_per_token: int
-    kv_vectors_per_token: int = 0
-    embedding_parameters: int = 0
-    weight_bytes: int | None = None
-    kept_parameters: int = 0
-    kept_embedding_parameters: int = 0
-    tower_parameters: int = 0
-    image_token_id: int | None = None
+    kernels: str = "native"
+    total_bytes: int = 0
+    gpu: str | None = None
+    capability: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +55,7 @@ class Resolved:
 
     dtype           of activations
     weight_dtype    of weights that are not quantized
-    quantization    what weights are rounded to while loading, "int8" or "int4", or None
+    quantization    what weights are rounded to while loading, "int8", "int4" or "fp8", or None
     weight_format   how the model's weights are held, in words
     kv_cache_dtype  of the KV cache
     cpu_isa         instruction set of the CPU kernels: "auto" or a forced one
@@ -78,6 +63,8 @@ class Resolved:
     draft_length    "adaptive" or "fixed"
     suffix_corpus_bytes  memory for finished outputs
     image_cache_bytes  memory for features of pictures
+    memory          how a GPU's memory is divided, where the KV cache gets what is left
+    notes           what was chosen otherwise than the checkpoint or the user would have it, in words
     """
 
     device: str
@@ -107,6 +94,8 @@ class Resolved:
     test_mode: bool
     enforce_eager: bool = False
     overlap: bool = True
+    memory: DeviceMemory | None = None
+    notes: tuple[str, ...] = ()
 
     def check_method(self, method: str) -> None:
         """Raises InvalidRequest if a request asks for a drafter that does not run."""
@@ -142,27 +131,22 @@ class EngineInfo:
     image_token_id: int | None = None
 
 
-# A value's bytes by data type; int4 has a scale of 16 bits for each 32 values, and int8 one of 32 bits for each row or
-# vector, which is counted apart where there are many.
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "int4": 18 / 32}
-SCALE_BYTES = 4
-
-
 def resolve(config: Config, machine: Machine, model: ModelFacts, drafter: ModelFacts | None = None) -> Resolved:
     """Fix every choice, once.
 
     Raises ConfigError, with the estimate, where the model does not fit.
     """
-    gpu = machine.device == "cuda"
+    _check_kinds(config, machine)
     dtype, weight_dtype = _dtypes(config, machine, model)
     kv_dtype = dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
     models = [model] if drafter is None else [model, drafter]
-    weights = sum(_weight_bytes(facts, dtype, weight_dtype, config.quantization, machine.native) for facts in models)
-    max_num_seqs, max_num_batched_tokens = _rows(config, gpu)
+    weights = sum(weight_bytes(facts, dtype, weight_dtype, config.quantization, machine.kernels) for facts in models)
+    max_num_seqs, max_num_batched_tokens = _rows(config, machine)
     per_block = config.block_size * sum(kv_bytes_per_token(facts, kv_dtype) for facts in models)
-    wanted = config.max_model_len or model.context
-    num_blocks = _num_blocks(config, machine, weights, per_block, max_num_seqs * _blocks(wanted, config.block_size))
-    return Resolved(
+    useful = max_num_seqs * _blocks(config.max_model_len or model.context, config.block_size)
+    measures = machine.device == "cuda" and config.kv_cache_memory is None
+    num_blocks = useful if measures else _num_blocks(config, machine, weights, per_block, useful)
+    chosen = Resolved(
         device=machine.device,
         dtype=dtype,
         weight_dtype=weight_dtype,
@@ -170,7 +154,7 @@ def resolve(config: Config, machine: Machine, model: ModelFacts, drafter: ModelF
         weight_format="the file's types" if model.weight_bytes is not None else config.quantization or weight_dtype,
         kv_cache_dtype=kv_dtype,
         cpu_isa=config.cpu_isa,
-        threads=config.threads or (machine.cores if weights >= WORTH_THREADS else 1),
+        threads=config.threads or (machine.cores if machine.device == "cpu" and weights >= WORTH_THREADS else 1),
         max_model_len=_max_model_len(config, model, num_blocks),
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
@@ -190,7 +174,83 @@ def resolve(config: Config, machine: Machine, model: ModelFacts, drafter: ModelF
         test_mode=config.test_mode,
         enforce_eager=config.enforce_eager,
         overlap=config.overlap,
+        notes=_notes(config, machine, model),
     )
+    if not measures:
+        return chosen
+    memory = estimated_memory(
+        machine.total_bytes,
+        machine.free_bytes,
+        config.gpu_memory_utilization,
+        weights,
+        max(activation_bytes(facts, dtype, max_num_batched_tokens) for facts in models),
+        chosen.image_cache_bytes if model.image_token_id is not None else 0,
+        graphs=machine.kernels == "triton" and not config.enforce_eager,
+    )
+    return fitted(chosen, config, memory, models)
+
+
+def fitted(chosen: Resolved, config: Config, memory: DeviceMemory, models: Sequence[ModelFacts]) -> Resolved:
+    """The same choices, with the KV cache that a GPU's memory leaves room for, but no more than can ever be used, and with the
+    context that fits into it; models are the target and the drafter, if there is one.
+
+    Raises ConfigError, with the whole estimate, if that is less than what was asked for, or nothing.
+    """
+    block_size = chosen.block_size
+    per_token = sum(kv_bytes_per_token(facts, chosen.kv_cache_dtype) for facts in models)
+    wanted = config.max_model_len or models[0].context
+    room = memory.for_kv // (block_size * per_token)
+    if room < _blocks(config.max_model_len or 1, block_size):
+        raise ConfigError(*_too_much(config, memory, per_token, max(room, 0) * block_size, len(models)))
+    num_blocks = min(room, chosen.max_num_seqs * _blocks(wanted, block_size))
+    return replace(
+        chosen,
+        num_blocks=num_blocks,
+        kv_bytes=num_blocks * block_size * per_token,
+        weight_bytes=memory.weights,
+        max_model_len=_max_model_len(config, models[0], num_blocks),
+        memory=memory,
+    )
+
+
+def _too_much(config: Config, memory: DeviceMemory, per_token: int, room: int, num_models: int) -> tuple[str, str]:
+    """The refusal and the name of the option; `room` tokens would fit into the KV cache."""
+    if config.max_model_len is None:
+        name, what = "model", "the model does not fit"
+        need = f"no KV cache ({per_token / 1024:.1f} KiB a token) has room beside it"
+    else:
+        name, what = "max_model_len", f"max_model_len {config.max_model_len} does not fit"
+        need = (
+            f"its KV cache needs {config.max_model_len * per_token / GIB:.2f} GiB, {max(memory.for_kv, 0) / GIB:.2f} GiB are left"
+        )
+    helps = [f"--max-model-len {room}" if config.max_model_len and room >= 2 else "a smaller model"]
+    helps += [] if config.gpu_memory_utilization > 0.94 else ["a higher --gpu-memory-utilization"]
+    helps += ["fewer --max-num-batched-tokens"]
+    helps += [] if config.quantization else ["--quantization fp8, int8 or int4"]
+    helps += ["--kv-cache-dtype fp8 or int8"] if config.kv_cache_dtype == "auto" and config.max_model_len else []
+    helps += ["no --draft-model"] if num_models > 1 else []
+    helps += ["--enforce-eager"] if memory.graphs else []
+    return f"{what}: {need} ({memory}). What would help: {', '.join(helps)}", name
+
+
+def _check_kinds(config: Config, machine: Machine) -> None:
+    """Raises ConfigError for data types that the device does not compute with."""
+    if machine.device == "cpu" and config.quantization == "fp8":
+        raise ConfigError("quantization fp8 needs an NVIDIA GPU; on a CPU int8 or int4 would work", "quantization")
+    if machine.device == "cpu" and config.kv_cache_dtype == "fp8":
+        raise ConfigError("kv_cache_dtype fp8 needs an NVIDIA GPU; on a CPU int8 would work", "kv_cache_dtype")
+    if machine.device == "cuda" and config.dtype == "bfloat16" and not machine.bfloat16:
+        raise ConfigError(f"{_no_bfloat16(machine)}; float16 or float32 would work", "dtype")
+
+
+def _no_bfloat16(machine: Machine) -> str:
+    major, minor = machine.capability
+    return f"dtype bfloat16 is not to be had on {machine.gpu or 'this GPU'} (compute capability {major}.{minor})"
+
+
+def _notes(config: Config, machine: Machine, model: ModelFacts) -> tuple[str, ...]:
+    old = machine.device == "cuda" and not machine.bfloat16 and config.dtype == "auto" and model.dtype == "bfloat16"
+    return (f"{_no_bfloat16(machine)}: float16 instead",) if old else ()
 
 
 def _num_speculative_tokens(config: Config) -> int:
@@ -199,18 +259,14 @@ def _num_speculative_tokens(config: Config) -> int:
     return 32 if config.draft_length == "adaptive" else 4
 
 
-def kv_bytes_per_token(facts: ModelFacts, kv_dtype: str) -> int:
-    """Of one token in the KV cache, scales included."""
-    scales = facts.kv_vectors_per_token * SCALE_BYTES if kv_dtype == "int8" else 0
-    return int(facts.kv_values_per_token * DTYPE_BYTES[kv_dtype]) + scales
-
-
-def _rows(config: Config, gpu: bool) -> tuple[int, int]:
+def _rows(config: Config, machine: Machine) -> tuple[int, int]:
     """max_num_seqs and max_num_batched_tokens; what was asked for bounds what was not."""
     num_seqs, num_tokens = config.max_num_seqs, config.max_num_batched_tokens
+    gpu = machine.device == "cuda"
     if num_seqs is None:
         num_seqs = min(256 if gpu else 64, num_tokens or 256)
-    return num_seqs, num_tokens or max(8192 if gpu else 512, num_seqs)
+    usual = (MOST_ROWS if machine.total_bytes >= LARGE_GPU else FEWER_ROWS) if gpu else 512
+    return num_seqs, num_tokens or max(usual, num_seqs)
 
 
 def _dtypes(config: Config, machine: Machine, model: ModelFacts) -> tuple[str, str]:
@@ -223,35 +279,15 @@ def _dtypes(config: Config, machine: Machine, model: ModelFacts) -> tuple[str, s
     return dtype, dtype
 
 
-def _weight_bytes(facts: ModelFacts, dtype: str, weight_dtype: str, quantization: str | None, native: bool) -> int:
-    """The embedding and the head are never rounded to less than 8 bits, a tower that sees not at all. Torch holds what is
-    quantized as float32, and whatever is not of the activations' type once more in that."""
-    tower_dtype = dtype if quantization else weight_dtype
-    if not native:
-        values = facts.kept_parameters if quantization is None else facts.parameters - facts.tower_parameters
-        held = {"float32", dtype}, {tower_dtype, dtype}
-        quantized, dense = (sum(DTYPE_BYTES[kind] for kind in kinds) for kinds in held)
-        return int(values * quantized + (facts.parameters - values) * dense)
-    linear = quantization or weight_dtype
-    embedding = "int8" if quantization else weight_dtype
-    outer = facts.embedding_parameters - facts.kept_embedding_parameters
-    layers = facts.parameters - facts.kept_parameters - facts.tower_parameters - outer
-    made = layers * DTYPE_BYTES[linear] + outer * DTYPE_BYTES[embedding] + facts.tower_parameters * DTYPE_BYTES[tower_dtype]
-    return (facts.weight_bytes or 0) + int(made)
-
-
 def _num_blocks(config: Config, machine: Machine, weights: int, per_block: int, useful: int) -> int:
-    """Blocks of the cache: as asked for, or from free memory, but not more than can ever be used."""
+    """Blocks of the cache: as asked for, or on a CPU from free memory, but not more than can ever be used."""
     if config.kv_cache_memory is not None:
         return _asked_blocks(config.kv_cache_memory.strip(), config.block_size, machine, weights, per_block)
-    share = config.gpu_memory_utilization if machine.device == "cuda" else 0.5
-    spare = int(machine.free_bytes * share) - weights
-    if machine.device == "cpu":
-        spare = min(spare, CPU_CACHE)
+    spare = min(int(machine.free_bytes * CPU_SHARE) - weights, CPU_CACHE)
     if spare < per_block:
         raise ConfigError(
-            f"the model does not fit: weights need {weights / GIB:.2f} GiB and {share:.0%} of the free memory is "
-            f"{machine.free_bytes * share / GIB:.2f} GiB; a smaller model or dtype would fit",
+            f"the model does not fit: weights need {weights / GIB:.2f} GiB and {CPU_SHARE:.0%} of the free memory is "
+            f"{machine.free_bytes * CPU_SHARE / GIB:.2f} GiB; a smaller model or dtype would fit",
             "model",
         )
     return min(spare // per_block, useful)

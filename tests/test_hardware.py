@@ -1,9 +1,11 @@
 """What a machine says of itself, and what is made of it."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from foreword import hardware
 from foreword.errors import ConfigError
@@ -25,7 +27,7 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
             (tmp_path / "max").write_text(limit + "\n")
             (tmp_path / "current").write_text(used + "\n")
         monkeypatch.setattr(hardware, "CGROUPS", ((tmp_path / "max", tmp_path / "current"),))
-        monkeypatch.setattr(hardware, "NVIDIA_NODE", tmp_path / "no-gpu")
+        monkeypatch.setattr(hardware, "NVIDIA_NODES", (tmp_path / "no-gpu",))
 
     return write
 
@@ -82,16 +84,90 @@ def test_memory_of_the_gpu_counts_where_there_is_one(host):
 class FakeCuda:
     """torch.cuda of a machine with one GPU."""
 
-    is_available = staticmethod(lambda: True)
-    mem_get_info = staticmethod(lambda: (900, 1000))
-    get_device_capability = staticmethod(lambda: (9, 0))
-    get_device_name = staticmethod(lambda: "NVIDIA H200")
+    def __init__(self, capability: tuple[int, int] = (9, 0), available: bool = True) -> None:
+        self.capability = capability
+        self.available = available
+
+    def is_available(self) -> bool:
+        return self.available
+
+    def mem_get_info(self) -> tuple[int, int]:
+        return 900, 1000
+
+    def get_device_capability(self) -> tuple[int, int]:
+        return self.capability
+
+    def get_device_name(self) -> str:
+        return "NVIDIA X"
 
 
-def test_a_gpu(host, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    host()
-    monkeypatch.setattr(hardware, "NVIDIA_NODE", tmp_path)
-    fake = type("torch", (), {"cuda": FakeCuda})
-    monkeypatch.setattr(hardware.importlib, "import_module", {"torch": fake}.__getitem__)
+class FakeTorch:
+    """Torch with a GPU; `fails`: it has no code for that one."""
+
+    __version__ = "2.11.0"
+
+    def __init__(self, cuda: FakeCuda, built: str | None = "13.0", fails: bool = False) -> None:
+        self.cuda = cuda
+        self.version = type("version", (), {"cuda": built})
+        self._fails = fails
+
+    def ones(self, *shape: int, device: str) -> torch.Tensor:
+        if self._fails:
+            raise RuntimeError("CUDA error: no kernel image is available\nCompile with ...")
+        return torch.ones(*shape)
+
+
+@pytest.fixture
+def gpu(host, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """Has torch find what it is given; the driver's file is there, unless told otherwise."""
+
+    def put(fake: FakeTorch, node: bool = True) -> None:
+        host()
+        if node:
+            monkeypatch.setattr(hardware, "NVIDIA_NODES", (tmp_path / "no-gpu", tmp_path))
+        monkeypatch.setattr(hardware.importlib, "import_module", {"torch": fake}.__getitem__)
+
+    return put
+
+
+def test_a_gpu(gpu):
+    gpu(FakeTorch(FakeCuda()))
     found = hardware.probe("auto")
-    assert (found.device, found.gpu, found.gpu_free_bytes, found.bfloat16) == ("cuda", "NVIDIA H200", 900, True)
+    assert (found.device, found.gpu, found.gpu_free_bytes, found.bfloat16) == ("cuda", "NVIDIA X", 900, True)
+    made = hardware.machine(found)
+    assert (made.free_bytes, made.total_bytes, made.gpu, made.capability) == (900, 1000, "NVIDIA X", (9, 0))
+
+
+@pytest.mark.parametrize("capability, bfloat16", [((7, 0), False), ((7, 5), False), ((8, 0), True), ((12, 0), True)])
+def test_old_cards_have_no_bfloat16(gpu, capability: tuple[int, int], bfloat16: bool):
+    gpu(FakeTorch(FakeCuda(capability)))
+    found = hardware.probe("auto")
+    assert (found.bfloat16, found.capability) == (bfloat16, capability)
+
+
+def test_a_gpu_that_is_asked_for_needs_no_file_of_the_driver(gpu):
+    """Some systems have other ones. Without one, torch is not even imported unless it is asked for."""
+    gpu(FakeTorch(FakeCuda()), node=False)
+    assert hardware.probe("cuda").gpu == "NVIDIA X"
+    assert hardware.probe("auto").device == "cpu"
+
+
+@pytest.mark.parametrize(
+    "fake, reason",
+    [
+        (FakeTorch(FakeCuda(available=False), built=None), "PyTorch 2.11.0 was built without CUDA"),
+        (FakeTorch(FakeCuda(available=False)), "PyTorch 2.11.0 finds none"),
+        (FakeTorch(FakeCuda((5, 0)), fails=True), "PyTorch 2.11.0 does not compute on NVIDIA X (CUDA error: no kernel image is"),
+    ],
+)
+def test_a_gpu_that_torch_cannot_use(gpu, fake: FakeTorch, reason: str, caplog: pytest.LogCaptureFixture):
+    """Left to the choice of the engine it is the CPU, and the reason is told; asked for it is an error."""
+    gpu(fake)
+    assert hardware.probe("auto").device == "cpu"
+    assert f"although there seems to be an NVIDIA GPU: {reason}" in caplog.text
+    with pytest.raises(ConfigError, match="no NVIDIA GPU can be used here: " + re.escape(reason)):
+        hardware.probe("cuda")
+
+
+def test_the_node_of_wsl_is_known():
+    assert Path("/dev/dxg") in hardware.NVIDIA_NODES

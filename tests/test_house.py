@@ -11,7 +11,8 @@ ALLOWED = {
     "errors": set(),
     "hardware": {"errors", "config", "resolve"},
     "config": {"errors"},
-    "resolve": {"config", "errors"},
+    "resolve": {"config", "estimate", "errors"},
+    "estimate": {"errors"},
     "core": {"errors"},
     "kernels": {"errors", "hardware", "core"},
     "layers": {"kernels", "core", "cache", "errors"},
@@ -26,6 +27,7 @@ ALLOWED = {
     "metrics": {"core", "errors"},
     "engine": {
         "config",
+        "estimate",
         "resolve",
         "hardware",
         "core",

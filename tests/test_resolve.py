@@ -1,5 +1,6 @@
 """From what was asked for to what is chosen."""
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +12,8 @@ from foreword.resolve import Machine, ModelFacts, resolve
 
 GIB = 1 << 30
 CPU = Machine("cpu", cores=8, free_bytes=16 * GIB, bfloat16=True)
-GPU = Machine("cuda", cores=8, free_bytes=80 * GIB, bfloat16=True)
+GPU = Machine("cuda", 8, 80 * GIB, bfloat16=True, kernels="triton", total_bytes=80 * GIB, gpu="NVIDIA X", capability=(9, 0))
+TURING = replace(GPU, bfloat16=False, free_bytes=16 * GIB, total_bytes=16 * GIB, gpu="Tesla T4", capability=(7, 5))
 MODEL = ModelFacts("llama", context=4096, dtype="bfloat16", parameters=500_000_000, vocab_size=1000, kv_values_per_token=4096)
 
 
@@ -55,7 +57,8 @@ def test_small_models_run_on_one_thread() -> None:
         (Machine("cpu", 8, 16 * GIB, bfloat16=False), "bfloat16", "auto", ("float32", "float32")),
         (GPU, "bfloat16", "auto", ("bfloat16", "bfloat16")),
         (GPU, "float16", "auto", ("float16", "float16")),
-        (Machine("cuda", 8, 16 * GIB, bfloat16=False), "bfloat16", "auto", ("float16", "float16")),
+        (TURING, "bfloat16", "auto", ("float16", "float16")),
+        (TURING, "bfloat16", "float32", ("float32", "float32")),
     ],
 )
 def test_dtypes_of_activations_and_weights(machine: Machine, stored: str, asked: str, dtypes: tuple[str, str]) -> None:
@@ -87,9 +90,9 @@ def test_weights_that_keep_their_form_weigh_what_they_weigh(options: dict[str, A
     assert (resolved.weight_bytes, resolved.weight_format) == (77 + rest, "the file's types")
 
 
-@pytest.mark.parametrize(("native", "quantized"), [(True, 1), (False, 4 + 2)])
-def test_a_tower_is_not_quantized(native: bool, quantized: int) -> None:
-    machine, seeing = replace(CPU, native=native), replace(SHAPED, tower_parameters=50_000_000)
+@pytest.mark.parametrize(("kernels", "quantized"), [("native", 1), ("triton", 1), ("torch", 4 + 2)])
+def test_a_tower_is_not_quantized(kernels: str, quantized: int) -> None:
+    machine, seeing = replace(CPU, kernels=kernels), replace(SHAPED, tower_parameters=50_000_000)
     plain, rounded = (resolve(Config(quantization=kind), machine, seeing) for kind in (None, "int8"))
     assert plain.weight_bytes == seeing.parameters * 2
     assert rounded.weight_bytes == 50_000_000 * 2 + (seeing.parameters - 50_000_000) * quantized
@@ -143,9 +146,106 @@ def test_a_cache_beyond_memory_is_refused_with_the_estimate() -> None:
 
 def test_torch_holds_quantized_weights_as_numbers_too() -> None:
     """Without the kernels int8 saves no memory: float32 values, and the same in the activations' type."""
-    slow = replace(CPU, native=False)
+    slow = replace(CPU, kernels="torch")
     plain, rounded = (resolve(Config(quantization=kind), slow, SHAPED) for kind in (None, "int8"))
     assert plain.weight_bytes == SHAPED.parameters * 2
     assert rounded.weight_bytes == SHAPED.parameters * (4 + 2)
     kept = replace(SHAPED, weight_bytes=77, kept_parameters=400_000_000)
     assert resolve(Config(), slow, kept).weight_bytes == 400_000_000 * 6 + (SHAPED.parameters - 400_000_000) * 2
+
+
+# GPUs
+
+EIGHT_B = ModelFacts(
+    "llama", 131072, "bfloat16", 8_030_000_000, 128256, 2 * 32 * 8 * 128, 2 * 32 * 8, 2 * 128256 * 4096, row_values=55_296
+)
+QUARTER = replace(GPU, free_bytes=23 * GIB, total_bytes=24 * GIB)
+
+
+def test_bfloat16_that_a_card_lacks_is_told_or_refused() -> None:
+    (note,) = resolve(Config(), TURING, MODEL).notes
+    assert note == "dtype bfloat16 is not to be had on Tesla T4 (compute capability 7.5): float16 instead"
+    assert resolve(Config(), GPU, MODEL).notes == resolve(Config(dtype="float32"), TURING, MODEL).notes == ()
+    with pytest.raises(ConfigError, match=r"bfloat16 is not to be had on Tesla T4 .*float16 or float32 would work") as refused:
+        resolve(Config(dtype="bfloat16"), TURING, MODEL)
+    assert refused.value.param == "dtype"
+
+
+@pytest.mark.parametrize("name", ["quantization", "kv_cache_dtype"])
+def test_fp8_is_for_gpus(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name} fp8 needs an NVIDIA GPU; on a CPU int8") as refused:
+        resolve(Config(**{name: "fp8"}), CPU, MODEL)
+    assert refused.value.param == name
+    assert getattr(resolve(Config(**{name: "fp8"}), GPU, MODEL), name) == "fp8"
+
+
+def test_fp8_takes_what_int8_takes() -> None:
+    for name in ("quantization", "kv_cache_dtype"):
+        fp8, int8 = (resolve(Config(**{name: kind}), GPU, SHAPED) for kind in ("fp8", "int8"))
+        assert (fp8.weight_bytes, fp8.kv_bytes) == (int8.weight_bytes, int8.kv_bytes)
+
+
+@pytest.mark.parametrize(("machine", "rows"), [(CPU, 512), (QUARTER, 2048), (GPU, 8192)])
+def test_a_small_card_computes_fewer_rows_a_step(machine: Machine, rows: int) -> None:
+    assert resolve(Config(), machine, MODEL).max_num_batched_tokens == rows
+
+
+def test_blocks_of_a_file_become_values_on_a_gpu() -> None:
+    kept = replace(SHAPED, weight_bytes=77, kept_parameters=400_000_000)
+    assert resolve(Config(), GPU, kept).weight_bytes == SHAPED.parameters * 2
+
+
+@pytest.mark.parametrize("used", [0, 20 * GIB])
+def test_a_gpu_holds_what_was_estimated(used: int) -> None:
+    """All parts together are the share that may be used; what others use is taken from ours."""
+    machine = replace(GPU, free_bytes=GPU.total_bytes - used)
+    resolved = resolve(Config(max_num_seqs=1024), machine, EIGHT_B)
+    memory = resolved.memory
+    assert memory is not None and not memory.measured
+    assert memory.others >= max(used, 1)
+    assert memory.weights == resolved.weight_bytes == 2 * EIGHT_B.parameters
+    assert memory.activations == 8192 * (55_296 * 2 + 128256 * 8) and memory.graphs > 0
+    assert sum(size for _, size in memory.parts) + memory.for_kv == memory.usable == int(0.9 * 80 * GIB)
+    per_block = 16 * EIGHT_B.kv_values_per_token * 2
+    assert memory.for_kv - per_block < resolved.kv_bytes <= memory.for_kv
+    assert resolve(Config(max_num_seqs=1024, enforce_eager=True), machine, EIGHT_B).kv_bytes > resolved.kv_bytes
+
+
+def test_a_gpu_is_not_filled_beyond_what_can_be_used() -> None:
+    assert resolve(Config(), GPU, MODEL).num_blocks == 256 * 4096 // 16
+
+
+def test_the_context_of_a_small_card_is_cut() -> None:
+    resolved = resolve(Config(), QUARTER, EIGHT_B)
+    assert resolved.max_model_len == resolved.num_blocks * 16 < 131072
+    assert resolve(Config(max_model_len=4096), QUARTER, EIGHT_B).max_model_len == 4096
+
+
+def test_a_context_that_does_not_fit_is_refused_with_the_whole_estimate() -> None:
+    with pytest.raises(ConfigError) as refused:
+        resolve(Config(max_model_len=131072), QUARTER, EIGHT_B)
+    text = refused.value.message
+    assert refused.value.param == "max_model_len"
+    assert text.startswith("max_model_len 131072 does not fit: its KV cache needs 16.00 GiB, ")
+    assert "21.60 of 24.00 GiB may be used; estimated: weights 14.96, activations 2.17, CUDA graphs 0.38, CUDA and other" in text
+    fits = re.search(r"--max-model-len (\d+)", text)
+    assert fits is not None
+    length = int(fits[1])
+    assert resolve(Config(max_model_len=length), QUARTER, EIGHT_B).max_model_len == length
+    with pytest.raises(ConfigError, match="does not fit"):
+        resolve(Config(max_model_len=length + 1), QUARTER, EIGHT_B)
+    for flag in ("--gpu-memory-utilization", "--max-num-batched-tokens", "--quantization", "--kv-cache-dtype", "--enforce-eager"):
+        assert flag in text
+
+
+def test_a_model_that_does_not_fit_is_refused_with_the_whole_estimate() -> None:
+    small = replace(GPU, free_bytes=15 * GIB, total_bytes=16 * GIB)
+    told = r"the model does not fit: no KV cache \(136.0 KiB a token\) has room beside it .*weights 15.89"
+    with pytest.raises(ConfigError, match=told) as refused:
+        resolve(Config(draft_model="d"), small, EIGHT_B, MODEL)
+    assert "no --draft-model" in refused.value.message and refused.value.param == "model"
+
+
+def test_a_cache_that_is_asked_for_is_taken_as_it_is() -> None:
+    resolved = resolve(Config(kv_cache_memory="4000tokens"), GPU, EIGHT_B)
+    assert resolved.num_blocks == 250 and resolved.memory is None

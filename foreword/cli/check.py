@@ -17,10 +17,11 @@ from foreword.cli.terminal import bytes_text, count_text
 from foreword.config import Config
 from foreword.engine.load import FIT_DRAFTER, this_machine
 from foreword.errors import ForewordError
+from foreword.estimate import kv_bytes_per_token
 from foreword.media.processor import read_processor
 from foreword.models.loader import read_facts
 from foreword.prepare import check_drafter, directories, read_vocabulary
-from foreword.resolve import ModelFacts, Resolved, kv_bytes_per_token, resolve
+from foreword.resolve import ModelFacts, Resolved, resolve
 from foreword.text.tokenizer import Tokenizer
 
 __all__ = ["Finding", "add_arguments", "findings", "run"]

@@ -35,12 +35,13 @@ def facts() -> dict[str, dict[str, str]]:
     """Sections of (name, value)."""
     machine = probe("auto")
     hardware = {name: _text(getattr(machine, name)) for name in type(machine).__dataclass_fields__}
+    hardware["capability"] = ".".join(map(str, machine.capability)) if machine.gpu else "none"
     backends = {backend.name: ("available" if backend.available else "no") + f": {backend.reason}" for backend in describe()}
     return {"versions": _versions(), "hardware": hardware, "backends": backends}
 
 
 def _versions() -> dict[str, str]:
-    names = ["foreword", *_dependencies()]
+    names = ["foreword", *_dependencies(), "triton"]
     return {"python": sys.version.split()[0], "platform": platform.platform(), **{name: _version(name) for name in names}}
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import dataclass
 
-import torch
-
 from foreword.errors import ConfigError
+from foreword.kernels.cards import card, why_not_triton
 from foreword.kernels.cpu.backend import CpuOps
 from foreword.kernels.cpu.library import ISAS, isas, load_library
 from foreword.kernels.cpu.sampling import NativeSampling
@@ -15,6 +15,9 @@ from foreword.kernels.ops import Ops
 from foreword.kernels.reference import Reference
 
 __all__ = ["Backend", "describe", "select", "why_not_native"]
+
+TRITON = ("foreword.kernels.triton.backend", "TritonOps")  # imported where they are to be used: nothing else needs Triton
+TRITON_FAST_MATH = ("foreword.kernels.triton.fast_math", "TritonFastMath")
 
 NEEDS = {
     "portable": "any processor",
@@ -45,11 +48,12 @@ class Backend:
     reason: str
 
 
-def select(device: str, fast_math: bool = False, threads: int = 1, isa: str = "auto") -> Ops:
+def select(device: str, fast_math: bool = False, threads: int = 1, isa: str = "auto", eager: bool = False) -> Ops:
     """The best backend for a torch device ("cpu", "cuda").
 
     threads  of the native kernels
     isa      "auto", an instruction set of the native kernels, or "reference" for torch
+    eager    on GPUs, launch kernels one by one instead of as graphs
     Raises ConfigError for an instruction set that this processor lacks.
     """
     library, missing = load_library() if device == "cpu" else (None, "the native kernels are for the CPU")
@@ -57,6 +61,8 @@ def select(device: str, fast_math: bool = False, threads: int = 1, isa: str = "a
         raise ConfigError(f"cpu_isa {isa} cannot be used here: {missing or 'it needs ' + NEEDS[isa]}", "cpu_isa")
     if isa in ISAS and (fast_math or device != "cpu"):
         raise ConfigError(f"cpu_isa {isa} has no effect {'with --fast-math' if fast_math else 'on ' + device}", "cpu_isa")
+    if device == "cuda" and why_not_triton() is None:
+        return _on_triton(fast_math, eager)
     if library is None:
         return FastMath() if fast_math else Reference()
     if fast_math:
@@ -64,19 +70,30 @@ def select(device: str, fast_math: bool = False, threads: int = 1, isa: str = "a
     return NativeReference(library, threads=threads) if isa == "reference" else CpuOps(isa, threads)
 
 
+def _on_triton(fast_math: bool, eager: bool) -> Ops:
+    module, name = TRITON_FAST_MATH if fast_math else TRITON
+    ops: Ops = getattr(importlib.import_module(module), name)(eager)
+    return ops
+
+
 def why_not_native(device: str) -> str | None:
-    """Why the CPU computes in torch although nobody asked for that; None if it does not."""
-    return load_library()[1] or None if device == "cpu" else None
+    """Why torch computes, instead of kernels made for the device, although nobody asked for that; None if it does not."""
+    if device == "cpu":
+        return load_library()[1] or None
+    reason = why_not_triton()
+    return reason and f"the reference computes, in torch, which is slower: {reason}"
 
 
 def describe() -> list[Backend]:
     """Every backend, the preferred ones first."""
     library, missing = load_library()
-    cuda = torch.cuda.is_available()
+    found, refused = card(), why_not_triton()
     return [
+        Backend("triton", refused is None, refused or f"kernels for {found}"),
         *(Backend(f"cpu-{isa}", isa in isas(), missing or f"native kernels for {NEEDS[isa]}") for isa in reversed(ISAS)),
         Backend(NativeReference.name, library is not None, missing or "torch on the CPU, sampling in C++"),
-        Backend(Reference.name, True, "torch on any device" if cuda else "torch on the CPU (no CUDA device was found)"),
+        Backend(Reference.name, True, "torch on any device" if found else "torch on the CPU (no CUDA device was found)"),
         Backend(NativeFastMath.name, library is not None, missing or "only with --fast-math: bits depend on the batch"),
+        Backend("triton-fast-math", refused is None, refused or "only with --fast-math: bits depend on the batch"),
         Backend(FastMath.name, True, "only with --fast-math: bits depend on the batch"),
     ]

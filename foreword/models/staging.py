@@ -128,8 +128,8 @@ class _Buffer:
     def __init__(self, size: int, pinned: bool) -> None:
         self.size = size
         self._bytes = _memory(size, pinned)
-        self._copied = torch.cuda.Event() if self._bytes.is_pinned() else None
-        self.view = memoryview(self._bytes.numpy())
+        self._copied = torch.cuda.Event() if self._bytes.is_pinned() else None  # type: ignore[no-untyped-call]
+        self.view: memoryview = self._bytes.numpy().data
 
     def wait(self) -> None:
         """Until its contents are not needed any more."""

@@ -2,20 +2,69 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+
 import pytest
 
 from foreword.errors import ConfigError
+from foreword.kernels import registry
+from foreword.kernels.cards import Card
 from foreword.kernels.cpu.library import ISAS, isas
-from foreword.kernels.registry import describe, select
+from foreword.kernels.registry import describe, select, why_not_native
 
 
-def test_the_first_available_backend_is_selected() -> None:
-    available = [backend.name for backend in describe() if backend.available]
-    exact = [name for name in available if not name.startswith("fast-math")]
-    assert select("cpu").name == exact[0]
-    assert select("cpu", fast_math=True).name == next(name for name in available if name.startswith("fast-math"))
-    assert select("cuda").name == "reference"
+def available(kind: str) -> list[str]:
+    """Names of the backends whose name has this in it, or, if it is empty, of those that are exact."""
+    names = [backend.name for backend in describe() if backend.available]
+    return [name for name in names if (kind in name if kind else "fast-math" not in name)]
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[str | None], None]:
+    """Machines with a GPU on which Triton's kernels run, or do not for a reason."""
+
+    def put(reason: str | None) -> None:
+        monkeypatch.setattr(registry, "card", lambda: Card("NVIDIA X", (9, 0)))
+        monkeypatch.setattr(registry, "why_not_triton", lambda: reason)
+
+    return put
+
+
+def test_the_first_available_backend_is_selected(gpu: Callable[[str | None], None]) -> None:
+    gpu("Triton is not installed")
+    assert select("cpu").name == available("")[0]
+    assert select("cpu", fast_math=True).name == available("fast-math")[0]
+    assert select("cuda").name == "reference" and select("cuda", fast_math=True).name == "fast-math"
     assert all(backend.reason for backend in describe())
+
+
+@pytest.mark.parametrize("eager", [True, False])
+def test_triton_computes_on_a_gpu(gpu: Callable[[str | None], None], eager: bool) -> None:
+    pytest.importorskip("triton")
+    gpu(None)
+    ops = select("cuda", eager=eager)
+    assert ops.name == available("")[0] == "triton" and ops.recordable
+    assert getattr(ops, "eager") is eager  # noqa: B009 (a field of this backend alone)
+    assert why_not_native("cuda") is None
+    assert select("cpu").name != "triton"
+
+
+def test_why_triton_does_not_compute_is_told(gpu: Callable[[str | None], None]) -> None:
+    gpu("Triton is not installed")
+    assert why_not_native("cuda") == "the reference computes, in torch, which is slower: Triton is not installed"
+    assert next(backend for backend in describe() if backend.name == "triton").reason == "Triton is not installed"
+
+
+def test_nothing_but_a_gpu_needs_triton() -> None:
+    code = (
+        "import sys; from foreword.kernels.registry import describe, select; select('cpu'); describe(); "
+        "assert not any(name.split('.')[0] == 'triton' or 'kernels.triton' in name for name in sys.modules), 'imported'"
+    )
+    hidden = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    subprocess.run([sys.executable, "-c", code], check=True, env=hidden, timeout=120)
 
 
 @pytest.mark.parametrize("isa", isas())
