@@ -22,7 +22,7 @@ from torch import Tensor
 
 from foreword.core.positions import RopePositions
 
-__all__ = ["Batch", "Chunk", "Features", "build_batch"]
+__all__ = ["SCRATCH_BLOCK", "Batch", "Chunk", "Features", "build_batch", "owners_of"]
 
 EVERYWHERE_ALIKE = RopePositions(())  # of a request without pictures
 SCRATCH_BLOCK = 0  # never given to a request: rows of padding write and read here
@@ -125,13 +125,18 @@ def build_batch(
         block_size=block_size,
         rope_positions=_rope_positions(chunks, padding, device) if directions else None,
         features=_features(chunks, starts, device),
-        owners=_owners(starts, padding, device) if owners else None,
+        owners=_owners(starts, len(token_ids), device) if owners else None,
     )
 
 
-def _owners(starts: Sequence[int], padding: int, device: str) -> Tensor:
+def owners_of(batch: Batch) -> Tensor:
+    """int64 [T]: request of each row, B of padding"""
+    return _owners(batch.row_starts, len(batch.token_ids), batch.token_ids.device)
+
+
+def _owners(starts: Sequence[int], num_rows: int, device: str | torch.device) -> Tensor:
     """int64 [T]"""
-    sizes = np.diff(np.array([*starts, starts[-1] + padding]))
+    sizes = np.diff(np.array([*starts, num_rows]))
     return torch.from_numpy(np.repeat(np.arange(len(starts)), sizes)).to(device)
 
 

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+from torch import Tensor
+
+from foreword.core.batch import Batch
+from foreword.kernels.recorded import RecordedForward
 from foreword.kernels.reference import Reference
 from foreword.kernels.triton.attention import TritonAttention
 from foreword.kernels.triton.linear import TritonLinear
@@ -21,3 +27,7 @@ class TritonOps(TritonLinear, TritonAttention, TritonRows, TritonSampling, Refer
         """eager: nothing is put into a graph."""
         super().__init__(row_tile=1)
         self.eager = eager
+
+    def compile(self, forward: Callable[[Batch], Tensor]) -> RecordedForward:
+        """Captured in graphs, but for passes of many rows."""
+        return RecordedForward(self, forward, self.eager)

@@ -1,0 +1,180 @@
+"""A table of requests on the device, and the rows of a pass made from it without the host.
+
+Everything here is tensor operations of fixed shapes on fixed addresses, so that it can be part of a graph. A line that
+stands for nobody, or for a request that takes no part, makes rows of padding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from foreword.core.batch import SCRATCH_BLOCK, Batch
+from foreword.kernels.ops import DraftSampling, Ops
+
+__all__ = ["STATE", "Field", "Level", "Limits", "Lines", "level_of", "pack", "rows_of", "sample", "upload"]
+
+NO_LIMIT = 1 << 40  # of top_k
+SIGN = 1 << 63
+
+
+class Field(IntEnum):
+    """The lines of a table, int64 [len(Field), lanes]: a column for each request. The first ones change as it goes on.
+
+    ALIVE        whether it takes part
+    LENGTH       tokens known
+    BEFORE       token before the last one (anything if there is none)
+    LAST         last token known
+    TEMPERATURE  and what follows: the bits of a float64
+    """
+
+    ALIVE = 0
+    LENGTH = 1
+    BEFORE = 2
+    LAST = 3
+    SHIFT = 4
+    SEED = 5
+    GREEDY = 6
+    TOP_K = 7
+    TEMPERATURE = 8
+    TOP_P = 9
+    MIN_P = 10
+
+
+STATE = Field.SHIFT  # so many lines change
+
+
+class Level(IntEnum):
+    """How much of the pipeline anybody asks for; more than is asked for changes no bit, but costs time."""
+
+    PLAIN = 0
+    SCALED = 1
+    FILTERED = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What buffers are made for.
+
+    rows        of a pass that is captured; also requests at once
+    blocks      of the longest block table
+    directions  the model knows positions in several directions
+    """
+
+    rows: int
+    blocks: int
+    directions: bool
+    device: torch.device
+
+
+@dataclass(frozen=True, slots=True)
+class Lines:
+    """Columns of a table that were taken out, int64 [len(Field), n]."""
+
+    values: Tensor
+
+    def __getitem__(self, field: Field) -> Tensor:
+        """int64 [n]"""
+        return self.values[field]
+
+    def floats(self, field: Field) -> Tensor:
+        """float64 [n]"""
+        return self.values.view(torch.float64)[field]
+
+    @property
+    def alive(self) -> Tensor:
+        """bool [n]"""
+        return self.values[Field.ALIVE] != 0
+
+
+def level_of(samplings: Sequence[DraftSampling]) -> Level:
+    """The lowest that serves all."""
+    drawn = [one for one in samplings if not one.greedy]
+    if any(one.top_k > 0 or one.top_p < 1.0 or one.min_p > 0.0 for one in drawn):
+        return Level.FILTERED
+    return Level.SCALED if any(one.temperature != 1.0 for one in drawn) else Level.PLAIN
+
+
+def pack(
+    tokens: Sequence[Sequence[int]], lengths: Sequence[int], shifts: Sequence[int], samplings: Sequence[DraftSampling]
+) -> Tensor:
+    """int64 [len(Field), n] on the host: requests that take part, by their last tokens, one or more of each."""
+    table = np.zeros((len(Field), len(tokens)), np.int64)
+    table[Field.ALIVE] = 1
+    table[Field.LENGTH] = lengths
+    table[Field.BEFORE] = [own[-2] if len(own) > 1 else 0 for own in tokens]
+    table[Field.LAST] = [own[-1] for own in tokens]
+    table[Field.SHIFT] = shifts
+    table[Field.SEED] = [one.seed - 2 * SIGN if one.seed >= SIGN else one.seed for one in samplings]
+    table[Field.GREEDY] = [one.greedy for one in samplings]
+    table[Field.TOP_K] = [NO_LIMIT if one.greedy or one.top_k <= 0 else one.top_k for one in samplings]
+    table[Field.TEMPERATURE] = _bits([1.0 if one.greedy else one.temperature for one in samplings])
+    table[Field.TOP_P] = _bits([1.0 if one.greedy else one.top_p for one in samplings])
+    table[Field.MIN_P] = _bits([0.0 if one.greedy else one.min_p for one in samplings])
+    return torch.from_numpy(table)
+
+
+def _bits(values: Sequence[float]) -> NDArray[np.int64]:
+    return np.array(values, np.float64).view(np.int64)
+
+
+def upload(values: Tensor, into: Tensor) -> None:
+    """Copy from the host without waiting; torch keeps pinned memory until the copy has read it."""
+    into.copy_(values.pin_memory() if into.is_cuda else values, non_blocking=True)
+
+
+def rows_of(
+    token_ids: Tensor, first: Tensor, valid: Tensor, tables: Tensor, shifts: Tensor, block_size: int, directions: bool, last: bool
+) -> Batch:
+    """The rows of n requests, the same number of each.
+
+    token_ids  int64 [n, w]
+    first      int64 [n]       position of the first of them
+    valid      bool [n, w]     the others are rows of padding
+    tables     int64 [n+1, M]  the last line is the padding's
+    shifts     int64 [n]       between position and place, where there are directions
+    last       the last row of each request is sampled, not every one
+    """
+    count, width = token_ids.shape
+    device = token_ids.device
+    requests = torch.arange(count, device=device)[:, None]
+    positions = torch.where(valid, first[:, None] + torch.arange(width, device=device), 0)
+    blocks = tables[:-1].gather(1, positions // block_size)
+    slots = blocks * block_size + positions % block_size
+    places = torch.where(valid, positions + shifts[:, None], 0).view(-1, 1) if directions else None
+    return Batch(
+        token_ids=torch.where(valid, token_ids, 0).view(-1),
+        positions=positions.view(-1),
+        slots=torch.where(valid, slots, SCRATCH_BLOCK * block_size).view(-1),
+        block_tables=tables,
+        row_starts=tuple(range(0, count * width + 1, width)),
+        ends=(),
+        sample_rows=torch.arange(width - 1 if last else 0, count * width, width if last else 1, device=device),
+        block_size=block_size,
+        rope_positions=None if places is None else places.expand(-1, 3).contiguous(),
+        owners=torch.where(valid, requests, count).view(-1),
+    )
+
+
+def sample(ops: Ops, logits: Tensor, lines: Lines, positions: Tensor, unused: Tensor, level: Level) -> Tensor:
+    """What sampling/sampler.py makes of these rows, bit for bit: logits float32 [R, V] are overwritten -> int64 [R].
+
+    lines      R of them
+    positions  int64 [R]: absolute index of each token sampled
+    unused     int64 [U]
+    """
+    if unused.numel():
+        logits.index_fill_(1, unused, -torch.inf)
+    if level >= Level.SCALED:
+        logits.div_(lines.floats(Field.TEMPERATURE).float()[:, None])
+    if level >= Level.FILTERED:
+        ops.keep_top_k(logits, lines[Field.TOP_K].clamp(max=logits.shape[1]))
+        ops.keep_top_p(logits, lines.floats(Field.TOP_P))
+        ops.keep_min_p(logits, lines.floats(Field.MIN_P))
+    return ops.sample(logits, lines[Field.SEED], positions, lines[Field.GREEDY] != 0)

@@ -1,0 +1,245 @@
+"""A captured pass and a captured draft give the bits of the operations one by one."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from foreword.core.batch import Batch, Chunk, Features, build_batch
+from foreword.core.params import SamplingParams
+from foreword.core.pictures import Picture
+from foreword.core.positions import RopePositions
+from foreword.core.request import Request, RequestState
+from foreword.drafting.base import Ask
+from foreword.drafting.model_passes import PassByPass
+from foreword.drafting.model_track import Track
+from foreword.kernels import recorded
+from foreword.kernels.drafts import MAX_GUESSES
+from foreword.kernels.graphs import buckets
+from foreword.kernels.ops import DraftLane, DraftLoop, Guess
+from foreword.kernels.recorded import MOST_ROWS, RecordedForward
+from foreword.kernels.rounds import RunsAhead
+from foreword.sampling.sampler import Sampler
+from tests.checkpoints import VOCAB_SIZE, write_drafter
+from tests.fakes import grown
+from tests.recordable import BLOCK_SIZE, CONTEXT, MAX_BLOCKS, Bed, Recordable, TapedGraphs
+
+UNUSED = (0, 17, VOCAB_SIZE - 1)
+ROWS = 16
+LANES = 5
+MAX_TOKENS = 6
+
+
+@pytest.fixture(scope="module")
+def beds(tmp_path_factory: pytest.TempPathFactory) -> tuple[Bed, Bed]:
+    """The same model twice: captured, and operation by operation."""
+    path = write_drafter(tmp_path_factory.mktemp("recorded") / "model")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(recorded, "Graphs", TapedGraphs)
+        captured, plain = Bed(path), Bed(path)
+        captured.reserve(ROWS)
+    return captured, plain
+
+
+def blocks_of(number: int) -> list[int]:
+    """Of one request: not in order, and not next to each other."""
+    return [1 + number + 6 * ((5 * place) % MAX_BLOCKS) for place in range(MAX_BLOCKS)]
+
+
+@torch.inference_mode()
+def poison(forward: RecordedForward) -> None:
+    """What buffers hold between two calls is nobody's."""
+    for bucket in forward._buckets.values():
+        bucket.inputs.fill_(1 << 40)
+        assert bucket.batch.owners is not None
+        bucket.batch.owners.fill_(1 << 40)
+    forward._tables.fill_(1 << 40)
+    forward._out.fill_(torch.nan)
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> list[Batch]:
+    """What requests that go on, each by some rows a step, put into batches."""
+    token_ids = st.integers(0, VOCAB_SIZE - 1)
+    starts = [0] * LANES
+    found = []
+    for _ in range(draw(st.integers(1, 4))):
+        chunks = []
+        for number in draw(st.lists(st.integers(0, LANES - 1), min_size=1, max_size=LANES, unique=True)):
+            rows = draw(st.sampled_from([1, 1, 2, 4, 7, MOST_ROWS + 1]))
+            if starts[number] + rows <= CONTEXT:
+                own = draw(st.lists(token_ids, min_size=rows, max_size=rows))
+                held = -(-(starts[number] + rows) // BLOCK_SIZE)
+                chunks.append(Chunk(own, starts[number], blocks_of(number)[:held], draw(st.integers(0, rows))))
+                starts[number] += rows
+        if chunks:
+            found.append(build_batch(chunks, BLOCK_SIZE, 1, "cpu", owners=draw(st.booleans())))
+    return found
+
+
+@given(batches=steps())
+@settings(max_examples=25, deadline=None)
+def test_a_captured_pass_has_the_bits_of_its_operations(beds: tuple[Bed, Bed], batches: list[Batch]) -> None:
+    captured, plain = beds
+    for bed in beds:
+        bed.forget()
+    for batch in batches:
+        poison(captured.forward)
+        assert torch.equal(captured.forward(batch), plain.forward(batch))
+    for found, wanted in zip(captured.cached(), plain.cached(), strict=True):
+        assert torch.equal(found.nan_to_num(7.0), wanted.nan_to_num(7.0)), "the same slots were written, and no other"
+
+
+@pytest.mark.parametrize("rows", range(1, ROWS + 2))
+def test_every_number_of_rows(beds: tuple[Bed, Bed], rows: int) -> None:
+    """Each bucket's edges, one row beyond the last one too."""
+    captured, plain = beds
+    for bed in beds:
+        bed.forget()
+    chunks = [Chunk([40 + row], 0, blocks_of(0)[row % MAX_BLOCKS :][:1], 1) for row in range(rows)]
+    batch = build_batch(chunks, BLOCK_SIZE, 1, "cpu")
+    poison(captured.forward)
+    assert torch.equal(captured.forward(batch), plain.forward(batch))
+
+
+def test_sizes_are_captured_once_the_largest_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorded, "Graphs", TapedGraphs)
+    bed = Bed(write_drafter(tmp_path))
+    bed.reserve(ROWS)
+    told: list[tuple[int, int]] = []
+    bed.forward.prepare(lambda done, total: told.append((done, total)))
+    assert list(bed.forward._buckets) == sorted(buckets(ROWS), reverse=True)
+    assert told == [(number, len(buckets(ROWS))) for number in range(1, len(buckets(ROWS)) + 1)]
+    bed.forward.prepare()
+    bed.forward(build_batch([Chunk([1, 2, 3], 0, [1], 3)], BLOCK_SIZE, 1, "cpu"))
+    assert bed.forward.num_graphs == len(buckets(ROWS))
+
+
+def test_what_no_graph_is_for_goes_operation_by_operation() -> None:
+    """Pictures, long tables, blocks of another size, prompts, many rows; and everything before reserve()."""
+    batches: list[Batch] = []
+
+    def forward(batch: Batch) -> Tensor:
+        assert batch.owners is not None
+        batches.append(batch)
+        return torch.zeros(len(batch.sample_rows), 3)
+
+    quick = Recordable().compile(forward)
+    assert isinstance(quick, DraftLoop) and isinstance(quick, RunsAhead)
+    one = build_batch([Chunk([1], 0, [1], 1)], BLOCK_SIZE, 1, "cpu")
+    quick(one)
+    quick.reserve(ROWS, 2, False, "cpu", BLOCK_SIZE)
+    pictures = replace(one, features=Features(torch.tensor([0]), torch.zeros(1, 8)))
+    wide = build_batch([Chunk([1], 0, [1, 2, 3], 1)], BLOCK_SIZE, 1, "cpu")
+    other = build_batch([Chunk([1], 0, [1], 1)], 2 * BLOCK_SIZE, 1, "cpu")
+    prompt = build_batch([Chunk([1] * (MOST_ROWS + 1), 0, [1] * 5, 1)], BLOCK_SIZE, 1, "cpu")
+    del batches[:]
+    for batch in (pictures, wide, other, prompt):
+        quick(batch)
+    assert [len(batch.ends) for batch in batches] == [1] * 4, "what was given"
+    quick(one)
+    assert batches[-1].ends == (), "what was captured does not know"
+
+
+def one_by_one(bed: Bed) -> PassByPass:
+    return PassByPass(bed.forward, bed.ops, Sampler(bed.ops, VOCAB_SIZE, UNUSED), BLOCK_SIZE, "cpu")
+
+
+@st.composite
+def asked(draw: st.DrawFn, number: int) -> tuple[Ask, DraftLane]:
+    """A request of a few tokens, of which none is computed."""
+    filters = {
+        "top_k": draw(st.sampled_from([0, -1, 1, 5, 10**30])),
+        "top_p": draw(st.sampled_from([1.0, 0.9, 0.2])),
+        "min_p": draw(st.sampled_from([0.0, 0.05, 1.0])),
+    }
+    params = SamplingParams(temperature=draw(st.sampled_from([0.0, 1.0, 0.7, 3.0])), **draw(st.sampled_from([{}, filters])))
+    tokens = draw(st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=9))
+    state = RequestState(Request(f"{number}", tuple(tokens), params, draw(st.integers(0, 2**64 - 1))), number, 4096)
+    ahead = draw(st.integers(0, 3))  # what the draft model is not told of
+    ask = Ask(grown(state, [41] * ahead) if ahead else state)
+    lane = DraftLane(
+        token_ids=tokens,
+        start=0,
+        blocks=blocks_of(number)[: draw(st.sampled_from([4, MAX_BLOCKS]))],
+        first=ask.length,
+        max_tokens=draw(st.integers(0, MAX_TOKENS)),
+        floor=draw(st.sampled_from([-math.inf, -1.0, -9.0, 0.0])),
+        sampling=Track.of(state, VOCAB_SIZE).sampling,
+    )
+    return ask, lane
+
+
+@st.composite
+def drafts(draw: st.DrawFn) -> list[tuple[Ask, DraftLane]]:
+    return [draw(asked(number)) for number in range(draw(st.integers(1, LANES)))]
+
+
+@given(pairs=drafts())
+@settings(max_examples=25, deadline=None)
+def test_a_draft_equals_its_passes_one_by_one(beds: tuple[Bed, Bed], pairs: list[tuple[Ask, DraftLane]]) -> None:
+    captured, plain = beds
+    for bed in beds:
+        bed.forget()
+    asks, lanes = zip(*pairs, strict=True)
+    found = captured.forward.draft(lanes, BLOCK_SIZE, torch.tensor(UNUSED))
+    with torch.inference_mode():
+        assert found == one_by_one(plain).draft(asks, lanes)
+    for cached, wanted in zip(captured.cached(), plain.cached(), strict=True):
+        assert torch.equal(cached.nan_to_num(7.0), wanted.nan_to_num(7.0)), "the same tokens were computed"
+
+
+def lane_of(number: int, **changes: object) -> DraftLane:
+    state = RequestState(Request(f"{number}", (5, 6, 7), SamplingParams(temperature=0), 0), 0, 4096)
+    sampling = Track.of(state, VOCAB_SIZE).sampling
+    lane = DraftLane([5, 6, 7 + number], 0, blocks_of(number), 3, 4, -math.inf, sampling)
+    return replace(lane, **changes)  # type: ignore[arg-type]
+
+
+def test_nothing_legal_ends_the_draft(beds: tuple[Bed, Bed]) -> None:
+    forward = beds[0].forward
+    assert forward.draft([lane_of(0)], BLOCK_SIZE, torch.arange(VOCAB_SIZE)) == [Guess((), ())]
+    few = forward.draft([lane_of(0), lane_of(1, max_tokens=0)], BLOCK_SIZE, torch.arange(1, VOCAB_SIZE))
+    assert few == [Guess((0,) * 4, (0.0,) * 4), Guess((), ())], "one token is left, and certain"
+
+
+def test_more_requests_than_are_captured_and_longer_drafts_than_before(beds: tuple[Bed, Bed]) -> None:
+    forward, unused = beds[0].forward, torch.tensor(UNUSED)
+    lane = lane_of(1, max_tokens=3)
+    alone = forward.draft([lane], BLOCK_SIZE, unused)[0]
+    assert forward.draft([lane] * (ROWS + 3), BLOCK_SIZE, unused) == [alone] * (ROWS + 3)
+    long = forward.draft([replace(lane, max_tokens=MAX_GUESSES + 5)], BLOCK_SIZE, unused)[0]
+    assert len(long.token_ids) == MAX_GUESSES + 5 and long.token_ids[:3] == alone.token_ids
+    assert forward.draft([lane], BLOCK_SIZE, unused) == [alone]
+
+
+def test_text_behind_pictures_stands_where_the_shift_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows and their places, as an ordinary batch has them; the model only tells what it got."""
+    monkeypatch.setattr(recorded, "Graphs", TapedGraphs)
+    seen: list[tuple[Tensor, Tensor]] = []
+
+    def forward(batch: Batch) -> Tensor:
+        assert batch.rope_positions is not None
+        seen.append((batch.positions, batch.rope_positions))
+        return torch.nn.functional.one_hot(batch.rope_positions[batch.sample_rows, 1], 99).float()
+
+    quick = RecordedForward(Recordable(), forward)
+    quick.reserve(4, MAX_BLOCKS, True, "cpu", BLOCK_SIZE)
+    pictures = [Picture(b"", count, (1, 2, count // 2), (28, 28), (1, 3, 28, 28), None) for count in (4, 10, 16)]
+    shifts = [RopePositions((picture,)).shift for picture in pictures]
+    lanes = [lane_of(n, start=picture.end, shift=shift) for n, (picture, shift) in enumerate(zip(pictures, shifts, strict=True))]
+    guesses = quick.draft(lanes, BLOCK_SIZE, torch.tensor([], dtype=torch.int64))
+    for picture, shift, guess in zip(pictures, shifts, guesses, strict=True):
+        assert guess.token_ids == tuple(range(picture.end + shift + 2, picture.end + shift + 6))
+
+
+def test_a_row_without_a_slot_is_our_own_bug(beds: tuple[Bed, Bed]) -> None:
+    with pytest.raises(AssertionError, match="without a slot"):
+        beds[0].forward.draft([lane_of(0, blocks=[1], max_tokens=BLOCK_SIZE)], BLOCK_SIZE, torch.tensor(UNUSED))
