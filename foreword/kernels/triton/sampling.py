@@ -1,9 +1,104 @@
-"""To be written."""
+"""Sampling on the device: the bits of `reference_sampling`, without a sort and without a word to the host.
+
+What is launched depends on shapes alone. Bounds are a tensor for each row; a neutral one (k of the whole vocabulary, p = 1,
+min_p = 0, a divisor of 1) ends its programs at once.
+"""
 
 from __future__ import annotations
 
+import torch
+from torch import Tensor
+
+from foreword.kernels.reference_sampling import ReferenceSampling
+from foreword.kernels.triton import filters, masks, penalties, reduce, sample, selection
+
 __all__ = ["TritonSampling"]
 
+MAX_TOP_IDS = 64  # more of them are sorted
 
-class TritonSampling:
-    """Mixin of TritonOps."""
+
+class TritonSampling(ReferenceSampling):
+    """Mixin of TritonOps: the operations on rows of logits, float32 [R, V], whose rows lie contiguous.
+
+    sampling_block  ids of one program, a power of two; no result depends on it
+    """
+
+    sampling_block = 2048
+
+    def log_sum_exp(self, logits: Tensor) -> Tensor:
+        """[R, V] -> float32 [R]"""
+        _check(logits)
+        return reduce.log_sum_exp(logits, self.sampling_block)
+
+    def top_ids(self, logits: Tensor, k: int) -> Tensor:
+        """[R, V] -> int64 [R, k]"""
+        _check(logits)
+        assert 0 <= k <= logits.shape[1]
+        if not 0 < k <= MAX_TOP_IDS:
+            return super().top_ids(logits, k)
+        return reduce.top_ids(logits, k, self.sampling_block)
+
+    def keep_allowed(self, logits: Tensor, masks_: Tensor) -> None:
+        _check(logits)
+        assert masks_.dtype == torch.int32 and masks_.dim() == 2 and masks_.shape[0] == logits.shape[0]
+        masks.keep_allowed(logits, masks_, self.sampling_block)
+
+    def add_at(self, logits: Tensor, starts: Tensor, ids: Tensor, amounts: Tensor) -> None:
+        _check_ids(logits, starts, ids)
+        assert amounts.dtype == torch.float32 and amounts.shape == ids.shape
+        penalties.add_at(logits, starts, ids, amounts)
+
+    def penalize(self, logits: Tensor, starts: Tensor, ids: Tensor, penalties_: Tensor) -> None:
+        _check_ids(logits, starts, ids)
+        penalties.penalize(logits, starts, ids, _per_row(penalties_, logits, torch.float32))
+
+    def divide(self, logits: Tensor, by: Tensor) -> None:
+        _check(logits)
+        penalties.divide(logits, _per_row(by, logits, torch.float32), self.sampling_block)
+
+    def keep_top_n_sigma(self, logits: Tensor, n: Tensor) -> None:
+        _check(logits)
+        filters.keep_top_n_sigma(logits, _per_row(n, logits, torch.float64), self.sampling_block)
+
+    def keep_top_k(self, logits: Tensor, k: Tensor) -> None:
+        _check(logits)
+        selection.keep_top_k(logits, _per_row(k, logits, torch.int64), self.sampling_block)
+
+    def keep_top_p(self, logits: Tensor, p: Tensor) -> None:
+        _check(logits)
+        selection.keep_top_p(logits, _per_row(p, logits, torch.float64), self.sampling_block)
+
+    def keep_typical_p(self, logits: Tensor, p: Tensor) -> None:
+        _check(logits)
+        selection.keep_typical_p(logits, _per_row(p, logits, torch.float64), self.sampling_block)
+
+    def keep_min_p(self, logits: Tensor, p: Tensor) -> None:
+        _check(logits)
+        filters.keep_min_p(logits, _per_row(p, logits, torch.float64), self.sampling_block)
+
+    def exclude_top(self, logits: Tensor, seeds: Tensor, positions: Tensor, chances: Tensor, thresholds: Tensor) -> None:
+        _check(logits)
+        keys = [_per_row(values, logits, torch.int64) for values in (seeds, positions)]
+        bounds = [_per_row(values, logits, torch.float64) for values in (chances, thresholds)]
+        filters.exclude_top(logits, *keys, *bounds, block=self.sampling_block)
+
+    def sample(self, logits: Tensor, seeds: Tensor, positions: Tensor, greedy: Tensor) -> Tensor:
+        """[R, V] -> int64 [R]"""
+        _check(logits)
+        keys = [_per_row(values, logits, torch.int64) for values in (seeds, positions)]
+        return sample.sample(logits, *keys, _per_row(greedy, logits, torch.bool), block=self.sampling_block)
+
+
+def _check(logits: Tensor) -> None:
+    """Kernels read through pointers."""
+    assert logits.dtype == torch.float32 and logits.dim() == 2 and (logits.stride(1) == 1 or logits.shape[1] == 1)
+
+
+def _check_ids(logits: Tensor, starts: Tensor, ids: Tensor) -> None:
+    _check(logits)
+    assert starts.dtype == ids.dtype == torch.int64 and starts.shape == (logits.shape[0] + 1,) and ids.dim() == 1
+
+
+def _per_row(values: Tensor, logits: Tensor, dtype: torch.dtype) -> Tensor:
+    assert values.dtype == dtype and values.shape == logits.shape[:1], f"wanted {dtype} [{logits.shape[0]}]"
+    return values.contiguous()

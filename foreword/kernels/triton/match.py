@@ -1,0 +1,35 @@
+"""Verification of drafts in one launch: `foreword.kernels.matching` as a kernel."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+__all__ = ["match"]
+
+
+@triton.jit
+def _match(sampled, sampled_stride, drafts, drafts_stride, num_draft, out, WIDTH: tl.constexpr):
+    lane = tl.program_id(0).to(tl.int64)
+    length = tl.load(num_draft + lane)
+    place = tl.arange(0, WIDTH)
+    drafted = place < length
+    guesses = tl.load(drafts + lane * drafts_stride + place, mask=drafted, other=-1)
+    samples = tl.load(sampled + lane * sampled_stride + place, mask=drafted, other=-1)
+    tl.store(out + lane, tl.min(tl.where(drafted & (guesses == samples), length, place)))
+
+
+def match(sampled: Tensor, drafts: Tensor, num_draft: Tensor) -> Tensor:
+    """How many leading drafted tokens equal the samples.
+
+    sampled    int64 [L, 1 + D], column j follows drafts[:, :j]
+    drafts     int64 [L, D]; what lies beyond num_draft does not count
+    num_draft  int64 [L], at most D
+    Returns int64 [L].
+    """
+    out = torch.empty_like(num_draft)
+    width = triton.next_power_of_2(drafts.shape[1] + 1)  # there is a place that was not drafted
+    _match[out.shape](sampled, sampled.stride(0), drafts, drafts.stride(0), num_draft, out, WIDTH=width, num_warps=1)
+    return out
