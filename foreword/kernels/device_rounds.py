@@ -14,6 +14,7 @@ from foreword.kernels.drafts import Drafts
 from foreword.kernels.graphs import Graphs, bucket_of, buckets
 from foreword.kernels.hashes import hash_of
 from foreword.kernels.lanes import STATE, Field, Level, Limits, Lines, level_of, pack, rows_of, sample, upload
+from foreword.kernels.matching import match
 from foreword.kernels.ops import Ops
 from foreword.kernels.rounds import RoundLane, RoundResult
 
@@ -238,8 +239,7 @@ class DeviceRounds:
         each = Lines(lines.values[:, :, None].expand(-1, -1, width).flatten(1))
         positions = (length[:, None] + torch.arange(width, device=chosen.device)).view(-1)
         sampled = sample(self._ops, logits, each, positions, self._unused, level).view(count, width)
-        agreed = (sampled[:, :-1] == token_ids[:, 1:]) & valid[:, 1:]
-        accepted = agreed.long().cumprod(1).sum(1)
+        accepted = match(sampled, token_ids[:, 1:], valid.long().sum(1) - 1)
         self._advance(chosen, lines, torch.cat((last[:, None], sampled), 1), accepted)
         parts = (lines[Field.ALIVE][None], accepted[None] + 1, sampled.t(), token_ids[:, 1:].t(), logprobs.view(torch.int64).t())
         result.copy_(torch.cat(parts))

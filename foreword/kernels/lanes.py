@@ -172,7 +172,7 @@ def sample(ops: Ops, logits: Tensor, lines: Lines, positions: Tensor, unused: Te
     if unused.numel():
         logits.index_fill_(1, unused, -torch.inf)
     if level >= Level.SCALED:
-        logits.div_(lines.floats(Field.TEMPERATURE).float()[:, None])
+        ops.divide(logits, lines.floats(Field.TEMPERATURE).float())
     if level >= Level.FILTERED:
         ops.keep_top_k(logits, lines[Field.TOP_K].clamp(max=logits.shape[1]))
         ops.keep_top_p(logits, lines.floats(Field.TOP_P))
