@@ -115,6 +115,8 @@ class EngineInfo:
     load_seconds  time spent by stage: import, weights, warmup
     draft_model   name of the draft model's directory, or None
     image_token_id  id that stands for pictures in prompts; None: the model sees none
+    gpu           name and compute capability of the GPU in use, or None
+    num_graphs    CUDA graphs that were captured at the start
     warnings      what the operator should know (a draft model of an unfit size, no compiler, ...)
     """
 
@@ -129,6 +131,8 @@ class EngineInfo:
     draft_parameters: int = 0
     warnings: tuple[str, ...] = ()
     image_token_id: int | None = None
+    gpu: str | None = None
+    num_graphs: int = 0
 
 
 def resolve(config: Config, machine: Machine, model: ModelFacts, drafter: ModelFacts | None = None) -> Resolved:

@@ -73,6 +73,7 @@ class ModelDrafter:
 
     max_rows  rows of one pass; a longer backlog (a new prompt) is caught up over several steps
     max_len   positions that the model can be used for
+    forward   the pass, compiled
     ahead     drafts in rounds, if the backend can; not for a model that sees, whose tokens may have other places
     """
 
@@ -88,7 +89,7 @@ class ModelDrafter:
         max_rows: int,
         max_len: int,
     ) -> None:
-        forward = model.compiled(kv)
+        self.forward = forward = model.compiled(kv)
         self._loop = forward if isinstance(forward, DraftLoop) else None
         self.ahead = forward if model.tower is None and isinstance(forward, RunsAhead) else None
         self._directions = model.directions

@@ -5,56 +5,43 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
 
 from foreword.cache.blocks import BlockPool
-from foreword.cache.features import FeatureCache
-from foreword.cache.storage import KVStorage
 from foreword.config import Config
 from foreword.core.batch import SCRATCH_BLOCK, Chunk
-from foreword.drafting.base import Drafter, PassDrafter
 from foreword.drafting.control.controller import Controller
 from foreword.drafting.control.costs import PassCost, Timings
 from foreword.drafting.control.decisions import TracedController
-from foreword.drafting.drafting import Drafting
-from foreword.drafting.grammar import GrammarDrafter
-from foreword.drafting.model import ModelDrafter
-from foreword.drafting.ngram import NgramDrafter
-from foreword.drafting.policy import FixedLength
-from foreword.drafting.prediction import PredictionDrafter
-from foreword.drafting.replay import PaidReplay, ReplayDrafter, read_recording
-from foreword.drafting.suffix import SuffixDrafter
 from foreword.engine.ahead import ahead_of
-from foreword.engine.assemble import Assembler
 from foreword.engine.calibrate import Calibrator, pass_seconds
 from foreword.engine.encoding import Encoder
 from foreword.engine.engine import Engine
-from foreword.engine.runner import Runner
+from foreword.engine.memory import CudaMeter, measured, no_memory, told
+from foreword.engine.parts import Loaded, Parts
 from foreword.engine.scheduler import Scheduler
-from foreword.engine.stages import Stages
 from foreword.engine.trace import TracedScheduler
 from foreword.errors import ConfigError
-from foreword.grammar.grammars import Grammars
+from foreword.estimate import DeviceMemory
 from foreword.hardware import machine, probe
-from foreword.kernels.cpu.library import library_digest, load_library
+from foreword.kernels.cards import card
+from foreword.kernels.cpu.library import library_digest
 from foreword.kernels.ops import Ops
 from foreword.kernels.registry import select, why_not_native
 from foreword.models.base import Model, Precision
 from foreword.models.loader import load_model, read_facts, weight_files
-from foreword.resolve import EngineInfo, Machine, ModelFacts, Resolved, resolve
-from foreword.sampling.sampler import Sampler
+from foreword.resolve import EngineInfo, Machine, ModelFacts, Resolved, fitted, resolve
 
 __all__ = ["FIT_DRAFTER", "load", "this_machine"]
 
 Progress = Callable[[int, int], None]
 SAMPLES, SAMPLE_BYTES = 64, 1 << 16  # of a weight file, evenly spread, the first and the last bytes among them
-GIB = 1 << 30
-TOWER_PACE = 2  # a multiply-add of a tower's linear layers takes as long as so many of a prompt (benchmarks/encoding.py)
 FIT_DRAFTER = (10, 50)  # how many times smaller a draft model usually pays
 
 
@@ -74,18 +61,14 @@ def load(
     assert config.model is not None and config.speculative_config is None, "a config that was not prepared"
     target = read_facts(Path(config.model), config.gguf_dequantize)
     drafter = read_facts(Path(str(config.draft_model)), config.gguf_dequantize) if config.runs_draft_model else None
-    if resolved is None:
-        resolved = resolve(config, this_machine(config), target, drafter)
+    chosen = resolved or resolve(config, this_machine(config), target, drafter)
+    loader = _Loader(config, chosen, unused_ids, progress, timings)
     try:
-        return _Loader(config, resolved, unused_ids, progress, timings).engine(target, drafter)
+        return loader.engine(target, drafter, measures=resolved is None)
     except (MemoryError, RuntimeError) as error:
         if not _out_of_memory(error):
             raise
-        raise ConfigError(
-            f"out of memory while loading: weights need about {resolved.weight_bytes / GIB:.2f} GiB and the KV cache "
-            f"{resolved.kv_bytes / GIB:.2f} GiB; a smaller model, --quantization or --kv-cache-memory would need less",
-            "kv_cache_memory",
-        ) from error
+        raise ConfigError(no_memory(loader.resolved, error), "kv_cache_memory") from error
 
 
 def _out_of_memory(error: Exception) -> bool:
@@ -102,6 +85,8 @@ def this_machine(config: Config) -> Machine:
 
 
 class _Loader:
+    """resolved: what runs; once the models are loaded, with the KV cache that a GPU has room for."""
+
     def __init__(
         self,
         config: Config,
@@ -115,72 +100,88 @@ class _Loader:
         self.unused_ids = unused_ids
         self.progress = progress
         self.timings = timings
-        self.ops = select(resolved.device, resolved.fast_math, resolved.threads, resolved.cpu_isa)
+        self.ops = select(resolved.device, resolved.fast_math, resolved.threads, resolved.cpu_isa, resolved.enforce_eager)
         self.seconds: dict[str, float] = {}
+        self.num_graphs = 0
 
-    def engine(self, target: ModelFacts, drafter: ModelFacts | None) -> Engine:
-        resolved = self.resolved
-        torch.set_num_threads(self.ops.threads(resolved.threads))
+    def engine(self, target: ModelFacts, drafter: ModelFacts | None, measures: bool) -> Engine:
+        torch.set_num_threads(self.ops.threads(self.resolved.threads))
+        with self.timing("weights"):
+            loaded = self.models(drafter)
+        if measures and self.resolved.memory is not None:
+            with self.timing("memory"):
+                loaded = self.measure(loaded, self.resolved.memory, [target] if drafter is None else [target, drafter])
+        parts = Parts(self.config, self.resolved, self.unused_ids, loaded)
+        runner, drafting = parts.runner, parts.drafting
+        self.record(parts)
+        with self.timing("warmup"):
+            runner.warm_up(parts.assembler.lay_out([Chunk([0], 0, [SCRATCH_BLOCK], 1)]))
+        if not drafting.off and self.resolved.draft_length == "adaptive":
+            with self.timing("calibration"):
+                drafting.timings = self.timings or self.timed(parts)
+                drafting.policy = self.controller(drafting.timings)
+                parts.stages.take()
+        scheduler = self.scheduler(parts.encoder)
+        ahead = None
+        if self.config.trace is None:
+            ahead = ahead_of(runner, scheduler, drafting, parts.stages, self.resolved)
+        return Engine(
+            self.info(target, drafter),
+            scheduler,
+            parts.assembler,
+            runner,
+            parts.encoder,
+            drafting,
+            parts.grammars,
+            parts.stages,
+            _device_memory(self.resolved),
+            guide=parts.guide,
+            ahead=ahead,
+        )
+
+    @contextmanager
+    def timing(self, stage: str) -> Iterator[None]:
         started = time.perf_counter()
-        assert self.config.model is not None
-        model = self.model(self.config.model, resolved.max_model_len)
-        kv = self.storage(model)
-        sampler = Sampler(self.ops, model.vocab_size, self.unused_ids, resolved.test_mode)
-        drafting = self.drafting(model.vocab_size)
-        self.seconds["weights"] = time.perf_counter() - started
-        stages = Stages()
-        grammars = Grammars(model.vocab_size)
-        runner = Runner(model, kv, sampler, grammars, stages)
-        encoder = self.encoder(model, stages)
-        guide = self.guide(encoder, drafting)
-        tile, directions = self.ops.row_tile, model.directions
-        assembler = Assembler(resolved.block_size, tile, resolved.device, directions, encoder.features)
-        started = time.perf_counter()
-        runner.warm_up(assembler.lay_out([Chunk([0], 0, [SCRATCH_BLOCK], 1)]))
-        self.seconds["warmup"] = time.perf_counter() - started
-        if not drafting.off and resolved.draft_length == "adaptive":
-            started = time.perf_counter()
-            drafting.timings = self.timings or self.timed(assembler, runner, drafting)
-            drafting.policy = self.controller(drafting.timings)
-            stages.take()
-            self.seconds["calibration"] = time.perf_counter() - started
-        info, memory = self.info(target, drafter), _device_memory(resolved)
-        scheduler = self.scheduler(encoder)
-        ahead = ahead_of(runner, scheduler, drafting, stages, resolved) if self.config.trace is None else None
-        return Engine(info, scheduler, assembler, runner, encoder, drafting, grammars, stages, memory, guide=guide, ahead=ahead)
+        yield
+        self.seconds[stage] = time.perf_counter() - started
 
-    def encoder(self, model: Model, stages: Stages) -> Encoder:
+    def models(self, drafter: ModelFacts | None) -> Loaded:
+        config, longest = self.config, self.resolved.max_model_len
+        assert config.model is not None
+        target = self.model(config.model, longest)
+        if drafter is None:
+            return Loaded(target)
+        length = min(longest, drafter.context)
+        return Loaded(target, self.model(str(config.draft_model), length), length)
+
+    def measure(self, loaded: Loaded, estimate: DeviceMemory, facts: Sequence[ModelFacts]) -> Loaded:
+        """Choose the size of the KV cache, and with it the context. What is measured on has a block of cache, and is dropped."""
+        parts = Parts(self.config, replace(self.resolved, num_blocks=1), self.unused_ids, loaded)
+        memory = measured(CudaMeter(), estimate, parts.largest())
+        self.resolved = fitted(self.resolved, self.config, memory, facts)
+        longest = self.resolved.max_model_len
+        length = min(longest, facts[-1].context)
+        loaded.target.limit(longest)
+        if loaded.drafter is not None:
+            loaded.drafter.limit(length)
+        return replace(loaded, drafter_len=length)
+
+    def record(self, parts: Parts) -> None:
+        """Capture graphs, where the backend has such."""
+        recorded = parts.reserve()
+        if recorded and not self.resolved.enforce_eager:
+            with self.timing("graphs"):
+                for forward in recorded:
+                    forward.prepare(self.progress)
+            self.num_graphs = sum(forward.num_graphs for forward in recorded)
+        if self.resolved.memory is not None:
+            told(self.resolved.memory, sum(forward.graph_bytes for forward in recorded))
+
+    def timed(self, parts: Parts) -> Timings:
         resolved = self.resolved
-        value_bytes = Precision.of(resolved.dtype).dtype.itemsize
-        cache = FeatureCache(resolved.image_cache_bytes)
-        return Encoder(model.tower, cache, _row_cost(model.facts), resolved.max_num_batched_tokens, value_bytes, stages)
-
-    def guide(self, encoder: Encoder, drafting: Drafting) -> Encoder | None:
-        """What shows pictures to the draft model, if both models see."""
-        for drafter in drafting.passes:
-            if isinstance(drafter, ModelDrafter) and drafter.model.tower is not None and encoder.sees:
-                guide = encoder.beside(drafter.model.tower, drafter.known)
-                drafter.see_with(guide, _row_cost(drafter.model.facts))
-                return guide
-        return None
-
-    def drafting(self, vocab_size: int) -> Drafting:
-        """Every drafter that was asked for; those that run a model apart."""
-        lookups: list[Drafter] = []
-        passes: list[PassDrafter] = []
-        for name in self.resolved.drafters:
-            drafter = self.drafter(name, vocab_size)
-            if isinstance(drafter, PassDrafter):
-                passes.append(drafter)
-            else:
-                lookups.append(drafter)
-        policy = FixedLength(self.resolved.num_speculative_tokens)
-        return Drafting(lookups, vocab_size, policy, passes, frozenset(self.unused_ids))
-
-    def timed(self, assembler: Assembler, runner: Runner, drafting: Drafting) -> Timings:
-        resolved = self.resolved
-        calibration = Calibrator(assembler, runner, resolved.max_num_batched_tokens, resolved.max_model_len).calibration()
-        return Timings(calibration, {model.name: pass_seconds(model, resolved.max_num_seqs) for model in drafting.passes})
+        longest = (resolved.max_num_batched_tokens, resolved.max_model_len)
+        calibration = Calibrator(parts.assembler, parts.runner, *longest).calibration()
+        return Timings(calibration, {model.name: pass_seconds(model, resolved.max_num_seqs) for model in parts.drafting.passes})
 
     def controller(self, timings: Timings) -> Controller:
         """The policy that knows what steps cost here."""
@@ -207,51 +208,6 @@ class _Loader:
         options = (self.config.gguf_dequantize, self.config.load_format == "dummy")
         return load_model(Path(path), self.ops, precision, resolved.device, max_model_len, self.progress, *options)
 
-    def storage(self, model: Model) -> KVStorage:
-        resolved = self.resolved
-        return KVStorage(resolved.num_blocks, resolved.block_size, model.kv_layers, resolved.kv_cache_dtype, resolved.device)
-
-    def drafter(self, name: str, vocab_size: int) -> Drafter:
-        """The one place that knows every drafter's constructor."""
-        config, resolved = self.config, self.resolved
-        if name == "grammar":
-            return GrammarDrafter()
-        if name == "prediction":
-            return PredictionDrafter(frozenset(self.unused_ids))
-        if name == "suffix":
-            return SuffixDrafter(resolved.suffix_corpus_bytes, self.unused_ids, load_library()[0])
-        if name == "ngram":
-            return NgramDrafter(resolved.prompt_lookup_min, resolved.prompt_lookup_max, frozenset(self.unused_ids))
-        if name == "replay":
-            return self.replay_drafter(vocab_size)
-        assert name == "draft" and config.draft_model is not None
-        return self.model_drafter(config.draft_model, vocab_size)
-
-    def replay_drafter(self, vocab_size: int) -> Drafter:
-        config = self.config
-        assert config.replay_file is not None
-        replay = ReplayDrafter(read_recording(config.replay_file), config.replay_error_rate, vocab_size)
-        if not config.replay_cost:
-            return replay
-        assert config.draft_model is not None
-        return PaidReplay(replay, self.model_drafter(config.draft_model, vocab_size))
-
-    def model_drafter(self, path: str, vocab_size: int) -> ModelDrafter:
-        resolved = self.resolved
-        max_len = min(resolved.max_model_len, read_facts(Path(path), self.config.gguf_dequantize).context)
-        model = self.model(path, max_len)
-        # The two vocabularies may be padded differently: what the target cannot say is not guessed.
-        unused = [i for i in self.unused_ids if i < model.vocab_size] + list(range(vocab_size, model.vocab_size))
-        return ModelDrafter(
-            model,
-            self.storage(model),
-            Sampler(self.ops, model.vocab_size, unused),
-            BlockPool(resolved.num_blocks),
-            resolved.block_size,
-            max_rows=resolved.max_num_batched_tokens,
-            max_len=max_len,
-        )
-
     def info(self, target: ModelFacts, drafter: ModelFacts | None) -> EngineInfo:
         return EngineInfo(
             architecture=target.architecture,
@@ -265,12 +221,9 @@ class _Loader:
             draft_parameters=drafter.parameters if drafter else 0,
             warnings=_warnings(self.resolved, target, drafter),
             image_token_id=target.image_token_id,
+            gpu=str(card() or "") if self.resolved.device == "cuda" else None,
+            num_graphs=self.num_graphs,
         )
-
-
-def _row_cost(facts: ModelFacts) -> int:
-    """Multiply-adds of a tower that take as long as a row of a prompt."""
-    return (facts.parameters - facts.tower_parameters - facts.embedding_parameters) // TOWER_PACE
 
 
 def _warnings(resolved: Resolved, target: ModelFacts, drafter: ModelFacts | None) -> tuple[str, ...]:
@@ -305,7 +258,7 @@ def _fingerprint(config: Config, resolved: Resolved, ops: Ops, sees: bool) -> st
         version("pillow") if sees else "",
         torch.get_num_threads(),
         torch.backends.cpu.get_cpu_capability(),
-        torch.cuda.get_device_name() if resolved.device == "cuda" else resolved.device,
+        (str(card()), torch.version.cuda, _triton()) if resolved.device == "cuda" else resolved.device,
         resolved.dtype,
         resolved.weight_dtype,
         resolved.quantization,
@@ -313,6 +266,13 @@ def _fingerprint(config: Config, resolved: Resolved, ops: Ops, sees: bool) -> st
         resolved.max_model_len,
     )
     return "fw_" + hashlib.blake2b(json.dumps(facts).encode(), digest_size=8).hexdigest()
+
+
+def _triton() -> str:
+    try:
+        return version("triton")
+    except PackageNotFoundError:
+        return ""
 
 
 def _samples(path: Path) -> tuple[str, int, str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -45,6 +45,11 @@ class Runner:
         self.vocab_size = model.vocab_size
         self.directions = model.directions
         self._logits = model.compiled(kv)
+
+    @property
+    def forward(self) -> Callable[[Batch], Tensor]:
+        """The pass that yields logits, compiled."""
+        return self._logits
 
     @property
     def ahead(self) -> RunsAhead | None:

@@ -62,6 +62,10 @@ class Tower(Protocol):
         tower, or less where the picture is large.
         """
 
+    def largest(self, max_tokens: int) -> Picture:
+        """A black picture that takes as much memory to see as any of at most so many tokens, or as any at all where there are
+        none that have fewer."""
+
 
 class Model(Protocol):
     """A loaded model.
@@ -80,6 +84,9 @@ class Model(Protocol):
 
     @property
     def directions(self) -> bool: ...
+
+    def limit(self, max_model_len: int) -> None:
+        """Be ready for contexts of this length, as if loaded for it. Nothing is compiled yet."""
 
     def forward(self, batch: Batch, kv: KV) -> Tensor:
         """Hidden states [T, H] of every row; K and V of every row are written to the cache."""

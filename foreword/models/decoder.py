@@ -159,9 +159,14 @@ class Decoder(ABC):
         if not config.tied:
             head = load_linear(ops, weights, precision.embedding, config.hidden, {"lm_head": self.vocab_size})
         self._head = Linear(ops, head, torch.float32)
-        self._ropes = {rope: Rope(rope, max_model_len, device) for rope in {kind.rope for kind in self._kinds}}
+        self._device = device
+        self.limit(max_model_len)
         self.facts = _facts(config, weights.parameters)
         self.tower: Tower | None = None
+
+    def limit(self, max_model_len: int) -> None:
+        """Be ready for contexts of this length, as if loaded for it. Nothing is compiled yet."""
+        self._ropes = {rope: Rope(rope, max_model_len, self._device) for rope in {kind.rope for kind in self._kinds}}
 
     @classmethod
     @abstractmethod

@@ -12,6 +12,7 @@ from gguf import GGMLQuantizationType
 
 from foreword.config import Config
 from foreword.engine import load as module
+from foreword.engine import parts
 from foreword.engine.load import load
 from foreword.errors import ConfigError
 from tests.checkpoints import write_checkpoint
@@ -71,13 +72,13 @@ def test_memory_that_is_not_there_is_told_with_the_estimate(
     def no_room(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr(module, "KVStorage", no_room)
+    monkeypatch.setattr(parts, "KVStorage", no_room)
     config = Config(model=str(write_checkpoint(tmp_path / "model", "llama", seed=1)), kv_cache_memory="400tokens", threads=1)
     with pytest.raises(ConfigError, match=r"out of memory .* weights need about 0.00 GiB and the KV cache"):
         load(config, ())
 
 
 def test_other_errors_of_torch_stay_what_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "KVStorage", lambda *_: torch.zeros(2) + torch.zeros(3))
+    monkeypatch.setattr(parts, "KVStorage", lambda *_: torch.zeros(2) + torch.zeros(3))
     with pytest.raises(RuntimeError, match="size"):
         load(Config(model=str(write_checkpoint(tmp_path / "model", "llama", seed=1)), kv_cache_memory="400tokens"), ())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,6 +92,15 @@ class LlavaTower:
         features = self.arranged(tiles, picture)
         assert len(features) == picture.num_tokens, "a picture with another number of placeholders than features"
         return features
+
+    def largest(self, max_tokens: int) -> Picture:
+        """All pictures are alike."""
+        return self._black(self.config.tile_tokens, (self.config.vit.image_size,) * 2, 1)
+
+    def _black(self, num_tokens: int, size: tuple[int, int], num_tiles: int) -> Picture:
+        """A picture of this size, cut into so many tiles."""
+        shape = (num_tiles, 3, *(self.config.vit.image_size,) * 2)
+        return Picture(bytes(16), num_tokens, (1, 1, num_tokens), size, shape, bytes(math.prod(shape)))
 
     def arranged(self, tiles: Sequence[Tensor], picture: Picture) -> Tensor:
         """Features of the tiles [tile_tokens, width] in the order of the picture's tokens."""

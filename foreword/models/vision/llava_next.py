@@ -42,6 +42,14 @@ class LlavaNextTower(LlavaTower):
         self._resolutions = resolutions
         self._newline = weights.take("image_newline", config.hidden).to(precision.dtype)
 
+    def largest(self, max_tokens: int) -> Picture:
+        """The largest resolution, filled; its tiles are seen one by one."""
+        vit = self.config.vit
+        size = max(self._resolutions, key=math.prod)
+        layout = tiling(size, self._resolutions, vit.image_size, vit.side)
+        rows, columns = layout.kept
+        return self._black(self.config.tile_tokens + rows * (columns + 1), size, 1 + math.prod(layout.tiles))
+
     def arranged(self, tiles: Sequence[Tensor], picture: Picture) -> Tensor:
         """The first tile, the whole picture, as it is; then row by row what lies in the others."""
         whole, *parts = tiles

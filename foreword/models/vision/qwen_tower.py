@@ -5,6 +5,7 @@ What differs between them, norms, feed-forward layers and which patches see each
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Sequence
 from typing import ClassVar
@@ -78,6 +79,13 @@ class QwenTower(ABC):
         yield x.numel() * 3 * self.config.patch**2
         features = yield from self._see(x, view)
         return features if view.order is None else features[view.order.argsort()]
+
+    def largest(self, max_tokens: int) -> Picture:
+        """A square, or nearly one."""
+        rows = math.isqrt(max_tokens)
+        columns, side = max_tokens // rows, self.config.merge * self.config.patch
+        shape = (1, 3, rows * side, columns * side)
+        return Picture(bytes(16), rows * columns, (1, rows, columns), shape[2:], shape, bytes(math.prod(shape)))
 
     def _see(self, x: Tensor, view: View) -> Generator[int, None, Tensor]:
         """Embedded patches [N, H] -> features [cells, width], both in the order of the view."""
