@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -22,9 +23,10 @@ from torch import Tensor
 
 from foreword.core.positions import RopePositions
 
-__all__ = ["SCRATCH_BLOCK", "Batch", "Chunk", "Features", "build_batch", "owners_of"]
+__all__ = ["SCRATCH_BLOCK", "Batch", "Chunk", "Features", "build_batch", "owners_of", "pack"]
 
 EVERYWHERE_ALIKE = RopePositions(())  # of a request without pictures
+ALIGNMENT = 2  # int64 values: kernels compiled for addresses that are multiples of 16 bytes are the ones that load widely
 SCRATCH_BLOCK = 0  # never given to a request: rows of padding write and read here
 
 
@@ -114,37 +116,66 @@ def build_batch(
     width = max((len(chunk.blocks) for chunk in chunks), default=1)
     tables = [[*chunk.blocks, *[SCRATCH_BLOCK] * (width - len(chunk.blocks))] for chunk in chunks]
     tables.append([SCRATCH_BLOCK] * width)
+    columns = [torch.tensor(values, dtype=torch.int64) for values in (token_ids, positions, slots, tables, sampled)]
+    if directions:
+        columns.append(_rope_positions(chunks, padding))
+    if owners:
+        columns.append(_owners(starts, len(token_ids)))
+    placed = iter(_placed(columns, device))
     return Batch(
-        token_ids=torch.tensor(token_ids, dtype=torch.int64, device=device),
-        positions=torch.tensor(positions, dtype=torch.int64, device=device),
-        slots=torch.tensor(slots, dtype=torch.int64, device=device),
-        block_tables=torch.tensor(tables, dtype=torch.int64, device=device),
+        token_ids=next(placed),
+        positions=next(placed),
+        slots=next(placed),
+        block_tables=next(placed),
         row_starts=tuple(starts),
         ends=tuple(chunk.start + len(chunk.token_ids) for chunk in chunks),
-        sample_rows=torch.tensor(sampled, dtype=torch.int64, device=device),
+        sample_rows=next(placed),
         block_size=block_size,
-        rope_positions=_rope_positions(chunks, padding, device) if directions else None,
+        rope_positions=next(placed) if directions else None,
         features=_features(chunks, starts, device),
-        owners=_owners(starts, len(token_ids), device) if owners else None,
+        owners=next(placed) if owners else None,
     )
 
 
 def owners_of(batch: Batch) -> Tensor:
     """int64 [T]: request of each row, B of padding"""
-    return _owners(batch.row_starts, len(batch.token_ids), batch.token_ids.device)
+    return _placed([_owners(batch.row_starts, len(batch.token_ids))], batch.token_ids.device.type)[0]
 
 
-def _owners(starts: Sequence[int], num_rows: int, device: str | torch.device) -> Tensor:
+def pack(columns: Sequence[Tensor], memory: Tensor) -> list[Tensor]:
+    """Copy int64 tensors one behind the other into one, each at a multiple of ALIGNMENT; they are then these views of it."""
+    places = accumulate((_aligned(column.numel()) for column in columns), initial=0)
+    views = [memory[place : place + column.numel()].view(column.shape) for place, column in zip(places, columns, strict=False)]
+    for view, column in zip(views, columns, strict=True):
+        view.copy_(column)
+    return views
+
+
+def _placed(columns: Sequence[Tensor], device: str) -> list[Tensor]:
+    """On the device: all by one copy from pinned memory, which nobody waits for."""
+    if device == "cpu":
+        return list(columns)
+    host = torch.empty(sum(_aligned(column.numel()) for column in columns), dtype=torch.int64, pin_memory=True)
+    views = pack(columns, host)
+    there = host.to(device, non_blocking=True)
+    return [there[view.storage_offset() :][: view.numel()].view(view.shape) for view in views]
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def _owners(starts: Sequence[int], num_rows: int) -> Tensor:
     """int64 [T]"""
     sizes = np.diff(np.array([*starts, num_rows]))
-    return torch.from_numpy(np.repeat(np.arange(len(starts)), sizes)).to(device)
+    return torch.from_numpy(np.repeat(np.arange(len(starts)), sizes))
 
 
-def _rope_positions(chunks: Sequence[Chunk], padding: int, device: str) -> Tensor:
+def _rope_positions(chunks: Sequence[Chunk], padding: int) -> Tensor:
     """int64 [T, 3]"""
     parts = [(chunk.positions or EVERYWHERE_ALIKE).rows(chunk.start, chunk.start + len(chunk.token_ids)) for chunk in chunks]
     parts.append(np.zeros((padding, 3), np.int64))
-    return torch.from_numpy(np.concatenate(parts)).to(device)
+    return torch.from_numpy(np.concatenate(parts))
 
 
 def _features(chunks: Sequence[Chunk], starts: Sequence[int], device: str) -> Features | None:

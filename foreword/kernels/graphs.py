@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
@@ -25,7 +26,7 @@ class Graphs:
     def __init__(self, device: torch.device, eager: bool = False) -> None:
         self._device = device
         self._eager = eager or device.type != "cuda"
-        self._pool: tuple[int, int] | None = None
+        self._pool: Any = None
         self.count = 0
         self.bytes = 0
 

@@ -1,8 +1,11 @@
 """The flat batch."""
 
 import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from foreword.core.batch import Chunk, build_batch
+from foreword.core.batch import Chunk, build_batch, owners_of, pack
 
 
 def test_rows_stand_where_they_belong() -> None:
@@ -19,3 +22,24 @@ def test_rows_stand_where_they_belong() -> None:
 def test_a_row_without_a_slot_is_our_bug() -> None:
     with pytest.raises(AssertionError, match="slot"):
         build_batch([Chunk([1, 2], start=7, blocks=[1, 2], num_sampled=0)], block_size=4, row_tile=1, device="cpu")
+
+
+@pytest.mark.parametrize("row_tile", [1, 8])
+def test_rows_know_their_request(row_tile: int) -> None:
+    chunks = [Chunk([1] * rows, 0, [1, 2], rows) for rows in (3, 1, 2)]
+    batch = build_batch(chunks, 4, row_tile, "cpu", directions=True, owners=True)
+    assert batch.owners is not None and batch.rope_positions is not None
+    assert batch.owners.tolist() == [0, 0, 0, 1, 2, 2] + [3] * (row_tile == 8) * 2
+    assert torch.equal(owners_of(build_batch(chunks, 4, row_tile, "cpu")), batch.owners)
+    assert batch.rope_positions.shape == (len(batch.token_ids), 3)
+
+
+@given(shapes=st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=2), min_size=1, max_size=6))
+def test_tensors_that_share_one_memory(shapes: list[list[int]]) -> None:
+    """Nothing overlaps, and each begins where wide loads are allowed."""
+    columns = [torch.arange(torch.Size(shape).numel()).view(shape) + 100 * n for n, shape in enumerate(shapes)]
+    memory = torch.full((sum(column.numel() + 1 for column in columns),), -1)
+    views = pack(columns, memory)
+    for view, column in zip(views, columns, strict=True):
+        assert torch.equal(view, column) and view.storage_offset() % 2 == 0
+    assert int((memory >= 0).sum()) == sum(column.numel() for column in columns)
