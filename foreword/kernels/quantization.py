@@ -1,4 +1,4 @@
-"""Quantized weights in plain torch: what the blocks of files stand for, and what int8 and int4 make of a tensor.
+"""Quantized weights in plain torch: what the blocks of files stand for, and what int8, int4 and fp8 make of a tensor.
 
 The native kernels multiply with exactly these values; tests demand equality.
 """
@@ -13,13 +13,14 @@ from torch import Tensor
 
 from foreword.kernels.ops import Blocks
 
-__all__ = ["BLOCK", "Block", "dequantize", "rounded"]
+__all__ = ["BLOCK", "Block", "Quantized", "dequantize", "quantized", "rounded", "split_blocks"]
 
 TINY = 2.0**-100  # a largest magnitude below this counts as zero: its inverse could not be written
 INT4_GROUP = 32
 # The value of largest magnitude in a group becomes one of these; the one with the least squared error wins.
 INT4_ENDS = (-8.0, -8.5, -7.5, -9.0, -7.0, -9.5, -6.5)
 HALF_MAX = 65504.0
+FP8_MAX = 448.0  # of float8_e4m3fn
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,43 +52,87 @@ def dequantize(blocks: Blocks) -> Tensor:
     return values.reshape(rows, blocks.columns)
 
 
+@dataclass(frozen=True, slots=True)
+class Quantized:
+    """Rounded values and what they are multiplied with; NaN as scale where a value was not finite.
+
+    steps   float32 [N, G, K / G]: whole numbers, or those of float8_e4m3fn
+    scales  float32 [N, G]; G is 1, or for "int4" a group for each 32 values, the last one padded with zeros
+    """
+
+    steps: Tensor
+    scales: Tensor
+
+    def values(self, columns: int) -> Tensor:
+        """float32 [N, columns]"""
+        return (self.steps * self.scales[..., None]).flatten(1)[:, :columns]
+
+
+def quantized(weight: Tensor, kind: str) -> Quantized:
+    """`weight` [N, K] as "int8" or "fp8" (a scale for each row) or "int4" (for each 32 values)."""
+    return {"int8": _as_int8, "fp8": _as_fp8, "int4": _as_int4}[kind](weight.to(torch.float32))
+
+
+def split_blocks(blocks: Blocks) -> Quantized:
+    """The values and the scales of "q8_0" or "q4_0", which have no more to them; scales are float16."""
+    block = BLOCK[blocks.kind]
+    data = blocks.data.reshape(-1, block.size)
+    steps = data[:, 2:].view(torch.int8) if blocks.kind == "q8_0" else _nibbles(data[:, 2:], 16).to(torch.int8) - 8
+    rows = blocks.data.shape[0]
+    return Quantized(steps.to(torch.float32).reshape(rows, -1, block.values), _halves(data[:, :2]).reshape(rows, -1))
+
+
 def rounded(weight: Tensor, kind: str) -> Tensor:
-    """The float32 [N, K] that `weight` [N, K] becomes as "int8" (a scale for each row) or "int4" (for each 32 values)."""
-    return {"int8": _as_int8, "int4": _as_int4}[kind](weight.to(torch.float32))
+    """The float32 [N, K] that `weight` [N, K] becomes as a kind of quantized()."""
+    return quantized(weight, kind).values(weight.shape[1])
 
 
-def _as_int8(weight: Tensor) -> Tensor:
+def _as_int8(weight: Tensor) -> Quantized:
+    inverse, scales = _row_scales(weight, 127.0)
+    return Quantized(torch.round(weight * inverse).nan_to_num_(0.0)[:, None], scales)
+
+
+def _as_fp8(weight: Tensor) -> Quantized:
+    inverse, scales = _row_scales(weight, FP8_MAX)
+    steps = (weight * inverse).nan_to_num_(0.0).clamp_(-FP8_MAX, FP8_MAX)
+    return Quantized(steps.to(torch.float8_e4m3fn).to(torch.float32)[:, None], scales)
+
+
+def _row_scales(weight: Tensor, end: float) -> tuple[Tensor, Tensor]:
+    """What makes `end` of the largest magnitude in a row, and its inverse, both [N, 1]; NaN for a row that is not finite."""
     largest = weight.abs().amax(1, keepdim=True)
     # A number divided by a tensor would be its reciprocal times the number, rounded twice.
-    inverse = torch.where(largest < TINY, 0.0, torch.full_like(largest, 127.0) / largest)
-    values = torch.round(weight * inverse) * torch.where(largest < TINY, 0.0, largest / 127.0)
-    return torch.where(torch.isfinite(largest), values, torch.nan)
+    inverse = torch.where(largest < TINY, 0.0, torch.full_like(largest, end) / largest)
+    scales = torch.where(largest < TINY, 0.0, largest / end)
+    return inverse, torch.where(torch.isfinite(largest), scales, torch.nan)
 
 
-def _as_int4(weight: Tensor) -> Tensor:
+def _as_int4(weight: Tensor) -> Quantized:
     padding = -weight.shape[1] % INT4_GROUP
     groups = torch.nn.functional.pad(weight, (0, padding)).reshape(-1, INT4_GROUP)
     low, high = groups.aminmax(dim=1, keepdim=True)
     peak = torch.where(-low >= high, low, high)
-    best = torch.zeros_like(groups)
+    best, scales = torch.zeros_like(groups), torch.zeros_like(peak)
     least = torch.full_like(peak, torch.inf)
     for end in INT4_ENDS:
-        values, error = _round_groups(groups, (peak / end).clamp(-HALF_MAX, HALF_MAX).to(torch.float16).to(torch.float32))
-        best = torch.where(error < least, values, best)
+        scale = (peak / end).clamp(-HALF_MAX, HALF_MAX).to(torch.float16).to(torch.float32)
+        steps, error = _round_groups(groups, scale)
+        better = error < least
+        best, scales = torch.where(better, steps, best), torch.where(better, scale, scales)
         least = torch.minimum(error, least)
-    best = torch.where(torch.isfinite(groups).all(1, keepdim=True), best, torch.nan)
-    return best.reshape(weight.shape[0], -1)[:, : weight.shape[1]]
+    scales = torch.where(torch.isfinite(groups).all(1, keepdim=True), scales, torch.nan)
+    return Quantized(best.reshape(weight.shape[0], -1, INT4_GROUP), scales.reshape(weight.shape[0], -1))
 
 
 def _round_groups(groups: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     """Groups [G, 32] as multiples of their scale [G, 1], and the squared error [G, 1], summed from the first value on."""
     inverse = torch.where(scale == 0, 0.0, 1.0 / scale)
-    values = torch.round(groups * inverse).clamp(-8, 7) * scale
-    squares = (groups - values).square().t().contiguous()
+    steps = torch.round(groups * inverse).clamp(-8, 7)
+    squares = (groups - steps * scale).square().t().contiguous()
     error = squares[0]
     for square in squares[1:]:
         error = error + square
-    return values, error[:, None]
+    return steps, error[:, None]
 
 
 def _halves(data: Tensor) -> Tensor:

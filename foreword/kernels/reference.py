@@ -168,8 +168,8 @@ class Reference(ReferenceSampling, Composed):
             if scales is None:
                 values.index_copy_(0, slots, vectors)
             else:
-                rounded, scale = _round_to_int8(vectors)
-                values.index_copy_(0, slots, rounded)
+                rounded, scale = _round_by_scale(vectors, values.dtype)
+                values.view(torch.uint8).index_copy_(0, slots, rounded.view(torch.uint8))
                 scales.index_copy_(0, slots, scale)
 
     def plan_attention(self, batch: Batch, window: int | None = None) -> Plan:
@@ -241,13 +241,16 @@ def _values(part: Matrix, kind: str) -> Tensor:
     """What a part stands for once it is of this kind."""
     if isinstance(part, Blocks):
         return dequantize(part)
-    return rounded(part, kind) if kind in ("int8", "int4") else part.to(getattr(torch, kind))
+    return rounded(part, kind) if kind in ("int8", "int4", "fp8") else part.to(getattr(torch, kind))
 
 
-def _round_to_int8(vectors: Tensor) -> tuple[Tensor, Tensor]:
-    """[T, Hk, D] -> int8 [T, Hk, D], and a scale for each vector [T, Hk]: not finite where the vector is not."""
+def _round_by_scale(vectors: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """[T, Hk, D] -> int8 or float8_e4m3fn [T, Hk, D], and a scale for each vector [T, Hk]: not finite where the vector is not."""
+    largest = 127.0 if dtype == torch.int8 else torch.finfo(dtype).max
     wide = vectors.to(torch.float32)
-    scale = wide.abs().amax(-1, keepdim=True) / 127.0
+    scale = wide.abs().amax(-1, keepdim=True) / largest
     usable = (scale > 0) & scale.isfinite()
-    values = torch.where(usable, wide / scale, 0.0).round_().clamp_(-127, 127)
-    return values.to(torch.int8), scale.squeeze(-1)
+    values = torch.where(usable, wide / scale, 0.0)
+    if dtype == torch.int8:
+        values.round_()
+    return values.clamp_(-largest, largest).to(dtype), scale.squeeze(-1)

@@ -1,0 +1,143 @@
+"""How weights lie in memory, and in which order their products are summed: fixed at load from their shape alone.
+
+A matrix [N, K] is cut into panels of 64 rows and blocks of 64 or 128 columns; the values of a panel and a block stand together,
+so that a program reads one stretch of memory from its first block to its last. Zeros fill what is missing.
+
+The sum over K has `splits` parts, each summed block after block, added one after the other: p0 + p1 + ... This is the order
+for every number of rows. With few rows, reading weights is all there is to do, and each part has its own program: with fewer
+than about two for each of 132 multiprocessors some of them wait, with more there are more partial sums to write and to read,
+which hurts at 64 rows. A part has at least 256 columns, or there would be nothing to load ahead. So Llama 3.1 8B has 3, 4, 1
+and 4 parts (q-k-v, output, gate-up, down), Qwen2.5 0.5B has 3, 3, 2 and 16. The card at hand does not enter.
+
+| format | block of a panel | scales |
+|---|---|---|
+| dense | [64, 64] of the weight's type | none |
+| int8, fp8 | int16 [64, 64]: low bytes columns 0 to 63, high bytes 64 to 127; fp8 is float8_e4m3fn | float32, one for each row |
+| q8_0 | int16 [64, 32]: low bytes columns 0 to 31, high bytes 32 to 63 | int32 [1, 64]: two of float16, for 32 columns each |
+| int4 | int16 [64, 32]: four values a word, the lowest column 0 to 31, each plus 8 | int32 [2, 64] likewise |
+
+Words are as wide as what the tensor cores multiply, so that one layout of shared memory serves both: with single bytes the
+compiler copies 8 bytes at a time on Hopper, with words 16. Scales come in pairs because nothing below 4 bytes is loaded ahead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from foreword.kernels.ops import Blocks, Matrix
+from foreword.kernels.quantization import Quantized, dequantize, quantized, split_blocks
+
+__all__ = ["PANEL", "PackedWeight", "block_of", "pack", "splits_of"]
+
+PANEL = 64
+GROUP = 32
+FILLED = 256  # programs that fill a card
+MIN_COLUMNS = 256  # of a part
+MAX_SPLITS = 16
+BY_ROW = ("int8", "fp8")
+GROUPED = ("int4", "q8_0")
+
+
+@dataclass(frozen=True, slots=True)
+class PackedWeight:
+    """data, scales  as the table above says: [panels, blocks, ...], or scales float32 [panels * 64] for each row
+    bias          float32 [N] or None
+    rows, columns N and K
+    blocks        along K
+    splits        parts of the sum over K
+    """
+
+    format: str
+    data: Tensor
+    scales: Tensor | None
+    bias: Tensor | None
+    rows: int
+    columns: int
+    blocks: int
+    splits: int
+
+
+def block_of(form: str) -> int:
+    """Columns of a block."""
+    return 128 if form in ("int8", "fp8", "int4") else 64
+
+
+def splits_of(rows: int, columns: int, form: str) -> int:
+    """Parts that the sum over K has. Quantized values are fewer bytes, so more programs keep enough of them on their way."""
+    filled = FILLED if form == "dense" else 2 * FILLED
+    panels = -(-rows // PANEL)
+    return max(1, min(-(-filled // panels), columns // MIN_COLUMNS, MAX_SPLITS))
+
+
+def pack(parts: Sequence[Matrix], kind: str, bias: Tensor | None) -> PackedWeight:
+    """See Ops.pack_linear.
+
+    Blocks of a file stay what they are where products can read them: q4_0 is what int4 is, q8_0 is a format. The others, and
+    parts that differ, become values of the type that `kind` names, bfloat16 if it names none.
+    """
+    form = _format(parts, kind)
+    rows = sum(_rows(part) for part in parts)
+    columns = {part.columns if isinstance(part, Blocks) else part.shape[1] for part in parts}.pop()
+    scales = None
+    if form == "dense":
+        dtype = torch.bfloat16 if kind in (*BY_ROW, *GROUPED) else getattr(torch, kind)
+        matrix = torch.cat([(dequantize(part) if isinstance(part, Blocks) else part).to(dtype) for part in parts])
+        data = _panels(matrix, PANEL)
+    else:
+        steps = [_steps(part, form) for part in parts]
+        whole, scales = torch.cat([one.steps for one in steps]).flatten(1), torch.cat([one.scales for one in steps])
+        data, scales = _by_row(whole, scales, form) if form in BY_ROW else _grouped(whole, scales, form)
+    wide = None if bias is None else bias.to(torch.float32)
+    return PackedWeight(form, data, scales, wide, rows, columns, data.shape[1], splits_of(rows, columns, form))
+
+
+def _rows(part: Matrix) -> int:
+    return part.data.shape[0] if isinstance(part, Blocks) else part.shape[0]
+
+
+def _format(parts: Sequence[Matrix], kind: str) -> str:
+    stored = {part.kind if isinstance(part, Blocks) else "" for part in parts}
+    if stored == {""}:
+        return kind if kind in (*BY_ROW, "int4") else "dense"
+    return {"q4_0": "int4", "q8_0": "q8_0"}.get(stored.pop(), "dense") if len(stored) == 1 else "dense"
+
+
+def _steps(part: Matrix, form: str) -> Quantized:
+    return split_blocks(part) if isinstance(part, Blocks) else quantized(part, form)
+
+
+def _panels(matrix: Tensor, width: int) -> Tensor:
+    """[N, K] -> [panels, blocks, 64, width]"""
+    rows, columns = matrix.shape
+    padded = F.pad(matrix, (0, -columns % width, 0, -rows % PANEL)) if columns % width or rows % PANEL else matrix
+    return padded.reshape(-1, PANEL, padded.shape[1] // width, width).transpose(1, 2).contiguous()
+
+
+def _by_row(steps: Tensor, scales: Tensor, form: str) -> tuple[Tensor, Tensor]:
+    """steps float32 [N, K], scales [N, 1]"""
+    values = steps.to(torch.int8) if form == "int8" else steps.to(torch.float8_e4m3fn).view(torch.int8)
+    return _words(_panels(values, block_of(form)), 2), F.pad(scales[:, 0], (0, -len(scales) % PANEL)).contiguous()
+
+
+def _grouped(steps: Tensor, scales: Tensor, form: str) -> tuple[Tensor, Tensor]:
+    """steps float32 [N, K], scales [N, K / 32]"""
+    values = 4 if form == "int4" else 2
+    panels = _panels(steps.to(torch.int8), block_of(form))
+    data = _words(panels + 8 if form == "int4" else panels, values)
+    pairs = _panels(scales.to(torch.float16), values).view(torch.int32)  # [panels, blocks, 64, values / 2]
+    return data, pairs.transpose(2, 3).contiguous()
+
+
+def _words(panels: Tensor, values: int) -> Tensor:
+    """int8 [..., BK] -> int16 [..., BK / values]: runs of BK / values columns, the first in the lowest bits."""
+    bits = 16 // values
+    runs = panels.unflatten(-1, (values, -1))
+    words = torch.zeros_like(runs[..., 0, :], dtype=torch.int16)
+    for j in range(values):
+        words |= (runs[..., j, :].to(torch.int16) & (1 << bits) - 1) << bits * j
+    return words

@@ -1,0 +1,193 @@
+"""The kernel of the linear layer: y^T = W x^T, with weights on the M side of the tensor cores' instruction.
+
+One instruction family with one K (m64nNk16 on Hopper, m16n8k16 on Ampere) serves every number of rows then, and each value
+of y is one chain of them: block after block within a part of K, part after part. A tile has fixed blocks and any number of
+rows, so its shape changes no bit.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from foreword.kernels.triton.activation import activate
+from foreword.kernels.triton.words import half_of, values_of, widened
+
+__all__ = ["product"]
+
+
+@triton.jit(do_not_specialize=["T", "SPLITS"])
+def product(
+    x,
+    w,
+    scales,
+    bias,
+    add_to,
+    y,
+    partial,
+    arrived,
+    T,
+    N,
+    K,
+    BLOCKS,
+    SPLITS,
+    FORMAT: tl.constexpr,
+    FLOAT8: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    PARTS: tl.constexpr,
+    EVEN: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    TILES_ABREAST: tl.constexpr,
+):
+    """y [T, N] = x [T, K] w^T, times scales [rows of w], plus bias, plus add_to [T, N]. With ACTIVATION y [T, N] is
+    activation(first N rows of w) times the other N.
+
+    w          packed as `packing.py` says, BLOCKS of BK columns
+    FLOAT8     this card converts float8_e4m3fn itself; bits are the same
+    PARTS      of K. "one": there is no other. "within": one after the other in a program. "apart": each has its own,
+               program_id(1), and whoever comes last to a tile adds the parts up, in their order
+    partial    float32 [tiles, SPLITS, BM, BN], where they are apart
+    arrived    int32 [tiles], zeros before and after
+    EVEN       K is a multiple of BK
+    """
+    tile = tl.program_id(0)
+    M = 2 * N if ACTIVATION is not None else N
+    m, n = _place(tile, tl.cdiv(M, BM), tl.cdiv(T, BN), TILES_ABREAST)
+    rows = m * BM + tl.arange(0, BM)
+    if ACTIVATION is not None:
+        # Eight rows of the gate, then the eight of `up` that belong to them: one thread has both in its registers.
+        rows = tl.minimum(rows // 16 * 8 + rows % 8, N - 1) + rows % 16 // 8 * N
+    else:
+        rows = tl.minimum(rows, N - 1)
+    columns = n * BN + tl.arange(0, BN)
+    x += tl.minimum(columns, T - 1).to(tl.int64)[None, :] * K
+    if PARTS == "apart":
+        part = tl.program_id(1)
+        own = _sum(
+            x,
+            w,
+            scales,
+            rows,
+            BLOCKS * part // SPLITS,
+            BLOCKS * (part + 1) // SPLITS,
+            BLOCKS,
+            K,
+            FORMAT,
+            FLOAT8,
+            EVEN,
+            BM,
+            BN,
+            BK,
+        )
+        places = partial + tile * (SPLITS * BM * BN) + tl.arange(0, BM)[:, None] * BN + tl.arange(0, BN)[None, :]
+        tl.store(places + part * (BM * BN), own)
+        tl.debug_barrier()  # all threads' values are there before one of them says so
+        if tl.atomic_add(arrived + tile, 1, sem="acq_rel", scope="gpu") == SPLITS - 1:
+            tl.store(arrived + tile, 0)
+            total = tl.zeros((BM, BN), tl.float32)
+            for each in range(SPLITS):
+                total += tl.load(places + each * (BM * BN), cache_modifier=".cg")  # what other multiprocessors wrote
+            _finish(total, scales, bias, add_to, y, rows, m, columns, T, N, FORMAT, ACTIVATION, BM, BN)
+    else:
+        if PARTS == "one":
+            total = _sum(x, w, scales, rows, 0, BLOCKS, BLOCKS, K, FORMAT, FLOAT8, EVEN, BM, BN, BK)
+        else:
+            total = tl.zeros((BM, BN), tl.float32)
+            for each in range(SPLITS):
+                first, last = BLOCKS * each // SPLITS, BLOCKS * (each + 1) // SPLITS
+                total += _sum(x, w, scales, rows, first, last, BLOCKS, K, FORMAT, FLOAT8, EVEN, BM, BN, BK)
+        _finish(total, scales, bias, add_to, y, rows, m, columns, T, N, FORMAT, ACTIVATION, BM, BN)
+
+
+@triton.jit
+def _place(tile, tiles_m, tiles_n, ABREAST: tl.constexpr):
+    """Tiles run ABREAST tiles of weights at a time through all tiles of rows: what they read stays in the L2 cache."""
+    group = tile // (ABREAST * tiles_n)
+    within = tile % (ABREAST * tiles_n)
+    abreast = tl.minimum(tiles_m - group * ABREAST, ABREAST)
+    return group * ABREAST + within % abreast, within // abreast
+
+
+@triton.jit
+def _sum(
+    x,
+    w,
+    scales,
+    rows,
+    first,
+    last,
+    BLOCKS,
+    K,
+    FORMAT: tl.constexpr,
+    FLOAT8: tl.constexpr,
+    EVEN: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+):
+    """Blocks `first` to `last` of w's rows [BM] times x's rows [1, BN] -> float32 [BM, BN], not yet scaled by row."""
+    values: tl.constexpr = values_of(FORMAT)
+    width: tl.constexpr = BK // values  # words of a row in a block
+    grouped: tl.constexpr = FORMAT == "int4" or FORMAT == "q8_0"
+    k = tl.arange(0, width)
+    start = (rows // 64).to(tl.int64) * BLOCKS + first
+    w += (start * (64 * width) + rows % 64 * width)[:, None] + k[None, :]
+    x += first * BK + k[:, None]
+    if grouped:
+        scales += start * (32 * values) + rows % 64
+    total = tl.zeros((BM, BN), tl.float32)
+    for i in range(first, last):
+        words = tl.load(w)
+        for j in tl.static_range(values):
+            piece = widened(words, j, FORMAT, FLOAT8, x.dtype.element_ty)
+            if grouped:
+                if j % 2 == 0:
+                    pair = tl.load(scales + 32 * j)
+                piece = piece.to(tl.float32) * half_of(pair, j % 2)[:, None]
+            if EVEN:
+                columns = tl.load(x + width * j)
+            else:
+                columns = tl.load(x + width * j, mask=(i * BK + width * j + k)[:, None] < K, other=0.0)
+            total = tl.dot(piece.to(x.dtype.element_ty), columns, total, input_precision="ieee")
+        w += 64 * width
+        x += BK
+        if grouped:
+            scales += 32 * values
+    return total
+
+
+@triton.jit
+def _finish(
+    total,
+    scales,
+    bias,
+    add_to,
+    y,
+    rows,
+    m,
+    columns,
+    T,
+    N,
+    FORMAT: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+):
+    """What follows the sum [BM, BN], in float32, rounded once."""
+    if FORMAT == "int8" or FORMAT == "fp8":
+        total = total * tl.load(scales + rows)[:, None]
+    if bias is not None:
+        total = total + tl.load(bias + rows)[:, None]
+    if ACTIVATION is not None:
+        gate, up = tl.split(total.reshape(BM // 16, 2, 8, BN).permute(0, 2, 3, 1))
+        total = (activate(gate, ACTIVATION) * up).reshape(BM // 2, BN)
+        out = m * (BM // 2) + tl.arange(0, BM // 2)
+    else:
+        out = m * BM + tl.arange(0, BM)
+    places = columns.to(tl.int64)[None, :] * N + out[:, None]
+    inside = (columns < T)[None, :] & (out < N)[:, None]
+    if add_to is not None:
+        total = total + tl.load(add_to + places, mask=inside, other=0.0).to(tl.float32)
+    tl.store(y + places, total.to(y.dtype.element_ty), mask=inside)

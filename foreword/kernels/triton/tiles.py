@@ -1,0 +1,49 @@
+"""Which tile of the product serves how many rows. No choice here changes a bit: see product.py."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["MAX_TILES", "SKINNY", "TILES", "WORKSPACE", "Tile", "parts_of", "tile_of"]
+
+SKINNY = 64  # rows; up to here weights are what is read, and each part of K has its own program
+FEW = 132  # programs that leave a card idle: parts of K have their own then, whatever the rows
+WORKSPACE = 1 << 23  # values of partial sums, 32 MiB
+MAX_TILES = 1024  # that can be counted at once
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """bm rows of the weight (a multiple of 16, at most 64 without a second group of four warps) by bn rows of x."""
+
+    bm: int
+    bn: int
+    warps: int
+    stages: int
+
+
+# By the kind of weight and activations, for at most bn rows each; the last one serves the rest.
+#
+# Up to 32 rows, tiles of 64 rows of the weight: as many programs as packing.py counts on. From 33 on x is read as often as there
+# are tiles, and half as many halve that. With two accumulators (one for the part, one for the total) 128 by 128 values are
+# 128 registers of a thread; quantized weights need some of them to widen values. Without tensor cores (float32) the registers
+# also hold what is multiplied.
+TILES = {
+    "dense": (Tile(64, 8, 4, 6), Tile(64, 16, 4, 6), Tile(64, 32, 4, 5), Tile(128, 64, 8, 4), Tile(128, 128, 8, 4)),
+    "quantized": (Tile(64, 8, 4, 5), Tile(64, 16, 4, 5), Tile(64, 32, 4, 4), Tile(128, 64, 8, 4)),
+    "float32": (Tile(32, 16, 4, 2), Tile(32, 32, 4, 2)),
+}
+
+
+def tile_of(form: str, itemsize: int, rows: int) -> Tile:
+    """For a format of packing.py, activations of so many bytes and `rows` of them."""
+    tiles = TILES["float32" if itemsize == 4 else "dense" if form == "dense" else "quantized"]
+    return next((tile for tile in tiles if rows <= tile.bn), tiles[-1])
+
+
+def parts_of(tiles: int, tile: Tile, splits: int, rows: int) -> str:
+    """Where the parts of K are summed, as product() says."""
+    if splits == 1:
+        return "one"
+    fits = tiles <= MAX_TILES and tiles * splits * tile.bm * tile.bn <= WORKSPACE
+    return "apart" if fits and (rows <= SKINNY or tiles < FEW) else "within"
