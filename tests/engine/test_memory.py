@@ -1,0 +1,289 @@
+"""The KV cache of a GPU is what is left: told by scripted figures, and with the largest steps run for real on a CPU."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from foreword.config import Config
+from foreword.core.batch import Batch
+from foreword.engine import load as module
+from foreword.engine.largest import LargestSteps, graph_rows
+from foreword.engine.load import load
+from foreword.engine.memory import CudaMeter, measured, no_memory, told
+from foreword.errors import ConfigError
+from foreword.estimate import DeviceMemory, estimated_memory
+from foreword.hardware import machine, probe
+from foreword.models.loader import read_facts
+from foreword.resolve import Resolved, resolve
+from tests.checkpoints import write_checkpoint, write_drafter
+from tests.recordable import BLOCK_SIZE, CONTEXT, Recordable
+from tests.vision_checkpoints import write_vision_checkpoint
+
+GIB, MIB = 1 << 30, 1 << 20
+ESTIMATE = estimated_memory(80 * GIB, 79 * GIB, 0.9, 15 * GIB, 9 * GIB, 0, graphs=True)
+
+
+class ScriptedMeter:
+    """A card of which others use a part. `hold` is what a pass takes; nothing of it is given back before reset()."""
+
+    def __init__(self, total: int, others: int, weights: int) -> None:
+        self.others = others
+        self._total = total
+        self._weights = self._held = self._peak = weights
+
+    def total(self) -> int:
+        return self._total
+
+    def free(self) -> int:
+        return self._total - self.others - self._held
+
+    def held(self) -> int:
+        return self._held
+
+    def peak(self) -> int:
+        return self._peak
+
+    def reset(self) -> None:
+        self._held = self._peak = self._weights
+
+    def hold(self, size: int) -> None:
+        self._held = self._peak = max(self._held, self._weights + size)
+
+
+class ScriptedPasses:
+    """Take so much; `loads` is what CUDA takes for itself when kernels first run."""
+
+    def __init__(self, meter: ScriptedMeter, largest: int, captured: int, loads: int = 0) -> None:
+        self.meter = meter
+        self.sizes = {"largest": largest, "captured": captured}
+        self.loads = loads
+        self.run: list[str] = []
+
+    def largest(self) -> None:
+        self.meter.others += self.loads
+        self._run("largest")
+
+    def captured(self) -> None:
+        self._run("captured")
+
+    def _run(self, name: str) -> None:
+        self.run.append(name)
+        self.meter.hold(self.sizes[name])
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    others=st.integers(0, 20 * GIB),
+    weights=st.integers(0, 20 * GIB),
+    largest=st.integers(0, 10 * GIB),
+    captured=st.integers(0, GIB),
+    loads=st.integers(0, GIB),
+    eager=st.booleans(),
+)
+def test_all_parts_are_what_was_seen(others: int, weights: int, largest: int, captured: int, loads: int, eager: bool) -> None:
+    """Together with the cache they fill the share that may be used, and no more, whatever others have."""
+    meter = ScriptedMeter(80 * GIB, others, weights)
+    passes = ScriptedPasses(meter, largest, captured, loads)
+    memory = measured(meter, replace(ESTIMATE, graphs=0) if eager else ESTIMATE, passes)
+    assert memory.measured and passes.run == (["largest"] if eager else ["largest", "captured"])
+    assert (memory.weights, memory.activations, memory.others) == (weights, largest, others + loads)
+    assert memory.graphs == (0 if eager else ESTIMATE.graphs + captured)
+    assert memory.for_kv == int(0.9 * 80 * GIB) - memory.margin - memory.graphs - weights - largest - others - loads
+    assert meter.held() == weights, "what was measured is given back"
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, meter: ScriptedMeter, graphs: bool = True) -> None:
+    """The CPU is a GPU of this memory to resolve() and to the loader."""
+
+    def as_on_a_gpu(config: Config, *rest: object) -> Resolved:
+        chosen = resolve(config, *rest)  # type: ignore[arg-type]
+        facts = rest[1]
+        share = config.gpu_memory_utilization
+        memory = estimated_memory(meter.total(), meter.free(), share, chosen.weight_bytes, 0, 0, graphs)
+        return replace(module.fitted(chosen, config, memory, [facts]), device="cpu")  # type: ignore[list-item]
+
+    monkeypatch.setattr(module, "resolve", as_on_a_gpu)
+    monkeypatch.setattr(module, "CudaMeter", lambda: meter)
+
+
+def options(path: Path, **more: object) -> Config:
+    return Config(**{"model": str(path), "threads": 1, "device": "cpu", "max_num_batched_tokens": 64, "max_num_seqs": 8} | more)
+
+
+def test_the_cache_is_what_the_largest_steps_leave(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And so is the context, with the RoPE that belongs to it; a replacement gets both, and measures nothing again."""
+    path = write_checkpoint(tmp_path / "model", "llama", seed=1)
+    meter = ScriptedMeter(600 * MIB, 500 * MIB, MIB)
+    ran: list[str] = []
+
+    def largest(self: LargestSteps) -> None:
+        ran.append("largest")
+        meter.hold(24 * MIB)
+
+    monkeypatch.setattr(LargestSteps, "largest", largest)
+    monkeypatch.setattr(LargestSteps, "captured", lambda self: None)
+    pretend(monkeypatch, meter, graphs=False)
+    config = options(path, max_num_seqs=64, gpu_memory_utilization=0.9)
+    engine = load(config, ())
+    resolved = engine.info.resolved
+    memory = resolved.memory
+    assert memory is not None and memory.measured and ran == ["largest"]
+    per_block = 16 * 2 * 2 * 2 * 16 * 4  # tokens, K and V, layers, heads, dimension, float32
+    assert resolved.num_blocks == memory.for_kv // per_block == (540 - 525 - 600 / 64) * MIB // per_block
+    assert resolved.kv_bytes == resolved.num_blocks * per_block
+    assert engine.scheduler.pool.num_free == resolved.num_blocks
+    monkeypatch.setattr(module, "measured", None)
+    again = load(config, (), resolved)
+    assert again.info.resolved == resolved and again.info.fingerprint == engine.info.fingerprint
+
+
+def test_the_context_is_that_of_the_cache_that_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """RoPE that depends on the context is made anew: answers are those of an engine that was told this context."""
+    rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
+    path = write_checkpoint(tmp_path / "model", "llama", seed=1, rope_scaling=rope, max_position_embeddings=128)
+    meter = ScriptedMeter(600 * MIB, 500 * MIB, MIB)
+    monkeypatch.setattr(LargestSteps, "largest", lambda self: meter.hold(29 * MIB + 512 * 1024))
+    pretend(monkeypatch, meter, graphs=False)
+    measured_engine = load(options(path, speculate="off"), ())
+    resolved = measured_engine.info.resolved
+    assert 128 < resolved.max_model_len < 512, "the measure was meant to change the context"
+    monkeypatch.undo()
+    told_engine = load(options(path, speculate="off", kv_cache_memory=f"{resolved.num_blocks * 16}tokens"), ())
+    assert told_engine.info.resolved.max_model_len == resolved.max_model_len
+    tables = [
+        [rope.table for rope in engine.runner.pooler._model._ropes.values()]  # type: ignore[attr-defined]
+        for engine in (measured_engine, told_engine)
+    ]
+    assert all(torch.equal(one, other) for one, other in zip(*tables, strict=True))
+
+
+def test_what_does_not_fit_is_refused_with_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_checkpoint(tmp_path / "model", "llama", seed=1)
+    meter = ScriptedMeter(600 * MIB, 500 * MIB, MIB)
+    monkeypatch.setattr(LargestSteps, "largest", lambda self: meter.hold(60 * MIB))
+    pretend(monkeypatch, meter, graphs=False)
+    with pytest.raises(ConfigError, match=r"max_model_len 400 does not fit: .*measured: weights 0.00, activations 0.06, CUDA"):
+        load(options(path, max_model_len=400), ())
+
+
+class Recorded:
+    """Shapes of every pass: (rows, sampled rows, largest position)."""
+
+    def __init__(self, forward: Callable[[Batch], torch.Tensor]) -> None:
+        self.forward = forward
+        self.shapes: list[tuple[int, int, int]] = []
+
+    def __call__(self, batch: Batch) -> torch.Tensor:
+        rows = batch.row_starts[-1]
+        self.shapes.append((rows, len(batch.sample_rows), int(batch.positions[:rows].max())))
+        return self.forward(batch)
+
+
+@pytest.mark.parametrize("speculate", ["off", "suffix,draft"])
+def test_the_largest_steps_are_as_large_as_any(tmp_path: Path, speculate: str) -> None:
+    path, draft = write_checkpoint(tmp_path / "model", "llama", seed=1), write_drafter(tmp_path / "draft")
+    config = options(path, speculate=speculate, draft_model=str(draft), kv_cache_memory="1000tokens", max_model_len=300)
+    engine = load(config, ())
+    runner, passes = engine.runner, engine.drafting.passes
+    timed: list[tuple[int, int]] = []
+    for drafter in passes:
+        drafter.pass_seconds = lambda rows, sampled: timed.append((rows, sampled)) or 0.0  # type: ignore[method-assign]
+    recorded = runner._logits = Recorded(runner.forward)
+    LargestSteps(engine.info.resolved, engine.assembler, runner, passes).largest()
+    prompt, scored, everybody = recorded.shapes
+    assert prompt == (64, 1, 298), "a prompt of as many rows as a step may have, that ends where the context ends"
+    assert scored == (64, 64, 63)
+    assert everybody[:2] == ((64, 64) if passes else (8, 8)), "as many rows as 8 requests with their drafts may have"
+    assert timed == ([(64, 8)] if passes else [])
+    engine.check()
+
+
+def test_a_graph_is_measured_with_as_many_rows_as_it_gets(tmp_path: Path) -> None:
+    path = write_checkpoint(tmp_path / "model", "llama", seed=1)
+    engine = load(options(path, kv_cache_memory="1000tokens", max_num_batched_tokens=512, max_num_seqs=300), ())
+    runner = engine.runner
+    recorded = runner._logits = Recorded(runner.forward)
+    LargestSteps(engine.info.resolved, engine.assembler, runner).captured()
+    assert recorded.shapes[0][:2] == (300, 300) == (graph_rows(engine.info.resolved),) * 2
+    assert [graph_rows(replace(engine.info.resolved, max_num_seqs=n)) for n in (1, 512)] == [256, 512]
+
+
+@pytest.mark.parametrize("family", ["llava", "llava_next", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+def test_a_tower_sees_its_largest_picture(tmp_path: Path, family: str) -> None:
+    engine = load(options(write_vision_checkpoint(tmp_path, family), kv_cache_memory="400tokens"), ())
+    tower = engine.runner.pooler._model.tower
+    assert tower is not None
+    picture = tower.largest(50)
+    assert picture.num_tokens <= 50 or not family.startswith("qwen")
+    assert picture.num_tokens > 40 or not family.startswith("qwen")
+    pieces, costs = tower.encode(picture), []
+    with torch.inference_mode():
+        while True:
+            try:
+                costs.append(next(pieces))
+            except StopIteration as end:
+                features = end.value
+                break
+    assert features.shape == (picture.num_tokens, tower.width)
+    LargestSteps(engine.info.resolved, engine.assembler, engine.runner, towers=[tower])._look(tower)
+
+
+def test_graphs_are_captured_at_the_start_and_shown_as_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And without a flag against it, draft models have theirs."""
+    path, draft = write_checkpoint(tmp_path / "model", "llama", seed=1), write_drafter(tmp_path / "draft")
+    monkeypatch.setattr(module, "select", lambda *_: Recordable())
+    seen: list[tuple[int, int]] = []
+    more = {"kv_cache_memory": "400tokens", "max_model_len": CONTEXT, "block_size": BLOCK_SIZE}
+    more |= {"draft_model": str(draft), "draft_length": "fixed"}
+    engine = load(options(path, **more), (), progress=lambda done, total: seen.append((done, total)))
+    sizes = seen[-1][1]
+    assert seen[-2 * sizes :] == [(done, sizes) for _ in range(2) for done in range(1, sizes + 1)]
+    assert "graphs" in engine.info.load_seconds and engine.info.num_graphs == 0, "a CPU has none"
+    assert "graphs" not in load(options(path, enforce_eager=True, **more), ()).info.load_seconds
+
+
+def test_graphs_that_take_more_than_was_set_aside_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "foreword"):
+        told(ESTIMATE, ESTIMATE.graphs)
+        assert "72.00 of 80.00 GiB may be used; estimated: weights 15.00, activations 9.00, CUDA graphs 1.00" in caplog.text
+        assert not [record for record in caplog.records if record.levelno > logging.INFO]
+        told(ESTIMATE, 3 * GIB)
+        assert "CUDA graphs took 3.00 GiB, 1.00 were set aside: a lower --gpu-memory-utilization" in caplog.text
+
+
+def test_memory_that_runs_out_is_told_with_the_figures(tmp_path: Path) -> None:
+    path = write_checkpoint(tmp_path, "llama")
+    chosen = resolve(Config(model=str(path)), machine(probe("cpu")), read_facts(path))
+    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nGPU 0 has 1.00 GiB free.")
+    on_gpu = no_memory(replace(chosen, device="cuda", memory=ESTIMATE), error)
+    assert "72.00 of 80.00 GiB may be used; estimated: weights 15.00" in on_gpu
+    assert on_gpu.endswith("would need less (CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has 1.00 GiB free.)")
+    assert no_memory(chosen, MemoryError()).endswith("--quantization or --kv-cache-memory would need less")
+
+
+def test_the_meter_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In use by anybody, held by this process, and at most since the last look are three figures of torch."""
+    figures = {"mem_get_info": (30, 80), "memory_reserved": 20, "max_memory_reserved": 25}
+    done: list[str] = []
+    for name, figure in figures.items():
+        monkeypatch.setattr(torch.cuda, name, lambda figure=figure: figure)
+    for name in ("synchronize", "empty_cache", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda name=name: done.append(name))
+    meter = CudaMeter()
+    assert (meter.total(), meter.free(), meter.held(), meter.peak()) == (80, 30, 20, 25)
+    done.clear()
+    meter.reset()
+    assert done == ["synchronize", "empty_cache", "reset_peak_memory_stats"], "what runs may still allocate"
+
+
+def test_parts_add_up() -> None:
+    memory = DeviceMemory(24 * GIB, 0.5, GIB, 2 * GIB, 3 * GIB, 0, GIB)
+    assert memory.for_kv == 12 * GIB - 7 * GIB - 384 * MIB
