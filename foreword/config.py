@@ -70,7 +70,7 @@ class Config:
     )
     seed: int | None = option(None, "seed for requests that bring none (default: a random one for each)", group="model")
     threads: int | None = option(
-        None, "CPU threads of the engine (default: all cores; one for models below 32 MiB)", group="model"
+        None, "CPU threads of the engine (default: all cores; one for models below 32 MiB, and on GPUs)", group="model"
     )
     load_format: str = option(
         "auto",
@@ -78,14 +78,16 @@ class Config:
         group="model",
         choices=("auto", "dummy"),
     )
-    enforce_eager: bool = option(False, "launch kernels one by one instead of CUDA graphs (GPUs only)", group="model")
+    enforce_eager: bool = option(False, "launch kernels one by one instead of CUDA graphs; without effect on CPUs", group="model")
     overlap: bool = option(
         True, "on GPUs, plan and commit one step while the device computes the next; tokens are the same", group="model"
     )
     fast_math: bool = option(False, "faster products whose bits depend on the batch: gives up exactness", group="model")
 
     max_num_seqs: int | None = option(None, "requests that run at once (default: 64 on CPU, 256 on GPU)", group="scheduler")
-    max_num_batched_tokens: int | None = option(None, "rows of one step (default: 512 on CPU, 8192 on GPU)", group="scheduler")
+    max_num_batched_tokens: int | None = option(
+        None, "rows of one step (default: 512 on a CPU, 8192 on a GPU of 64 GiB or more, 2048 on others)", group="scheduler"
+    )
     max_waiting: int = option(4096, "requests that may be open, running or waiting; more are answered 429", group="scheduler")
     max_waiting_tokens: int = option(
         4_000_000, "prompt tokens that may be open, running or waiting; more are answered 429", group="scheduler"
@@ -113,7 +115,9 @@ class Config:
         'memory of the KV cache, such as "2GiB" or "4000tokens" (default: from free memory; on a CPU at most 4 GiB)',
         group="scheduler",
     )
-    gpu_memory_utilization: float = option(0.9, "share of the GPU's memory that may be used", group="scheduler")
+    gpu_memory_utilization: float = option(
+        0.9, "share of the GPU's memory that may be in use, whoever uses it; the KV cache gets what is left", group="scheduler"
+    )
     block_size: int = option(16, "tokens in one block of the KV cache (a power of two, 1 to 256)", group="scheduler")
     trace: str | None = option(
         None,

@@ -50,6 +50,7 @@ def banner(
     question = QUESTION if info.resolved.drafters else OTHER_QUESTION
     return (
         loading_line(name, info, load_s),
+        *((device_line(info),) if info.gpu is not None else ()),
         memory_line(info),
         *((speculation_line(info),) if info.resolved.drafters else ()),
         *(() if encoder is None else (encoder_line(encoder),)),
@@ -79,6 +80,15 @@ def parse_loading_line(line: str) -> dict[str, float] | None:
     if not line.startswith("loaded: "):
         return None
     return {stage: float(seconds) for stage, seconds in re.findall(r"(\w+) ([0-9.]+) s[,)]", line)}
+
+
+def device_line(info: EngineInfo) -> str:
+    """The GPU, who computes on it, and whether Python stands between its kernels."""
+    if info.num_graphs:
+        graphs = f"{info.num_graphs} CUDA graphs in {info.load_seconds.get('graphs', 0.0):.2f} s"
+    else:
+        graphs = "no CUDA graphs" + (" (--enforce-eager)" if info.resolved.enforce_eager else "")
+    return f"device: {info.gpu}; {info.backend}, {graphs}"
 
 
 def memory_line(info: EngineInfo) -> str:

@@ -18,6 +18,7 @@ from foreword.config import Config
 from foreword.engine.load import FIT_DRAFTER, this_machine
 from foreword.errors import ForewordError
 from foreword.estimate import kv_bytes_per_token
+from foreword.kernels.registry import why_not_native
 from foreword.media.processor import read_processor
 from foreword.models.loader import read_facts
 from foreword.prepare import check_drafter, directories, read_vocabulary
@@ -124,16 +125,20 @@ def _ratio(target: ModelFacts, drafter: ModelFacts) -> Finding:
 
 
 def _fit(config: Config, target: ModelFacts, drafter: ModelFacts | None) -> Iterator[Finding]:
-    hardware = this_machine(config)
     try:
+        hardware = this_machine(config)
         chosen = resolve(config, hardware, target, drafter)
     except ForewordError as error:
         yield Finding(False, f"memory: {error}")
         return
+    for note in (*chosen.notes, *filter(None, [why_not_native(chosen.device)])):
+        yield Finding(None, f"device: {note}")
     yield Finding(
         True,
         f"memory: weights {bytes_text(chosen.weight_bytes)} in {chosen.weight_format}, {bytes_text(hardware.free_bytes)} free",
     )
+    if chosen.memory is not None:
+        yield Finding(True, f"{hardware.gpu}: {chosen.memory}")
     yield _cache(chosen, target, drafter)
     whole = chosen.max_model_len >= target.context
     yield Finding(True if whole else None, f"context: {chosen.max_model_len} of {target.context} tokens")

@@ -110,6 +110,8 @@ class Containment(Generic[R]):
         """After an error, begin anew. Raises it if the device is lost: it answers with errors for ever."""
         if is_device_lost(error):
             raise error
+        if isinstance(error, torch.OutOfMemoryError):
+            logger.warning("a step of %d requests ran out of memory and is done in parts: %s", len(works), error)
         self.disturbed = True
         _renew(works)
 

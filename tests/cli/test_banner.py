@@ -7,7 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from foreword.cli.banner import address, banner, curl_line, loading_line, model_name, parse_loading_line, speculation_line
+from foreword.cli.banner import (
+    address,
+    banner,
+    curl_line,
+    device_line,
+    loading_line,
+    model_name,
+    parse_loading_line,
+    speculation_line,
+)
 from foreword.config import Config
 from foreword.demo import MODEL, VISION_MODEL
 from foreword.resolve import EngineInfo, Resolved
@@ -89,3 +98,14 @@ def test_model_name() -> None:
 def test_an_open_door_is_said(host: str, key: str | None, warned: bool) -> None:
     lines = banner(Config(host=host, api_key=key), INFO, "demo", URL, 2.0)
     assert any("--api-key" in line for line in lines) == warned
+
+
+def test_a_gpu_is_told_with_its_graphs() -> None:
+    seconds = {"weights": 4.0, "memory": 1.0, "graphs": 3.25}
+    info = replace(INFO, gpu="NVIDIA X (compute capability 9.0)", backend="triton", num_graphs=24, load_seconds=seconds)
+    lines = banner(Config(), info, "demo", URL, 9.0)
+    assert lines[1] == "device: NVIDIA X (compute capability 9.0); triton, 24 CUDA graphs in 3.25 s"
+    eager = replace(info, num_graphs=0, resolved=replace(RESOLVED, enforce_eager=True))
+    assert device_line(eager).endswith("; triton, no CUDA graphs (--enforce-eager)")
+    assert device_line(replace(info, backend="reference", num_graphs=0)).endswith("; reference, no CUDA graphs")
+    assert not any(line.startswith("device:") for line in banner(Config(), INFO, "demo", URL, 2.0))

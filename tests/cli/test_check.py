@@ -6,8 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from foreword.cli import check as command
 from foreword.cli.main import main
+from foreword.config import Config
 from foreword.demo import DRAFTER, MODEL
+from foreword.errors import ConfigError
+from foreword.resolve import Machine
 from tests.checkpoints import write_checkpoint
 from tests.gguf_files import Kind, write_gguf
 from tests.vision_checkpoints import write_vision_checkpoint
@@ -99,3 +103,25 @@ def test_a_gguf_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 def test_no_such_directory(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "./nowhere"]) == 2
     assert "./nowhere" in capsys.readouterr().err
+
+
+def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def missing(config: Config) -> Machine:
+        raise ConfigError("no NVIDIA GPU", "device")
+
+    monkeypatch.setattr(command, "this_machine", missing)
+    code, text = check(capsys, "demo", "--device", "cuda")
+    assert code == 1 and "no   memory: no NVIDIA GPU" in text
+
+
+@pytest.mark.parametrize("reason", [None, "Triton is not installed"])
+def test_what_a_gpu_would_hold(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], reason: str | None) -> None:
+    """An old card, too: the estimate, float16 for bfloat16, and why Triton does not compute."""
+    gpu = Machine("cuda", 4, 15 << 30, False, "triton", 16 << 30, "Tesla T4", (7, 5))
+    monkeypatch.setattr(command, "this_machine", lambda config: gpu)
+    monkeypatch.setattr(command, "why_not_native", lambda device: reason)
+    code, text = check(capsys, "demo")
+    assert code == 0
+    assert "note device: dtype bfloat16 is not to be had on Tesla T4 (compute capability 7.5): float16 instead" in text
+    assert "ok   Tesla T4: 14.40 of 16.00 GiB may be used; estimated: weights 0.01, activations" in text
+    assert ("note device: Triton is not installed" in text) is (reason is not None)
