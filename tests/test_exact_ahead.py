@@ -80,19 +80,21 @@ SAMPLED_IN_ROUNDS = [n for n in range(36) if n % len(ROUNDS + OTHERS) < len(ROUN
 
 @dataclass(frozen=True)
 class House:
-    """A target, a drafter that is nearly as good, what machines are timed at, and what everybody is answered plainly."""
+    """A target, a drafter that is nearly as good, one that reads less, what machines are timed at, and what everybody is
+    answered plainly."""
 
     model: Path
     drafter: Path
+    short: Path
     timings: Timings | None
     plain: Mapping[str, list[Any]]
 
-    def engine(self, **options: Any) -> Engine:
+    def engine(self, short: bool = False, **options: Any) -> Engine:
         defaults: dict[str, Any] = {
             "kv_cache_memory": "2000tokens", "max_model_len": MAX_MODEL_LEN, "threads": 1, "test_mode": True, "speculate": "off",
         }  # fmt: skip
         if "draft" in options.get("speculate", "") or options.get("speculate") == "auto":
-            defaults["draft_model"] = str(self.drafter)
+            defaults["draft_model"] = str(self.short if short else self.drafter)
         engine = load(Config(model=str(self.model), **(defaults | options)), unused_ids=(7, 8), timings=self.timings)
         engine.know(VOCABULARY)
         return engine
@@ -103,7 +105,8 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> House:
     path = tmp_path_factory.mktemp("ahead")
     model = write_checkpoint(path / "model", "llama", seed=5)
     drafter = write_checkpoint(path / "drafter", "llama", seed=5, dtype="bfloat16")
-    house = House(model, drafter, None, {})
+    short = write_checkpoint(path / "short", "llama", seed=5, dtype="bfloat16", max_position_embeddings=32)
+    house = House(model, drafter, short, None, {})
     heard = serve(house.engine(max_num_seqs=1, prefix_caching=False), [Visit(request) for request in EVERYBODY])
     timings = house.engine(speculate="auto").drafting.timings
     return replace(house, timings=timings, plain={name: told(events) for name, events in heard.items()})
@@ -169,6 +172,13 @@ def check_answers(house: House, visits: Sequence[Visit], heard: Mapping[str, lis
             assert found[:1] == expected[: len(found[:1])], visit.request.id
 
 
+def check_crowd(house: House, engine: Engine, crowd: Sequence[Visit], fault: tuple[str, int] | None) -> None:
+    """Nothing goes wrong but what is injected."""
+    ahead = run_ahead(engine, *([] if fault is None else [fails(*fault)]))
+    check_answers(house, crowd, serve(engine, crowd))
+    assert ahead.num_errors <= (fault is not None) and not engine.drafting.errors
+
+
 def fails(verb: str, call: int, error: type[Exception] = RuntimeError) -> Callable[[str, Twin], None]:
     """Strike at one call of a verb."""
     calls: Counter[str] = Counter()
@@ -204,6 +214,7 @@ OPTIONS = st.fixed_dictionaries(
         "max_num_seqs": st.sampled_from((2, 4, 16)),
         "kv_cache_memory": st.sampled_from(("2000tokens", "128tokens", "192tokens")),
         "max_num_batched_tokens": st.sampled_from((256, 16)),
+        "short": st.booleans(),
     }
 )
 FAULTS = st.one_of(st.none(), st.tuples(st.sampled_from(("begin", "launch", "collect")), st.integers(1, 6)))
@@ -214,9 +225,7 @@ FAULTS = st.one_of(st.none(), st.tuples(st.sampled_from(("begin", "launch", "col
 def test_equal_whoever_comes_and_goes(
     house: House, options: dict[str, Any], crowd: list[Visit], fault: tuple[str, int] | None
 ) -> None:
-    engine = house.engine(**options)
-    run_ahead(engine, *([] if fault is None else [fails(*fault)]))
-    check_answers(house, crowd, serve(engine, crowd))
+    check_crowd(house, house.engine(**options), crowd, fault)
 
 
 @settings(max_examples=60, deadline=None)
@@ -224,9 +233,8 @@ def test_equal_whoever_comes_and_goes(
 def test_equal_where_rounds_can_serve_all(
     house: House, options: dict[str, Any], crowd: list[Visit], fault: tuple[str, int] | None
 ) -> None:
-    engine = house.engine(**options | {"speculate": "draft" if options["num_speculative_tokens"] > 1 else "off"})
-    run_ahead(engine, *([] if fault is None else [fails(*fault)]))
-    check_answers(house, crowd, serve(engine, crowd))
+    options |= {"speculate": "draft" if options["num_speculative_tokens"] > 1 else "off"}
+    check_crowd(house, house.engine(**options), crowd, fault)
 
 
 def crowd_of(numbers: Sequence[int]) -> list[Visit]:

@@ -89,7 +89,8 @@ class Lender(PassDrafter, Protocol):
         slots for `num_tokens` more. False: one of them is too far behind, does not fit, or is not read from its beginning."""
 
     def extend(self, states: Sequence[RequestState], num_tokens: int) -> bool:
-        """Slots for `num_tokens` behind the known tokens of each; False if there are too few. Nobody gives way for it."""
+        """Slots for `num_tokens` behind the known tokens of each; False if there are too few, or if one would come to the end of
+        what either model can read. Nobody gives way for it."""
 
     def blocks(self, state: RequestState) -> Sequence[int]:
         """The block table of a request that is lent."""

@@ -159,6 +159,14 @@ class Drafting:
         """A step is over."""
         self._guarded("policy", lambda: self.policy.measured(facts))
 
+    def expect_ahead(self) -> None:
+        """See Policy.expect_ahead()."""
+        self._guarded("policy", self.policy.expect_ahead)
+
+    def ran_ahead(self, facts: StepFacts) -> None:
+        """A step of a rest was computed ahead."""
+        self._guarded("policy", lambda: self.policy.ran_ahead(facts))
+
     def stats(self) -> DraftingStats:
         """What was decided so far; the same object while nobody is asked."""
         if self._stats is None:

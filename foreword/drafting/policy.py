@@ -99,6 +99,12 @@ class Policy(Protocol):
     def measured(self, facts: StepFacts) -> None:
         """A step is over."""
 
+    def expect_ahead(self) -> None:
+        """Steps without drafts can be computed ahead of the host from now on, if nobody needs to be asked for several."""
+
+    def ran_ahead(self, facts: StepFacts) -> None:
+        """A step without drafts was computed ahead: what it took is what a draft has to beat."""
+
     def stats(self) -> DraftingStats:
         """Totals since the engine started."""
 
@@ -139,6 +145,10 @@ class FixedLength:
     def score(self, state: RequestState, draft: Draft, run: Sequence[int]) -> None: ...
 
     def measured(self, facts: StepFacts) -> None: ...
+
+    def expect_ahead(self) -> None: ...
+
+    def ran_ahead(self, facts: StepFacts) -> None: ...
 
     def stats(self) -> DraftingStats:
         return DraftingStats(lengths={drafter: dict(lengths) for drafter, lengths in self._lengths.items()})

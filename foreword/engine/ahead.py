@@ -48,6 +48,7 @@ logger = logging.getLogger(__name__)
 
 DEPTH: Final = 2  # rounds that are launched and not collected, at most
 WORTH_IT: Final = 4  # steps that nobody must be asked for: to begin a run takes about as long as it saves in one
+TELLING: Final = 4  # of so many rounds one is measured
 LONGEST_REST: Final = 1024  # steps after errors
 
 RoundsOf = Callable[[RunsAhead | None], Rounds]
@@ -77,13 +78,19 @@ class _Lane:
 
 @dataclass(slots=True)
 class _Run:
-    """num_draft: tokens that the draft model guesses in each round. over: nothing more is launched."""
+    """Rounds of the same requests.
+
+    num_draft  tokens that the draft model guesses in each
+    over       nothing more is launched
+    steady     a round was launched before the step that collects it
+    """
 
     rounds: Rounds
     lanes: list[_Lane]
     num_draft: int
     under_way: deque[Sequence[_Lane]] = field(default_factory=deque)
     over: bool = False
+    steady: bool = False
 
     @property
     def size(self) -> int:
@@ -94,10 +101,9 @@ class _Run:
 class Ahead:
     """Decides whether the requests that run are computed in rounds, and does it, one round a step.
 
-    rounds_of      rounds, drafted for by a model or not
-    max_model_len  no position lies beyond
-    vocab_size     of the model's logits
-    directions     the model knows positions in several directions
+    rounds_of   rounds, drafted for by a model or not
+    vocab_size  of the model's logits
+    directions  the model knows positions in several directions
     """
 
     def __init__(
@@ -106,7 +112,6 @@ class Ahead:
         drafting: Drafting,
         stages: Stages,
         rounds_of: RoundsOf,
-        max_model_len: int,
         vocab_size: int,
         directions: bool = False,
     ) -> None:
@@ -114,10 +119,10 @@ class Ahead:
         self._drafting = drafting
         self._stages = stages
         self._rounds_of = rounds_of
-        self._max_model_len = max_model_len
         self._vocab_size = vocab_size
         self._directions = directions
         self._run: _Run | None = None
+        drafting.expect_ahead()
         self._samplings: Mapping[int, DraftSampling | None] = {}
         self._rest = 0
         self.num_errors = 0
@@ -140,6 +145,7 @@ class Ahead:
         if run is None:
             return None
         run.lanes = [lane for lane in run.lanes if self._lives(lane)]
+        run.steady = len(run.under_way) > 0
         while len(run.under_way) < DEPTH and self._goes_on(run) and self._launch(run):
             pass
         while run.under_way:
@@ -204,7 +210,7 @@ class Ahead:
 
     def _can_draft(self, states: Sequence[RequestState], num_tokens: int) -> bool:
         """The draft model's cache is ready, and the end of the context is far enough for drafts of one length."""
-        if any(state.request.pictures or len(state.tokens) + num_tokens > self._max_model_len for state in states):
+        if any(state.request.pictures for state in states):
             return False
         with self._stages("draft"):
             return self._drafting.lend(states, num_tokens)
@@ -249,11 +255,8 @@ class Ahead:
     def _reserved(self, run: _Run, active: Sequence[_Lane]) -> bool:
         """Blocks for this round and all that is under way."""
         lengths = [(lane.state, lane.length(run.size) + run.size) for lane in active]
-        if run.num_draft:
-            if any(length > self._max_model_len for _, length in lengths):
-                return False
-            if not self._drafting.extend([lane.state for lane in active], DEPTH * run.size):
-                return False
+        if run.num_draft and not self._drafting.extend([lane.state for lane in active], DEPTH * run.size):
+            return False
         return self._scheduler.hold(lengths)
 
     def _grow(self, run: _Run, lane: _Lane) -> None:
@@ -283,6 +286,13 @@ class Ahead:
         if run.num_draft:
             self._score(run, taken, outcomes)
         return Plan(works), outcomes
+
+    @property
+    def telling(self) -> bool:
+        """Whether the last round took what rounds without drafts take: others were computed before and behind it. Now and then
+        is enough to know that."""
+        run = self._run
+        return run is not None and run.steady and not (run.over or run.num_draft or self.num_rounds % TELLING)
 
     @property
     def _drafter(self) -> str:
@@ -332,7 +342,7 @@ def ahead_of(runner: Runner, scheduler: Scheduler, drafting: Drafting, stages: S
     def rounds_of(drafter: RunsAhead | None) -> Rounds:
         return forward.rounds(resolved.block_size, sampler.unused_ids, drafter, sampler.hashing)
 
-    return Ahead(scheduler, drafting, stages, rounds_of, resolved.max_model_len, runner.vocab_size, runner.directions)
+    return Ahead(scheduler, drafting, stages, rounds_of, runner.vocab_size, runner.directions)
 
 
 def _sampling(state: RequestState, vocab_size: int) -> DraftSampling | None:

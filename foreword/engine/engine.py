@@ -294,15 +294,20 @@ class Engine:
 
     def _tell_drafting(self, plan: Plan, outcomes: Sequence[Outcome], events: Sequence[Event]) -> None:
         """What the step did, and which requests are over."""
-        if not self.drafting.resting and not self._generating.disturbed and not self._saw(plan):
-            served = tuple(_served(work, outcome) for work, outcome in zip(plan.work, outcomes, strict=True))
-            self.drafting.measured(StepFacts(served, self.stages.so_far()))
+        if self.ahead is not None and self.ahead.telling:
+            self.drafting.ran_ahead(self._facts(plan, outcomes))
+        elif not self.drafting.resting and not self._generating.disturbed and not self._saw(plan):
+            self.drafting.measured(self._facts(plan, outcomes))
         failed = {event.request_id for event in events if isinstance(event, Failed)}
         for work, outcome in zip(plan.work, outcomes, strict=True):
             if work.state.id in failed:
                 self.drafting.finish(work.state.id)
             elif outcome.ended:
                 self.drafting.finish(work.state.id, _learnable(work.state))
+
+    def _facts(self, plan: Plan, outcomes: Sequence[Outcome]) -> StepFacts:
+        served = tuple(_served(work, outcome) for work, outcome in zip(plan.work, outcomes, strict=True))
+        return StepFacts(served, self.stages.so_far())
 
     def _saw(self, plan: Plan) -> bool:
         """Whether pictures took part in the step, which tells nothing of others then."""

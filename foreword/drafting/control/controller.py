@@ -182,13 +182,19 @@ class Controller:
         self._step = self._plainly(tally.plain)
         cost, drafting = machine.measured(tally, facts.seconds, self._drafting)
         if self._in_vain:
-            share = drafting / cost
+            share = drafting / cost + 1.0 - machine.ahead
             self._asking_share += (share - self._asking_share) / 16 if self._asking_share else share
         self._drafting = 0.0
         self._ledger.settle(facts.served, self._step, cost + drafting, machine.costs.saved(tally.plain))
         self._budget.earn((cost + drafting) * machine.drift)
         if len(self._ledger.accounts) > len(self._requests) or self._strangers:
             self._note_strangers({one.state.id for one in facts.served})
+
+    def expect_ahead(self) -> None:
+        self._machine.expect_ahead()
+
+    def ran_ahead(self, facts: StepFacts) -> None:
+        self._machine.ran_ahead(self._machine.tally(facts.served, self._kinds), facts.seconds)
 
     def stats(self) -> DraftingStats:
         return DraftingStats(
@@ -218,7 +224,13 @@ class Controller:
     def _plainly(self, shape: Shape) -> float:
         """What plain decoding would take for a step, which would still serve the ghosts."""
         ghosts = self._ledger.ghosts
-        return self._machine.costs.of(shape.plus(len(ghosts), self._ledger.ghost_context) if ghosts else shape)
+        costs = self._machine.costs
+        return self._machine.ahead * costs.of(shape.plus(len(ghosts), self._ledger.ghost_context) if ghosts else shape)
+
+    def _costs(self, frame: Frame, rows: int) -> Sequence[float]:
+        """Of the step with 0, 1, ... drafted rows; without any it could be computed ahead."""
+        costs, ahead = self._machine.costs.with_further(frame.shape, rows), self._machine.ahead
+        return costs if ahead == 1.0 else [ahead * costs[0], *costs[1:]]
 
     def _idle_rounds(self) -> int:
         """For how many rounds from the next on nobody would draft. Who has not asked yet could at any time."""
@@ -280,7 +292,7 @@ class Controller:
 
     def _chosen(self, found: Sequence[Candidate], frame: Frame) -> tuple[Choice, str]:
         """How many tokens of each candidate are verified, and why not those of the others."""
-        costs = self._machine.costs.with_further(frame.shape, sum(len(candidate.gains) for candidate in found))
+        costs = self._costs(frame, sum(len(candidate.gains) for candidate in found))
         choice = choose(found, frame, costs, self._drafting, self._asking_share)
         if choice.indebted and not choice.rate:
             return choice, INDEBTED
@@ -351,7 +363,7 @@ class Controller:
         ]
         rows = sum(map(len, given.values()))
         tokens = frame.shape.sampled + sum(map(sum, given.values()))
-        costs = self._machine.costs.with_further(frame.shape, rows + LONGEST * len(members))
+        costs = self._costs(frame, rows + LONGEST * len(members))
         paying = plans(members, tokens, rows, costs, partial(self._machine.drafting, drafter))
         return self._cascades[drafter].plan(paying, frame, self._rates[drafter].trials >= PROVEN)
 
@@ -361,7 +373,7 @@ class Controller:
         found = [self._candidate(index, self._request(offer), offer.drafts) for index, offer in offered]
         if not found:
             return {}
-        costs = self._machine.costs.with_further(frame.shape, sum(len(one.gains) for one in found))
+        costs = self._costs(frame, sum(len(one.gains) for one in found))
         lengths = choose(found, frame, costs, 0.0).lengths
         return {one.index: one.chances[:length] for one, length in zip(found, lengths, strict=True)}
 

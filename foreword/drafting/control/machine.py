@@ -22,6 +22,7 @@ __all__ = ["Machine", "Tally"]
 
 PRICE_EVERY = 8  # steps between two looks at the price of sampling
 PASS_RATE = 0.05
+AHEAD_PRIOR, AHEAD_RATE = 0.9, 0.125
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +53,7 @@ class Machine:
     """Costs of steps and passes in model seconds, corrected by what they really take.
 
     watchdog   doubts it all
+    ahead      what a step without drafts takes where many of them are computed ahead of the host, as a share of one that is not
     predicted  seconds that steps with drafts were thought to take, drafting included; realised: what they took
     """
 
@@ -60,6 +62,7 @@ class Machine:
         self.prices = SamplePrices(self.costs.of(Shape(1, 1)))
         self.watchdog = Watchdog()
         self.predicted = self.realised = 0.0
+        self.ahead = 1.0
         self._passes = dict(passes)
         self._drift = Drift()
         self._pass_factor = 1.0
@@ -112,6 +115,15 @@ class Machine:
             self._pass_factor *= min(max(drafted / passes, 1 / OUTLIER), OUTLIER) ** PASS_RATE
         return cost, drafted
 
+    def expect_ahead(self) -> None:
+        """It is worth finding out what running ahead saves."""
+        self.ahead = AHEAD_PRIOR
+
+    def ran_ahead(self, tally: Tally, seconds: Mapping[str, float]) -> None:
+        """Learn from a step that was computed ahead."""
+        share = sum(seconds.values()) / (self.costs.of(tally.plain) * self.drift)
+        self.ahead += (min(max(share, 1 / OUTLIER), 1.0) - self.ahead) * AHEAD_RATE
+
     def drafting(self, drafter: str, backlog: int, requests: int, length: int) -> float:
         """Model seconds of drafting `length` tokens for `requests` requests with so many rows to compute first."""
         return self._pass_factor * self._passes[drafter].draft(backlog, requests, length)
@@ -125,7 +137,7 @@ class Machine:
             self.costs.learn(rows, before, ratio / ratio_before)
         self._last = rows, ratio
         if tally.drafted:
-            needed = self.costs.of(tally.plain) * tally.emitted / tally.sampling
+            needed = self.ahead * self.costs.of(tally.plain) * tally.emitted / tally.sampling
             self.watchdog.speculated(total, needed)
         else:
             self.watchdog.plain(ratio)
