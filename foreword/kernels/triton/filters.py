@@ -37,7 +37,7 @@ def _keep_above(logits, stride, V, row, part, peak, floor, BLOCK: tl.constexpr):
     ids, values = load_values(logits, stride, V, row, part, BLOCK)
     if tl.max(values) > -float("inf"):
         kept = below_top(values, peak) >= floor
-        tl.store(logits + row * stride + ids, -float("inf"), mask=(ids < V) & ~kept)
+        tl.store(logits + row * stride + ids, -float("inf"), mask=(values > -float("inf")) & ~kept)
 
 
 @triton.jit

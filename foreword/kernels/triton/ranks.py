@@ -53,6 +53,7 @@ TOP_P: tl.constexpr = tl.constexpr(2)
 TYPICAL_P: tl.constexpr = tl.constexpr(3)
 MIN_P: tl.constexpr = tl.constexpr(4)
 XTC: tl.constexpr = tl.constexpr(5)
+FIRST_FROM_ZERO: tl.constexpr = MIN_P  # from here on a bound of 0 is neutral; before it one of 1, or the whole vocabulary
 
 
 @triton.jit
@@ -95,7 +96,7 @@ def is_asked(bounds, row, V, FILTER: tl.constexpr):
         asked = True
     elif FILTER == TOP_K:
         asked = tl.load(bounds + row) < V
-    elif FILTER == MIN_P or FILTER == XTC:
+    elif FILTER >= FIRST_FROM_ZERO:
         asked = tl.load(bounds + row) > 0
     else:
         asked = tl.load(bounds + row) < 1
@@ -157,7 +158,7 @@ def peaks(logits: Tensor, block: int, bounds: Tensor | None = None, kind: tl.con
     """int64 [R, parts], of rows whose bound [R] can change anything: the highest rank of each part of [R, V]."""
     found = torch.empty(logits.shape[0], num_parts(logits, block), dtype=torch.int64, device=logits.device)
     _peaks[found.shape](
-        logits, logits.stride(0), logits.shape[1], logits if bounds is None else bounds, found, FILTER=kind, BLOCK=block, **EXACT
+        logits, logits.stride(0), logits.shape[1], logits if bounds is None else bounds, found, FILTER=kind.value, BLOCK=block, **EXACT
     )
     return found
 
@@ -167,6 +168,6 @@ def total_masses(logits: Tensor, block: int, found: Tensor, bounds: Tensor | Non
     masses = torch.empty_like(found)
     _masses[found.shape](
         logits, logits.stride(0), logits.shape[1], logits if bounds is None else bounds, found, masses,
-        FILTER=kind, WIDTH=triton.next_power_of_2(found.shape[1]), BLOCK=block, **EXACT,
+        FILTER=kind.value, WIDTH=triton.next_power_of_2(found.shape[1]), BLOCK=block, **EXACT,
     )  # fmt: skip
     return masses

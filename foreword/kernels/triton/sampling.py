@@ -10,7 +10,12 @@ import torch
 from torch import Tensor
 
 from foreword.kernels.reference_sampling import ReferenceSampling
-from foreword.kernels.triton import filters, masks, penalties, reduce, sample, selection
+from foreword.kernels.triton.filters import exclude_top, keep_min_p, keep_top_n_sigma
+from foreword.kernels.triton.masks import keep_allowed
+from foreword.kernels.triton.penalties import add_at, divide, penalize
+from foreword.kernels.triton.reduce import log_sum_exp, top_ids
+from foreword.kernels.triton.sample import sample
+from foreword.kernels.triton.selection import keep_top_k, keep_top_p, keep_typical_p
 
 __all__ = ["TritonSampling"]
 
@@ -28,7 +33,7 @@ class TritonSampling(ReferenceSampling):
     def log_sum_exp(self, logits: Tensor) -> Tensor:
         """[R, V] -> float32 [R]"""
         _check(logits)
-        return reduce.log_sum_exp(logits, self.sampling_block)
+        return log_sum_exp(logits, self.sampling_block)
 
     def top_ids(self, logits: Tensor, k: int) -> Tensor:
         """[R, V] -> int64 [R, k]"""
@@ -36,57 +41,57 @@ class TritonSampling(ReferenceSampling):
         assert 0 <= k <= logits.shape[1]
         if not 0 < k <= MAX_TOP_IDS:
             return super().top_ids(logits, k)
-        return reduce.top_ids(logits, k, self.sampling_block)
+        return top_ids(logits, k, self.sampling_block)
 
-    def keep_allowed(self, logits: Tensor, masks_: Tensor) -> None:
+    def keep_allowed(self, logits: Tensor, masks: Tensor) -> None:
         _check(logits)
-        assert masks_.dtype == torch.int32 and masks_.dim() == 2 and masks_.shape[0] == logits.shape[0]
-        masks.keep_allowed(logits, masks_, self.sampling_block)
+        assert masks.dtype == torch.int32 and masks.dim() == 2 and masks.shape[0] == logits.shape[0]
+        keep_allowed(logits, masks if masks.stride(1) == 1 else masks.contiguous(), self.sampling_block)
 
     def add_at(self, logits: Tensor, starts: Tensor, ids: Tensor, amounts: Tensor) -> None:
         _check_ids(logits, starts, ids)
         assert amounts.dtype == torch.float32 and amounts.shape == ids.shape
-        penalties.add_at(logits, starts, ids, amounts)
+        add_at(logits, starts.contiguous(), ids.contiguous(), amounts.contiguous())
 
-    def penalize(self, logits: Tensor, starts: Tensor, ids: Tensor, penalties_: Tensor) -> None:
+    def penalize(self, logits: Tensor, starts: Tensor, ids: Tensor, penalties: Tensor) -> None:
         _check_ids(logits, starts, ids)
-        penalties.penalize(logits, starts, ids, _per_row(penalties_, logits, torch.float32))
+        penalize(logits, starts.contiguous(), ids.contiguous(), _per_row(penalties, logits, torch.float32))
 
     def divide(self, logits: Tensor, by: Tensor) -> None:
         _check(logits)
-        penalties.divide(logits, _per_row(by, logits, torch.float32), self.sampling_block)
+        divide(logits, _per_row(by, logits, torch.float32), self.sampling_block)
 
     def keep_top_n_sigma(self, logits: Tensor, n: Tensor) -> None:
         _check(logits)
-        filters.keep_top_n_sigma(logits, _per_row(n, logits, torch.float64), self.sampling_block)
+        keep_top_n_sigma(logits, _per_row(n, logits, torch.float64), self.sampling_block)
 
     def keep_top_k(self, logits: Tensor, k: Tensor) -> None:
         _check(logits)
-        selection.keep_top_k(logits, _per_row(k, logits, torch.int64), self.sampling_block)
+        keep_top_k(logits, _per_row(k, logits, torch.int64), self.sampling_block)
 
     def keep_top_p(self, logits: Tensor, p: Tensor) -> None:
         _check(logits)
-        selection.keep_top_p(logits, _per_row(p, logits, torch.float64), self.sampling_block)
+        keep_top_p(logits, _per_row(p, logits, torch.float64), self.sampling_block)
 
     def keep_typical_p(self, logits: Tensor, p: Tensor) -> None:
         _check(logits)
-        selection.keep_typical_p(logits, _per_row(p, logits, torch.float64), self.sampling_block)
+        keep_typical_p(logits, _per_row(p, logits, torch.float64), self.sampling_block)
 
     def keep_min_p(self, logits: Tensor, p: Tensor) -> None:
         _check(logits)
-        filters.keep_min_p(logits, _per_row(p, logits, torch.float64), self.sampling_block)
+        keep_min_p(logits, _per_row(p, logits, torch.float64), self.sampling_block)
 
     def exclude_top(self, logits: Tensor, seeds: Tensor, positions: Tensor, chances: Tensor, thresholds: Tensor) -> None:
         _check(logits)
-        keys = [_per_row(values, logits, torch.int64) for values in (seeds, positions)]
-        bounds = [_per_row(values, logits, torch.float64) for values in (chances, thresholds)]
-        filters.exclude_top(logits, *keys, *bounds, block=self.sampling_block)
+        seeds, positions = (_per_row(values, logits, torch.int64) for values in (seeds, positions))
+        chances, thresholds = (_per_row(values, logits, torch.float64) for values in (chances, thresholds))
+        exclude_top(logits, seeds, positions, chances, thresholds, self.sampling_block)
 
     def sample(self, logits: Tensor, seeds: Tensor, positions: Tensor, greedy: Tensor) -> Tensor:
         """[R, V] -> int64 [R]"""
         _check(logits)
-        keys = [_per_row(values, logits, torch.int64) for values in (seeds, positions)]
-        return sample.sample(logits, *keys, _per_row(greedy, logits, torch.bool), block=self.sampling_block)
+        seeds, positions = (_per_row(values, logits, torch.int64) for values in (seeds, positions))
+        return sample(logits, seeds, positions, _per_row(greedy, logits, torch.bool), self.sampling_block)
 
 
 def _check(logits: Tensor) -> None:

@@ -55,11 +55,7 @@ def _ranking(values, peak, masses, shares, row, count, FILTER: tl.constexpr, WID
 
 @triton.jit
 def _weights(values, peak, FILTER: tl.constexpr):
-    if FILTER == TOP_K:
-        found = (values > -float("inf")).to(tl.int64)
-    else:
-        found = mass(below_top(values, peak))
-    return found
+    return (values > -float("inf")).to(tl.int64) if FILTER == TOP_K else mass(below_top(values, peak))
 
 
 @triton.jit
@@ -144,7 +140,7 @@ def _keep_run(
                 weights = tl.where(found == last, _weights(values, peak, FILTER), 0)
                 before = tl.cumsum(weights) - weights + tl.sum(tied)
                 kept = kept | ((found == last) & (before < need))
-            tl.store(logits + row * stride + ids, -float("inf"), mask=(ids < V) & ~kept)
+            tl.store(logits + row * stride + ids, -float("inf"), mask=(values > -float("inf")) & ~kept)
 
 
 def keep_top_k(logits: Tensor, k: Tensor, block: int) -> None:
@@ -173,7 +169,7 @@ def _keep(logits: Tensor, bounds: Tensor, block: int, kind: tl.constexpr, peaks:
     sums = torch.zeros(peaks.shape[0], PASSES.value, RADIX.value, dtype=torch.int64, device=logits.device)
     last_sums = torch.empty(*peaks.shape, RADIX.value, dtype=torch.int64, device=logits.device)
     operands = logits, logits.stride(0), logits.shape[1], bounds, peaks, masses, shares, sums, last_sums
-    options = {"FILTER": kind, "WIDTH": triton.next_power_of_2(peaks.shape[1]), "BLOCK": block, **EXACT}
+    options = {"FILTER": kind.value, "WIDTH": triton.next_power_of_2(peaks.shape[1]), "BLOCK": block, **EXACT}
     for place in range(PASSES.value):
         _add_by_digit[peaks.shape](*operands, PLACE=place, **options)
     _keep_run[peaks.shape](*operands, **options)

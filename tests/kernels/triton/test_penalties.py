@@ -1,0 +1,45 @@
+"""Amounts are added, penalties multiplied and divided: ids of many rows in one launch, and more than its programs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tests.kernels.rows import make_row
+from tests.kernels.triton.sampling_rows import assert_same, cycle, few_rows, mixture
+
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # infinite results are right here
+
+
+def assert_changed(logits: Tensor, ids: list[Tensor]) -> None:
+    starts = torch.tensor([0, *map(len, ids)]).cumsum(0)
+    flat = torch.cat(ids)
+    assert_same("add_at", logits, starts, flat, torch.linspace(-3, 3, len(flat)))
+    assert_same("penalize", logits, starts, flat, cycle((1.3, 0.7, 1.0, 1e-30), len(logits), torch.float32))
+
+
+@given(few_rows(), st.data())
+@settings(max_examples=25, deadline=None)
+def test_any_ids(logits: Tensor, data: st.DataObject) -> None:
+    """Also beyond the vocabulary."""
+    some = st.lists(st.integers(0, logits.shape[1] + 3), unique=True, max_size=8)
+    assert_changed(logits, [torch.tensor(data.draw(some), dtype=torch.int64) for _ in logits])
+
+
+def test_rows_of_every_kind() -> None:
+    logits = mixture(75)
+    assert_changed(logits, [torch.arange(r * 5) for r in range(len(logits))])
+
+
+def test_more_ids_than_programs_take_at_once() -> None:
+    logits = torch.stack([make_row("plain", 5000, seed) for seed in range(2)])
+    assert_changed(logits, [torch.randperm(5000, generator=torch.Generator().manual_seed(0)), torch.arange(3)])
+
+
+@given(few_rows(), st.floats(2.0**-20, 2.0**20, width=32))
+@settings(max_examples=20, deadline=None)
+def test_division_is_rounded_to_nearest(logits: Tensor, by: float) -> None:
+    assert_same("divide", logits, cycle((by, 1.0), len(logits), torch.float32))
