@@ -8,7 +8,7 @@ import triton.language as tl
 __all__ = ["activate"]
 
 SQRT_HALF = tl.constexpr(0.7071067811865476)
-SQRT_2_OVER_PI = tl.constexpr(0.7978845608028654)
+TWICE_SQRT_2_OVER_PI = tl.constexpr(1.5957691216057308)
 
 
 @triton.jit
@@ -21,7 +21,7 @@ def activate(x, NAME: tl.constexpr):
     else:
         tl.static_assert(NAME == "gelu_tanh")
         # (1 + tanh z) / 2 is the sigmoid of 2z.
-        return x * _sigmoid(2.0 * SQRT_2_OVER_PI * (x + 0.044715 * x * x * x))
+        return x * _sigmoid((x + 0.044715 * x * x * x) * TWICE_SQRT_2_OVER_PI)
 
 
 @triton.jit

@@ -31,7 +31,7 @@ class Tile:
 TILES = {
     "dense": (Tile(64, 8, 4, 6), Tile(64, 16, 4, 6), Tile(64, 32, 4, 5), Tile(128, 64, 8, 4), Tile(128, 128, 8, 4)),
     "quantized": (Tile(64, 8, 4, 5), Tile(64, 16, 4, 5), Tile(64, 32, 4, 4), Tile(128, 64, 8, 4)),
-    "float32": (Tile(32, 16, 4, 2), Tile(32, 32, 4, 2)),
+    "float32": (Tile(32, 16, 4, 2), Tile(32, 32, 8, 2)),
 }
 
 

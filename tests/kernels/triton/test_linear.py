@@ -1,0 +1,228 @@
+"""Linear layers on Triton: right, and the same bits for every number of rows, in the interpreter where there is no GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from foreword.kernels.reference import Reference
+from foreword.kernels.triton import linear as module
+from foreword.kernels.triton import tiles
+from foreword.kernels.triton.checks import check_rows
+from foreword.kernels.triton.fast_math import TritonFastMath
+from foreword.kernels.triton.linear import TritonLinear
+from foreword.kernels.triton.packing import GROUPED, PackedWeight, splits_of
+from tests.kernels.quantized import random
+from tests.kernels.rows import same_bits
+from tests.kernels.triton.interpreted import INTERPRETED, exact_dots, programs_in
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+COUNTS = (1, 2, 3, 7, 8, 15, 16, 17, 31, 32, 33, 63, 64, 65, 100, 128, 130, 257)
+ALONE = (0, 1, 31, 64, 129, 256)
+KINDS = ("float32", "int8", "int4", "fp8")
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
+
+
+def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype).to(DEVICE)
+
+
+def weights(rows: int, columns: int, seed: int = 1) -> Tensor:
+    return normal(rows, columns, seed=seed) * columns**-0.5
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.sampled_from(KINDS),
+    st.integers(1, 150),
+    st.integers(1, 600),
+    st.integers(0, 40),
+    st.booleans(),
+    st.booleans(),
+    st.integers(0, 99),
+)
+def test_it_is_the_reference_within_rounding(
+    kind: str, outputs: int, inputs: int, rows: int, has_bias: bool, has_residual: bool, seed: int
+) -> None:
+    matrix, x = weights(outputs, inputs, seed), normal(rows, inputs, seed=seed + 1)
+    bias = normal(outputs, seed=seed + 2) if has_bias else None
+    residual = normal(rows, outputs, seed=seed + 3) if has_residual else None
+    results = [ops.linear(x, ops.pack_linear([matrix], kind, bias), None, residual) for ops in (TritonLinear(), Reference())]
+    torch.testing.assert_close(results[0], results[1], rtol=1e-5, atol=2e-5)
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.sampled_from(KINDS), st.sampled_from(ACTIVATIONS), st.integers(1, 100), st.integers(1, 300), st.integers(0, 20))
+def test_the_gated_layer_is_the_reference_within_rounding(kind: str, activation: str, size: int, inputs: int, rows: int) -> None:
+    gate, up, x = weights(size, inputs), weights(size, inputs, 2), normal(rows, inputs)
+    results = [ops.linear_gated(x, ops.pack_linear([gate, up], kind), activation) for ops in (TritonLinear(), Reference())]
+    torch.testing.assert_close(results[0], results[1], rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("value", [-200.0, -1.0, -1e-4, 0.0, 3.0, 200.0])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_activations_hold_at_both_ends(activation: str, value: float) -> None:
+    weight = torch.eye(2, device=DEVICE)
+    x = torch.tensor([[value, 1.0]], device=DEVICE)
+    results = [ops.linear_gated(x, ops.pack_linear([weight], "float32"), activation) for ops in (TritonLinear(), Reference())]
+    torch.testing.assert_close(results[0], results[1], rtol=1e-5, atol=1e-6)
+
+
+def test_the_type_of_the_result_can_be_another_one() -> None:
+    ops, x = TritonLinear(), normal(3, 64)
+    weight = ops.pack_linear([weights(20, 64)], "float32")
+    with exact_dots():
+        exact = ops.linear(x, weight)
+        assert torch.equal(ops.linear(x, weight, torch.float64), exact.double())
+    assert ops.linear(x, weight, torch.float16).dtype == torch.float16
+
+
+def check_counts(run: Callable[[slice], Tensor]) -> None:
+    """`run` over a slice of 257 rows gives each row the bits that it has alone."""
+    with exact_dots():
+        whole = run(slice(0, max(COUNTS)))
+        for count in COUNTS:
+            assert same_bits(run(slice(0, count)), whole[:count]), count
+        for row in ALONE:
+            assert same_bits(run(slice(row, row + 1))[0], whole[row]), row
+
+
+@pytest.fixture(params=["apart", "within"])
+def parts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Above 64 rows the parts of K have programs of their own, as where there are few tiles, or one for all."""
+    monkeypatch.setattr(tiles, "FEW", 1 if request.param == "within" else 1 << 20)
+    return str(request.param)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bits_do_not_depend_on_the_number_of_rows(kind: str, parts: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the tiles of half precision, and values of single precision, which shows more."""
+    monkeypatch.setattr(module, "tile_of", lambda form, _, rows: tiles.tile_of(form, 2, rows))
+    ops = TritonLinear()
+    matrix, x, residual = weights(72, 520), normal(max(COUNTS), 520), normal(max(COUNTS), 72, seed=4)
+    weight = ops.pack_linear([matrix], kind, normal(72, seed=5))
+    assert weight.splits == 2
+    check_counts(lambda rows: ops.linear(x[rows], weight, None, residual[rows]))
+
+
+@pytest.mark.parametrize("kind", ["float32", "int4"])
+def test_bits_of_the_gated_layer_do_not_depend_on_the_number_of_rows(
+    kind: str, parts: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "tile_of", lambda form, _, rows: tiles.tile_of(form, 2, rows))
+    ops = TritonLinear()
+    x, weight = normal(max(COUNTS), 520), ops.pack_linear([weights(72, 520)], kind)
+    check_counts(lambda rows: ops.linear_gated(x[rows], weight, "silu"))
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [("float32", torch.float32), ("bfloat16", torch.bfloat16), ("fp8", torch.float16)])
+def test_bits_hold_in_every_type(kind: str, dtype: torch.dtype) -> None:
+    ops = TritonLinear()
+    x, weight = normal(max(COUNTS), 260, dtype=dtype), ops.pack_linear([weights(40, 260).to(dtype)], kind)
+    check_counts(lambda rows: ops.linear(x[rows], weight))
+
+
+def test_it_does_not_matter_who_comes_last() -> None:
+    ops = TritonLinear()
+    x, weight = normal(9, 1100), ops.pack_linear([weights(100, 1100)], "float32")
+    assert weight.splits == 4
+    with exact_dots():
+        first = ops.linear(x, weight)
+        for seed in range(4):
+            shuffled = torch.Generator().manual_seed(seed)
+            with programs_in(
+                lambda numbers, g=shuffled: torch.randperm(len(numbers), generator=g.manual_seed(g.initial_seed())).tolist()
+            ):
+                assert same_bits(ops.linear(x, weight), first)
+        with programs_in(lambda numbers: numbers[::-1]):
+            assert same_bits(ops.linear(x, weight), first)
+    assert not any(workspace.arrived.any() for workspace in ops._workspaces.values())
+
+
+class ByRows(TritonLinear):
+    """What an ordinary library does: the parts of K follow from the number of rows."""
+
+    def linear(self, x: Tensor, weight: PackedWeight, dtype: torch.dtype | None = None, add_to: Tensor | None = None) -> Tensor:
+        return super().linear(x, replace(weight, splits=1 if len(x) > 16 else weight.splits), dtype, add_to)
+
+
+def test_parts_that_follow_the_rows_are_caught() -> None:
+    with exact_dots():
+        assert check_rows(TritonLinear(), DEVICE, (40, 300), (1, 8, 17, 33)) is None
+        assert check_rows(ByRows(), DEVICE, (40, 600), (1, 8, 17, 33)) == (
+            "a linear layer in float32 gives other bits for 33 rows than for one"
+        )
+
+
+@pytest.mark.skipif(INTERPRETED, reason="without a GPU there is nothing to check")
+def test_this_card_is_exact() -> None:
+    assert check_rows(TritonLinear(), DEVICE) is None
+
+
+def test_a_row_that_is_not_finite_stays_alone() -> None:
+    ops = TritonLinear()
+    x, weight = normal(5, 70), ops.pack_linear([weights(10, 70)], "float32")
+    with exact_dots():
+        sound = ops.linear(x, weight)
+        x[2] = torch.nan
+        broken = ops.linear(x, weight)
+    assert broken[2].isnan().all() and same_bits(broken[[0, 1, 3, 4]], sound[[0, 1, 3, 4]])
+
+
+def test_float8_is_the_same_by_hardware_and_by_bits() -> None:
+    by_bits, by_hardware = TritonLinear(), TritonLinear()
+    x, matrix = normal(3, 200), weights(30, 200)
+    weight = by_bits.pack_linear([matrix], "fp8")
+    by_hardware.pack_linear([matrix], "fp8")
+    by_hardware._workspaces = {device: replace(one, float8=True) for device, one in by_hardware._workspaces.items()}
+    ids = torch.arange(30, device=DEVICE)
+    with exact_dots():
+        assert same_bits(by_bits.linear(x, weight), by_hardware.linear(x, weight))
+    assert same_bits(by_bits.embedding(ids, weight, torch.float32), by_hardware.embedding(ids, weight, torch.float32))
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.sampled_from((*KINDS, "bfloat16")), st.integers(1, 150), st.integers(1, 1500), st.sampled_from((1.0, 3.3)))
+def test_the_embedding_is_the_reference(kind: str, vocabulary: int, size: int, scale: float) -> None:
+    matrix = random(vocabulary, size).to(DEVICE)
+    ids = torch.randint(vocabulary, (5,), generator=torch.Generator().manual_seed(size)).to(DEVICE)
+    results = [ops.embedding(ids, ops.pack_linear([matrix], kind), torch.float32, scale) for ops in (TritonLinear(), Reference())]
+    assert torch.equal(*results)
+
+
+def test_no_ids_no_rows() -> None:
+    ops = TritonLinear()
+    weight = ops.pack_linear([weights(8, 64)], "float32")
+    assert ops.embedding(torch.zeros(0, dtype=torch.int64, device=DEVICE), weight, torch.float32).shape == (0, 64)
+    assert ops.linear(normal(0, 64), weight).shape == (0, 8)
+
+
+@given(
+    st.integers(1, 1 << 18),
+    st.integers(1, 1 << 15),
+    st.integers(1, 64),
+    st.sampled_from(("dense", "int8", *GROUPED)),
+    st.sampled_from((2, 4)),
+)
+def test_few_rows_always_fit_the_workspace(outputs: int, inputs: int, rows: int, form: str, itemsize: int) -> None:
+    splits = splits_of(outputs, inputs, form)
+    tile = tiles.tile_of(form, itemsize, rows)
+    count = -(-outputs // tile.bm) * -(-rows // tile.bn)
+    assert tiles.parts_of(count, tile, splits, rows) == ("one" if splits == 1 else "apart")
+
+
+@pytest.mark.parametrize("kind", ["float32", "int8"])
+def test_fast_math_is_near(kind: str) -> None:
+    fast, exact = TritonFastMath(), TritonLinear()
+    matrix, x, bias, residual = weights(24, 96), normal(5, 96), normal(24), normal(5, 24, seed=3)
+    mine, theirs = (ops.pack_linear([matrix], kind, bias) for ops in (fast, exact))
+    torch.testing.assert_close(fast.linear(x, mine, None, residual), exact.linear(x, theirs, None, residual))
+    torch.testing.assert_close(fast.linear_gated(x, mine, "silu"), exact.linear_gated(x, theirs, "silu"))
+    ids = torch.arange(4, device=DEVICE)
+    assert torch.equal(fast.embedding(ids, mine, torch.float32, 2.0), exact.embedding(ids, theirs, torch.float32, 2.0))

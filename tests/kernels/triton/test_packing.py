@@ -1,0 +1,90 @@
+"""What was packed comes out again, and the order of sums follows from a weight's shape."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from foreword.kernels.quantization import dequantize, rounded
+from foreword.kernels.triton.packing import PackedWeight, block_of, pack, splits_of
+from tests.kernels.quantized import random, random_blocks
+
+KINDS = ("float32", "bfloat16", "float16", "int8", "fp8", "int4")
+
+
+def unpacked(weight: PackedWeight) -> Tensor:
+    """float32 [N, K], by the table of packing.py."""
+    data = weight.data
+    values = block_of(weight.format) // data.shape[-1]
+    bits = 16 // values
+    if values > 1:
+        data = torch.stack([data.to(torch.int32) >> bits * j & (1 << bits) - 1 for j in range(values)], 3)
+        if weight.format == "int4":
+            data = data - 8
+        else:
+            data = data.to(torch.uint8).view(torch.float8_e4m3fn if weight.format == "fp8" else torch.int8)
+    data = data.to(torch.float32)
+    if weight.format in ("int4", "q8_0"):
+        scales = weight.scales.transpose(2, 3).contiguous().view(torch.float16)  # [panels, blocks, 64, values]
+        data = data * scales[..., None].to(torch.float32)
+    matrix = data.flatten(3).transpose(1, 2).flatten(2).flatten(0, 1)
+    if weight.format in ("int8", "fp8"):
+        matrix = matrix * weight.scales[:, None]
+    return matrix[: weight.rows, : weight.columns]
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.sampled_from(KINDS), st.lists(st.integers(1, 150), min_size=1, max_size=3), st.integers(1, 400), st.integers(0, 99))
+def test_values_come_out_again(kind: str, sizes: list[int], columns: int, seed: int) -> None:
+    matrix = random(sum(sizes), columns, seed)
+    weight = pack(torch.split(matrix, sizes), kind, None)
+    wanted = matrix.to(getattr(torch, kind)).float() if hasattr(torch, kind) and "float" in kind else rounded(matrix, kind)
+    assert torch.equal(unpacked(weight), wanted)
+    assert (weight.rows, weight.columns, weight.blocks) == (*matrix.shape, -(-columns // block_of(weight.format)))
+
+
+@pytest.mark.parametrize(
+    ("kind", "form"), [("q8_0", "q8_0"), ("q4_0", "int4"), ("q5_0", "dense"), ("q4_k", "dense"), ("q6_k", "dense")]
+)
+def test_blocks_of_files_stay_what_they_are_where_they_can(kind: str, form: str) -> None:
+    parts = [random_blocks(kind, rows, 512, rows) for rows in (40, 30)]
+    weight = pack(parts, "float32", None)
+    assert weight.format == form
+    assert torch.equal(unpacked(weight), torch.cat([dequantize(part) for part in parts]))
+
+
+def test_parts_that_differ_become_plain() -> None:
+    parts = [random_blocks("q8_0", 8, 256), random(8, 256)]
+    assert pack(parts, "float32", None).format == "dense"
+    assert pack(parts, "int8", None).data.dtype == torch.bfloat16
+    assert pack([random_blocks("q8_0", 8, 256), random_blocks("q4_0", 8, 256)], "float16", None).data.dtype == torch.float16
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8", "int4"])
+def test_a_row_that_is_not_finite_stays_so(kind: str) -> None:
+    matrix = random(3, 64)
+    matrix[1, 5] = torch.inf
+    values = unpacked(pack([matrix], kind, None))
+    assert values[1].isnan().any() and torch.equal(values[[0, 2]], rounded(matrix, kind)[[0, 2]])
+
+
+# q-k-v, output, gate-up, down, head
+@pytest.mark.parametrize(
+    ("shapes", "splits"),
+    [
+        (((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096)), (3, 4, 1, 4, 1)),
+        (((1152, 896), (896, 896), (9728, 896), (896, 4864), (151936, 896)), (3, 3, 2, 16, 1)),
+    ],
+)
+def test_parts_of_known_models(shapes: tuple[tuple[int, int], ...], splits: tuple[int, ...]) -> None:
+    assert tuple(splits_of(*shape, "dense") for shape in shapes) == splits
+
+
+@given(st.integers(1, 1 << 18), st.integers(1, 1 << 16), st.sampled_from(("dense", "int8", "fp8", "int4", "q8_0")))
+def test_a_part_has_blocks(rows: int, columns: int, form: str) -> None:
+    splits = splits_of(rows, columns, form)
+    blocks = -(-columns // block_of(form))
+    assert 1 <= splits <= 16 and (splits == 1 or blocks // splits >= 256 // block_of(form))
