@@ -96,7 +96,7 @@ def _made(scale: Scale, folder: Path, names: tuple[str, ...]) -> list[Section]:
 @contextmanager
 def _watched(budget_s: float) -> Iterator[None]:
     """A kernel that hangs cannot be interrupted: the process tells where it stood, and ends."""
-    faulthandler.dump_traceback_later(budget_s + GRACE_S, exit=True, file=sys.__stderr__)
+    faulthandler.dump_traceback_later(budget_s + GRACE_S, exit=True, file=sys.__stderr__ or sys.stderr)
     try:
         yield
     finally:
@@ -117,9 +117,10 @@ def _show(findings: Findings, scale: Scale) -> None:
         show("left out, or broken", ("part", "reason"), left)
     failed = findings.failed_checks()
     show("checks that failed", ("part",), [(name,) for name in failed] or [("none of those that ran",)])
-    rows = [(row.what, row.bound, row.measured, row.verdict) for row in verdicts(findings, scale)]
-    show("targets", ("figure", "target", "measured", "verdict"), rows)
-    targets = {row.what: row.verdict for row in verdicts(findings, scale)}
+    judged = verdicts(findings, scale)
+    table = [(row.what, row.bound, row.measured, row.verdict) for row in judged]
+    show("targets", ("figure", "target", "measured", "verdict"), table)
+    targets = {row.what: row.verdict for row in judged}
     show_json({**findings.as_json(), "failed_checks": failed, "targets": targets})
 
 

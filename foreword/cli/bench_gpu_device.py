@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch.autograd import DeviceType
+from torch.autograd import DeviceType  # type: ignore[attr-defined]
 from torch.profiler import ProfilerActivity, profile
 
 __all__ = ["Device", "Idle", "idle_of", "medians"]
@@ -49,7 +49,7 @@ class Device:
         if not self.cuda:
             run()
             return run
-        side = torch.cuda.Stream()
+        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for _ in range(2):
@@ -67,13 +67,13 @@ class Device:
             for _ in range(times):
                 run()
             return (time.perf_counter() - started) / times
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         begin.record()
         for _ in range(times):
             run()
         end.record()
         end.synchronize()
-        return begin.elapsed_time(end) / 1e3 / times
+        return float(begin.elapsed_time(end)) / 1e3 / times
 
     def in_turn(self, runs: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
         """Seconds of each, round after round; each is called often enough to be measured."""

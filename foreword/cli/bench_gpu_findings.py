@@ -17,6 +17,7 @@ from foreword.cli.terminal import errors
 __all__ = ["Findings", "Part", "Section", "run_sections"]
 
 TOLD_LINES = 12  # of a traceback
+LEAST_S = 1.0  # with less left nothing more is loaded
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +107,9 @@ def _run_parts(section: Section, findings: Findings, deadline: float, clock: Cal
         left = deadline - clock()
         if left < part.needs_s:
             findings.skipped[name] = f"{max(left, 0.0):.0f} s were left, it needs about {part.needs_s:.0f}"
+            if left < LEAST_S:
+                findings.skipped[f"{section.name}: all behind that"] = "the section's time is over"
+                break
             continue
         errors().print(f"{name} ...", style="dim")
         try:

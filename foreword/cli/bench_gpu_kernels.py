@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from foreword.cli.bench_gpu_ceilings import Ceilings
 from foreword.cli.bench_gpu_device import Device
 from foreword.cli.bench_gpu_findings import Part
 from foreword.cli.bench_gpu_ops import BLOCK_SIZE, Inputs, backend
-from foreword.cli.bench_gpu_scale import ROLES, Scale
+from foreword.cli.bench_gpu_scale import Scale
 from foreword.cli.bench_shapes import KINDS, Shape, WeightMatrix
 from foreword.kernels.ops import Ops
 
@@ -29,7 +30,6 @@ MANY_ROWS = 256  # from here on few copies will do: the product takes longer tha
 MOST_COPIES, FEW_COPIES = 256, 2
 MOST_VALUES = 1 << 30  # of one result
 CACHES = 4
-SAMPLED = (1, 64)
 CROWD, CROWD_CONTEXT = 64, 1024
 
 
@@ -42,13 +42,13 @@ class Kernels:
         self.inputs = Inputs(scale.device, scale.dtype)
 
     def parts(self) -> Iterator[Part]:
-        for role in ROLES:
+        for role in self.scale.kernel_roles:
             for matrix in self.scale.shape(role).matrices:
                 yield self._part(f"linear {role} {matrix.name}", self._linear, matrix, self.scale.dtype, self.scale.kernel_rows)
-        for role in ROLES:
+        for role in self.scale.kernel_roles:
             yield self._part(f"attention {role}", self._attention, self.scale.shape(role))
         yield self._part("sampler", self._sampler, self.scale.small.vocab)
-        for role in ROLES:
+        for role in self.scale.kernel_roles:
             yield self._part(f"rows {role}", self._rows, self.scale.shape(role))
         gate_up = next(matrix for matrix in self.scale.large.matrices if matrix.name == "gate_up")
         for kind in QUANTIZED:
@@ -79,7 +79,7 @@ class Kernels:
             x = self.inputs.normal(rows, matrix.k)
             some = packed if rows < MANY_ROWS else packed[:FEW_COPIES]
             used[str(rows)] = len(some)
-            runs[str(rows)] = self.device.graph(lambda x=x, some=some: [self._multiply(matrix, x, weight) for weight in some])
+            runs[str(rows)] = self.device.graph(partial(self._multiply, matrix, x, some))
         seconds = self._medians(runs)
         found: dict[str, Any] = {}
         for name, span in seconds.items():
@@ -90,10 +90,13 @@ class Kernels:
             found[f"{name} of product"] = 2.0 * rows * matrix.n * matrix.k / one / self.ceilings.product
         return found
 
-    def _multiply(self, matrix: WeightMatrix, x: Tensor, weight: Any) -> Tensor:
-        if matrix.name == "gate_up":
-            return self.ops.linear_gated(x, weight, "silu")
-        return self.ops.linear(x, weight, torch.float32 if matrix.name == "head" else None)
+    def _multiply(self, matrix: WeightMatrix, x: Tensor, weights: Sequence[Any]) -> None:
+        dtype = torch.float32 if matrix.name == "head" else None
+        for weight in weights:
+            if matrix.name == "gate_up":
+                self.ops.linear_gated(x, weight, "silu")
+            else:
+                self.ops.linear(x, weight, dtype)
 
     def _attention(self, shape: Shape) -> Mapping[str, Any]:
         """One row at the end of a context; many requests; a verification of five rows; a whole prompt."""
@@ -138,13 +141,10 @@ class Kernels:
     def _sampler(self, vocab: int) -> Mapping[str, Any]:
         """With the copy that each of them needs, since filters change logits in place."""
         found: dict[str, Any] = {}
-        for rows in SAMPLED:
+        for rows in self.scale.sampled_rows:
             logits = self.inputs.normal(rows, vocab, scale=4.0, dtype=torch.float32)
             numbers = torch.arange(rows, device=self.device.name)
-            runs = {
-                name: self.device.graph(lambda step=step, logits=logits: step(logits.clone()))
-                for name, step in self._steps(numbers).items()
-            }
+            runs = {name: self.device.graph(partial(_on_a_copy, step, logits)) for name, step in self._steps(numbers).items()}
             found |= {f"{rows} rows, {name} us": span * 1e6 for name, span in self._medians(runs).items()}
         return found
 
@@ -176,14 +176,16 @@ class Kernels:
             q, k, v = (inputs.normal(rows, heads, shape.head_dim) for heads in (shape.heads, shape.kv_heads, shape.kv_heads))
             at = torch.arange(rows, device=self.device.name)
             runs = {
-                "norm": self.device.graph(lambda x=x: ops.rms_norm(x, weight, 1e-6)),
-                "gated": self.device.graph(lambda x=wide: ops.gated(x, "silu")),
-                "rope and cache": self.device.graph(
-                    lambda q=q, k=k, v=v, at=at: ops.rope_and_cache(q, k, v, table, at, None, cache, at)
-                ),
+                "norm": self.device.graph(partial(ops.rms_norm, x, weight, 1e-6)),
+                "gated": self.device.graph(partial(ops.gated, wide, "silu")),
+                "rope and cache": self.device.graph(partial(ops.rope_and_cache, q, k, v, table, at, None, cache, at)),
             }
             found |= {f"{rows} {name} us": span * 1e6 for name, span in self._medians(runs).items()}
         return found
 
     def _medians(self, runs: Mapping[str, Callable[[], object]]) -> dict[str, float]:
         return {name: statistics.median(spans) for name, spans in self.device.in_turn(runs, self.scale.rounds).items()}
+
+
+def _on_a_copy(step: Callable[[Tensor], object], logits: Tensor) -> None:
+    step(logits.clone())

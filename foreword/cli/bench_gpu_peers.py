@@ -11,6 +11,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ class Peers:
 
     def parts(self) -> Iterator[Part]:
         for role in reversed(ROLES):
-            yield Part(f"transformers {role}", lambda role=role: self._compared(role), 12)
+            yield Part(f"transformers {role}", partial(self._compared, role), 40)
             self.yard.device.free()
 
     def _compared(self, role: str) -> Mapping[str, Any]:
@@ -63,7 +64,7 @@ class Peers:
         options = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         config = transformers.AutoConfig.for_model(options.pop("model_type"), **options)
         with torch.device(self.scale.device):
-            model = transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, self.scale.dtype)).eval()
+            model = transformers.AutoModelForCausalLM.from_config(config).to(getattr(torch, self.scale.dtype)).eval()
 
         def generate(question: Question, count: int) -> None:
             ids = torch.tensor([question.prompt_ids], device=self.scale.device)

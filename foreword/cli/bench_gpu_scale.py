@@ -15,7 +15,7 @@ __all__ = ["FULL", "QUICK", "REHEARSAL", "ROLES", "SECTIONS", "Scale", "write_mo
 ROLES = ("large", "small")
 MODEL_TYPES = MappingProxyType({"qwen2": "Qwen2ForCausalLM", "llama": "LlamaForCausalLM"})
 BUDGETS = MappingProxyType(
-    {"ceilings": 10.0, "checks": 75.0, "engines": 95.0, "kernels": 50.0, "steps": 120.0, "speculation": 75.0, "peers": 45.0}
+    {"ceilings": 8.0, "checks": 65.0, "engines": 80.0, "kernels": 45.0, "steps": 110.0, "speculation": 70.0, "peers": 90.0}
 )
 SECTIONS = tuple(BUDGETS)
 
@@ -32,8 +32,11 @@ class Scale:
     copy_bytes      of the copy that bandwidth is taken from
     product         side of the square matrices that the product rate is taken from
     working_set     bytes of weights that are read before one of them is read again: more than any cache holds
+    kernel_roles    of the shapes whose kernels are checked and measured
     row_counts      of the checks of bits: at and around every threshold
     check_context   tokens of the longest context in the checks of attention
+    check_places    in that context, at which rows are compared
+    sampled_rows    of logits whose sampling is measured
     kernel_rows     of linear layers whose speed is measured
     contexts        of attention
     population      different requests in the checks of engines; `solo` of them are also answered one at a time
@@ -58,8 +61,11 @@ class Scale:
     copy_bytes: int
     product: int
     working_set: int
+    kernel_roles: tuple[str, ...]
     row_counts: tuple[int, ...]
     check_context: int
+    check_places: int
+    sampled_rows: tuple[int, ...]
     kernel_rows: tuple[int, ...]
     contexts: tuple[int, ...]
     population: int
@@ -96,8 +102,11 @@ FULL = Scale(
     copy_bytes=1 << 30,
     product=8192,
     working_set=1 << 29,
+    kernel_roles=ROLES,
     row_counts=(1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257, 1000, 4096, 8191, 16384),
     check_context=2500,
+    check_places=6,
+    sampled_rows=(1, 64),
     kernel_rows=(1, 8, 64, 256, 8192),
     contexts=(1024, 8192, 32768),
     population=256,
@@ -139,8 +148,11 @@ REHEARSAL = Scale(
     copy_bytes=1 << 16,
     product=32,
     working_set=1 << 14,
+    kernel_roles=("small",),
     row_counts=(1, 2, 17),
     check_context=20,
+    check_places=1,
+    sampled_rows=(1,),
     kernel_rows=(1, 2),
     contexts=(20,),
     population=4,

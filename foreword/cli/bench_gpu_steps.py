@@ -13,6 +13,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from foreword.cli.bench_common import rotated
@@ -23,7 +24,7 @@ from foreword.cli.bench_gpu_scale import ROLES
 from foreword.cli.bench_shapes import Shape
 from foreword.core.structured import StructuredOutput
 
-__all__ = ["Steps", "paired", "prompt_operations", "weight_bytes"]
+__all__ = ["Steps", "paired", "prompt_operations", "ratio", "weight_values"]
 
 DRAFTED = 3  # tokens of a draft model's drafts where only idle time is asked for
 ANYTHING = "(.|\n)*"  # a grammar that allows every text: its cost is all there is of it
@@ -39,20 +40,17 @@ class Steps:
     def parts(self) -> Iterator[Part]:
         for role in ROLES:
             with self.yard.bed(role) as exact:
-                yield Part(f"{role} decode", self._told(self._decode, exact, role), 4)
-                yield Part(f"{role} idle", self._told(self._idle, exact, role, "off"))
-                yield Part(f"{role} prompt", self._told(self._prompt, exact, role))
+                yield Part(f"{role} decode", partial(self._decode, exact, role), 4)
+                yield Part(f"{role} idle", partial(self._idle, exact, role, "off"))
+                yield Part(f"{role} prompt", partial(self._prompt, exact, role))
                 with self.yard.bed(role, fast_math=True) as fast:
-                    yield Part(f"{role} fast-math", self._told(self._fast_math, exact, fast, role), 6)
+                    yield Part(f"{role} fast-math", partial(self._fast_math, exact, fast, role), 6)
             drafts = {"speculate": "draft", "draft_model": self.yard.drafter(role), "draft_length": "fixed"}
             with self.yard.bed(role, **drafts, num_speculative_tokens=DRAFTED) as drafting:
-                yield Part(f"{role} idle with a draft model", self._told(self._idle, drafting, role, "draft"))
+                yield Part(f"{role} idle with a draft model", partial(self._idle, drafting, role, "draft"))
             lookups = {"speculate": f"{GRAMMAR},{SUFFIX},{NGRAM}", "draft_length": "fixed", "num_speculative_tokens": DRAFTED}
             with self.yard.bed(role, **lookups) as looking:
-                yield Part(f"{role} host drafters", self._told(self._host_drafters, looking, role), 4)
-
-    def _told(self, measure: Callable[..., Mapping[str, Any]], *given: Any) -> Callable[[], Mapping[str, Any]]:
-        return lambda: measure(*given)
+                yield Part(f"{role} host drafters", partial(self._host_drafters, looking, role), 4)
 
     def _asked(self, role: str, count: int, **options: Any) -> list[Question]:
         scale = self.scale
@@ -61,7 +59,7 @@ class Steps:
     def _decode(self, bed: Bed, role: str) -> Mapping[str, Any]:
         """The same first requests in every crowd: their tokens must be the same."""
         most = self._asked(role, max(self.scale.streams))
-        runs = {str(count): lambda count=count: bed.answer(most[:count]) for count in self.scale.streams}
+        runs = {str(count): partial(bed.answer, most[:count]) for count in self.scale.streams}
         rounds = paired(runs, self.scale.rounds)
         one = str(self.scale.streams[0])
         alike = {answered.tokens[0] for crowd in rounds.values() for answered in crowd}
@@ -108,7 +106,7 @@ class Steps:
         found: dict[str, Any] = {}
         for count in self.scale.fast_streams:
             asked = self._asked(role, count)
-            runs = {"exact": lambda asked=asked: exact.answer(asked), "fast": lambda asked=asked: fast.answer(asked)}
+            runs = {"exact": partial(exact.answer, asked), "fast": partial(fast.answer, asked)}
             rounds = paired(runs, max(2, self.scale.rounds - 2))
             found[f"{count} exact over fast"] = ratio(rounds["exact"], rounds["fast"], lambda each: each.step_s)
             found[f"{count} fast tok/s"] = statistics.median(each.rate for each in rounds["fast"])
@@ -122,11 +120,11 @@ class Steps:
         found: dict[str, Any] = {}
         for count in (self.scale.streams[0], self.scale.streams[-1]):
             plain = self._asked(role, count, temperature=1.0)
-            runs: dict[str, Callable[[], Answered]] = {"off": lambda plain=plain: bed.answer(plain)}
+            runs: dict[str, Callable[[], Answered]] = {"off": partial(bed.answer, plain)}
             for name in (NGRAM, SUFFIX, GRAMMAR):
                 structured = StructuredOutput.regex(ANYTHING) if name == GRAMMAR else None
                 asked = [replace(question, method=name, structured=structured) for question in plain]
-                runs[name] = lambda asked=asked: bed.answer(asked)
+                runs[name] = partial(bed.answer, asked)
             rounds = paired(runs, max(2, self.scale.rounds - 2))
             for name in (NGRAM, SUFFIX, GRAMMAR):
                 more = [(one.step_s - off.step_s) * 1e6 for one, off in zip(rounds[name], rounds["off"], strict=True)]
@@ -154,10 +152,6 @@ def ratio(mine: Sequence[Answered], its: Sequence[Answered], value: Callable[[An
 def weight_values(shape: Shape) -> int:
     """Weights that a step reads: all matrices with the head; of the embedding one row a token."""
     return sum(matrix.n * matrix.k * matrix.copies for matrix in shape.matrices)
-
-
-def weight_bytes(shape: Shape, value_bytes: int) -> int:
-    return value_bytes * weight_values(shape)
 
 
 def prompt_operations(shape: Shape, length: int) -> float:
