@@ -312,6 +312,22 @@ def test_drafts_of_several_lengths_are_planned(engine_of: Callable[..., Engine],
     assert answer(engine, request("c")) and ahead.num_rounds > 2
 
 
+def test_drafts_take_nothing_from_those_that_wait_nor_rows_that_there_are_not(engine_of: Callable[..., Engine]) -> None:
+    for options, others in (({"max_num_seqs": 2}, 3), ({"max_num_batched_tokens": 6, "max_num_seqs": 4}, 2)):
+        engine = engine_of(speculate="draft", num_speculative_tokens=2, **options)
+        ahead = run_ahead(engine)
+        for name in "abc"[:others]:
+            engine.submit(request(name, 30))
+        steps(engine, 4)
+        fits = options["max_num_seqs"] == 4
+        assert (ahead.num_rounds > 0) == fits, "with six rows two requests have three each"
+        engine.submit(request("d", 30))
+        rounds = ahead.num_rounds
+        steps(engine, 6)
+        assert ahead.num_rounds <= rounds + 1
+        finish(engine)
+
+
 def test_adaptive_drafts_are_planned(engine_of: Callable[..., Engine]) -> None:
     engine = engine_of(speculate="draft", draft_length="adaptive")
     ahead = run_ahead(engine)

@@ -179,10 +179,10 @@ class Controller:
     def measured(self, facts: StepFacts) -> None:
         machine = self._machine
         tally = machine.tally(facts.served, self._kinds)
-        self._step = self._plainly(tally.plain)
+        self._step = self._plainly(tally.plain, not tally.decoding)
         cost, drafting = machine.measured(tally, facts.seconds, self._drafting)
         if self._in_vain:
-            share = drafting / cost + 1.0 - machine.ahead
+            share = drafting / cost + 1.0 - self._ahead(not tally.decoding)
             self._asking_share += (share - self._asking_share) / 16 if self._asking_share else share
         self._drafting = 0.0
         self._ledger.settle(facts.served, self._step, cost + drafting, machine.costs.saved(tally.plain))
@@ -218,18 +218,24 @@ class Controller:
                 context += sum(account.context for account in self._strangers.values())
             extra = sum(machine.prices.extra(request.kind) for request in self._asking) if self._kinds else 0.0
             shape = Shape(len(accounts) + load.prompt_rows, len(accounts), context, 0, extra)
-            self._frame = Frame(shape, machine.costs.of(shape), self._plainly(shape), accounts, load.prompt_rows > 0)
+            self._frame = Frame(
+                shape, machine.costs.of(shape), self._plainly(shape, load.prompt_rows > 0), accounts, load.prompt_rows > 0
+            )
         return self._frame
 
-    def _plainly(self, shape: Shape) -> float:
+    def _ahead(self, prompts: bool) -> float:
+        """What the next step takes without drafts, as a share of what it takes if they are asked for."""
+        return 1.0 if prompts else self._machine.ahead_of(self._kinds.values())
+
+    def _plainly(self, shape: Shape, prompts: bool) -> float:
         """What plain decoding would take for a step, which would still serve the ghosts."""
         ghosts = self._ledger.ghosts
         costs = self._machine.costs
-        return self._machine.ahead * costs.of(shape.plus(len(ghosts), self._ledger.ghost_context) if ghosts else shape)
+        return self._ahead(prompts) * costs.of(shape.plus(len(ghosts), self._ledger.ghost_context) if ghosts else shape)
 
     def _costs(self, frame: Frame, rows: int) -> Sequence[float]:
         """Of the step with 0, 1, ... drafted rows; without any it could be computed ahead."""
-        costs, ahead = self._machine.costs.with_further(frame.shape, rows), self._machine.ahead
+        costs, ahead = self._machine.costs.with_further(frame.shape, rows), self._ahead(frame.prompts)
         return costs if ahead == 1.0 else [ahead * costs[0], *costs[1:]]
 
     def _idle_rounds(self) -> int:

@@ -14,9 +14,21 @@ from itertools import accumulate
 
 from foreword.core.params import SamplingParams
 
-__all__ = ["Calibration", "Curve", "Drift", "PassCost", "SamplePrices", "Shape", "StepCosts", "Timings", "sampling_class"]
+__all__ = [
+    "PROCESSED",
+    "Calibration",
+    "Curve",
+    "Drift",
+    "PassCost",
+    "SamplePrices",
+    "Shape",
+    "StepCosts",
+    "Timings",
+    "sampling_class",
+]
 
 SAMPLING_CLASSES = 5  # greedy, noise, filtered, processed, with logprobs
+PROCESSED = 3  # the first class of those that the host must sample
 FIXED_SHARE = 0.05  # of a step of one row, until measured: what sampling takes however many rows there are
 ROW_SHARES = (0.002, 0.005, 0.01, 0.02, 0.02)  # the same for one row of each sampling class
 CORRECTION_RATE = 0.015  # of each later observation

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from foreword.drafting.control.costs import (
     OUTLIER,
+    PROCESSED,
     SAMPLING_CLASSES,
     Calibration,
     Drift,
@@ -23,6 +24,7 @@ __all__ = ["Machine", "Tally"]
 PRICE_EVERY = 8  # steps between two looks at the price of sampling
 PASS_RATE = 0.05
 AHEAD_PRIOR, AHEAD_RATE = 0.9, 0.125
+AHEAD_FORGOTTEN, FORGET_RATE = 0.985, 1 / 256  # believed of running ahead where it does not come to it: enough to try it
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +55,7 @@ class Machine:
     """Costs of steps and passes in model seconds, corrected by what they really take.
 
     watchdog   doubts it all
-    ahead      what a step without drafts takes where many of them are computed ahead of the host, as a share of one that is not
+    ahead      what a step without drafts takes where it is computed ahead of the host, as a share of one that is not
     predicted  seconds that steps with drafts were thought to take, drafting included; realised: what they took
     """
 
@@ -104,6 +106,7 @@ class Machine:
         """
         drafting = seconds.get("draft", 0.0)
         verifying = sum(seconds.values()) - drafting
+        self.ahead += max(AHEAD_FORGOTTEN - self.ahead, 0.0) * FORGET_RATE
         cost = self.costs.of(tally.shape)
         if tally.drafted:
             self.predicted += (cost + passes) * self.drift
@@ -124,6 +127,10 @@ class Machine:
         share = sum(seconds.values()) / (self.costs.of(tally.plain) * self.drift)
         self.ahead += (min(max(share, 1 / OUTLIER), 1.0) - self.ahead) * AHEAD_RATE
 
+    def ahead_of(self, kinds: Iterable[int]) -> float:
+        """The share for a step of requests of these sampling classes, all of which decode: the host is asked by some."""
+        return self.ahead if self.ahead == 1.0 or max(kinds, default=0) < PROCESSED else 1.0
+
     def drafting(self, drafter: str, backlog: int, requests: int, length: int) -> float:
         """Model seconds of drafting `length` tokens for `requests` requests with so many rows to compute first."""
         return self._pass_factor * self._passes[drafter].draft(backlog, requests, length)
@@ -137,7 +144,8 @@ class Machine:
             self.costs.learn(rows, before, ratio / ratio_before)
         self._last = rows, ratio
         if tally.drafted:
-            needed = self.ahead * self.costs.of(tally.plain) * tally.emitted / tally.sampling
+            ahead = self.ahead_of(kind for kind, rows in enumerate(tally.kinds) if rows)
+            needed = ahead * self.costs.of(tally.plain) * tally.emitted / tally.sampling
             self.watchdog.speculated(total, needed)
         else:
             self.watchdog.plain(ratio)

@@ -221,6 +221,32 @@ def test_nobody_is_left_alone_where_asking_is_cheap() -> None:
     assert all(asked_when_nothing_is_offered(controller, state, 0.003 * STEP))
 
 
+def test_asking_in_vain_costs_what_running_ahead_would_have_saved() -> None:
+    controller, state = controller_of(), state_of()
+    controller.expect_ahead()
+    controller.start(state)
+    assert sum(asked_when_nothing_is_offered(controller, state, 0.003 * STEP)[-32:]) <= 2
+    host, other = controller_of(), state_of(presence_penalty=1.0)
+    host.expect_ahead()
+    host.start(other)
+    assert all(asked_when_nothing_is_offered(host, other, 0.003 * STEP)), "no round could sample for it"
+
+
+def test_a_draft_has_to_beat_a_step_that_is_computed_ahead() -> None:
+    slow = Draft((1,), "suffix", (0.9,))
+    for ahead, taken in ((False, True), (True, False)):
+        controller, state = controller_of(CPU), state_of()
+        if ahead:
+            controller.expect_ahead()
+        controller.start(state)
+        for _ in range(60):
+            step(controller, [state], CPU.calibration().sampled[1])
+            if ahead:
+                facts = StepFacts((Served(state, 1, 0, True, 1, 8),), {"forward": CPU.calibration().sampled[1] / 2})
+                controller.ran_ahead(facts)
+        assert (offered(controller, state, slow) is not None) == taken, "two tokens a step pay, if no step takes half as long"
+
+
 def test_the_door_rests_while_everybody_sleeps() -> None:
     """And no longer: who sleeps for a spell is asked at its end."""
     controller, state = controller_of(), state_of()

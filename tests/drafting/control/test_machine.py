@@ -67,3 +67,19 @@ def test_prompts_teach_nothing_about_decoding() -> None:
     machine = machine_of()
     machine.measured(machine.tally([served("a", num_tokens=50)], {}), {"forward": 5.0}, 0.0)
     assert machine.drift == 1.0
+
+
+def test_what_running_ahead_saves_is_measured_and_doubted() -> None:
+    machine = machine_of()
+    plain = machine.tally([served("a")], {})
+    assert machine.ahead == machine.ahead_of([0]) == 1.0
+    machine.expect_ahead()
+    for seconds, share in ((0.008, 0.8), (0.001, 0.5), (0.05, 1.0), (0.007, 0.7)):
+        for _ in range(60):
+            machine.measured(plain, {"forward": 0.01}, 0.0)
+            machine.ran_ahead(plain, {"forward": seconds})
+        assert machine.ahead == pytest.approx(share, rel=0.05)
+    assert machine.ahead_of([0, 2]) == machine.ahead and machine.ahead_of([0, 3]) == 1.0
+    for _ in range(2000):
+        machine.measured(plain, {"forward": 0.01}, 0.0)
+    assert 0.98 < machine.ahead < 0.99, "it does not come to it any more"
