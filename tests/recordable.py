@@ -21,6 +21,7 @@ from foreword.cache.storage import KVStorage
 from foreword.core.batch import Batch
 from foreword.core.kv import KVLayer
 from foreword.kernels.graphs import Graphs
+from foreword.kernels.ops import Ops
 from foreword.kernels.recorded import RecordedForward
 from foreword.kernels.reference import Reference
 from foreword.kernels.reference_sampling import gumbel
@@ -139,10 +140,10 @@ class TapedGraphs(Graphs):
 
 
 class Bed:
-    """A checkpoint on the recordable backend, its KV and its forward pass, which is captured once reserve() was called."""
+    """A checkpoint on a recordable backend, its KV and its forward pass, which is captured once reserve() was called."""
 
-    def __init__(self, path: Path) -> None:
-        self.ops = Recordable()
+    def __init__(self, path: Path, ops: Ops | None = None) -> None:
+        self.ops = Recordable() if ops is None else ops
         self.model = load_model(path, self.ops, Precision.of("float32"), "cpu", CONTEXT)
         self.kv = KVStorage(6 * MAX_BLOCKS, BLOCK_SIZE, self.model.kv_layers, "float32")
         forward = self.model.compiled(self.kv)

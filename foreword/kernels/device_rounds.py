@@ -13,8 +13,7 @@ from foreword.core.batch import SCRATCH_BLOCK, Batch
 from foreword.kernels.drafts import Drafts
 from foreword.kernels.graphs import Graphs, bucket_of, buckets
 from foreword.kernels.hashes import hash_of
-from foreword.kernels.lanes import STATE, Field, Level, Limits, Lines, level_of, pack, rows_of, sample, upload
-from foreword.kernels.matching import match
+from foreword.kernels.lanes import Field, LaneSteps, Level, Limits, Lines, level_of, pack, sample, upload
 from foreword.kernels.ops import Ops
 from foreword.kernels.rounds import RoundLane, RoundResult
 
@@ -100,6 +99,7 @@ class DeviceRounds:
     def __init__(
         self,
         ops: Ops,
+        steps: LaneSteps,
         forward: Callable[[Batch], Tensor],
         graphs: Graphs,
         limits: Limits,
@@ -110,6 +110,7 @@ class DeviceRounds:
         hashed: bool,
     ) -> None:
         self._ops = ops
+        self._steps = steps
         self._forward = forward
         self._graphs = graphs
         self._limits = limits
@@ -225,35 +226,23 @@ class DeviceRounds:
         """The target's part, once the guesses are there."""
         chosen, width = self._chosen[:count], 1 + num_draft
         lines = Lines(self._table.index_select(1, chosen))
-        alive, length, last = lines.alive, lines[Field.LENGTH], lines[Field.LAST]
-        token_ids, logprobs = last[:, None], torch.zeros(count, 0, dtype=torch.float64, device=chosen.device)
+        length, last = lines[Field.LENGTH], lines[Field.LAST]
+        guesses = last[:, None][:, :0]
+        logprobs = guesses.view(torch.float64)
         if self._drafts is not None:
             guesses, logprobs = self._drafts.guesses(count, num_draft)
-            token_ids = torch.cat((token_ids, guesses), 1)
-        valid = alive[:, None] & (token_ids >= 0)
+        token_ids = torch.cat((last[:, None], guesses), 1)
+        valid = lines.alive[:, None] & (token_ids >= 0)
         tables, shifts = self._blocks.take(self._chosen[: count + 1]), lines[Field.SHIFT]
-        batch = rows_of(token_ids, length - 1, valid, tables, shifts, self._block_size, self._limits.directions, last=False)
+        directions = self._limits.directions
+        batch = self._steps.rows(token_ids, length - 1, valid, tables, shifts, self._block_size, directions, last=False)
         logits = self._forward(batch)
         if raw is not None:
             raw.copy_(logits)
         each = Lines(lines.values[:, :, None].expand(-1, -1, width).flatten(1))
         positions = (length[:, None] + torch.arange(width, device=chosen.device)).view(-1)
         sampled = sample(self._ops, logits, each, positions, self._unused, level).view(count, width)
-        accepted = match(sampled, token_ids[:, 1:], valid.long().sum(1) - 1)
-        self._advance(chosen, lines, torch.cat((last[:, None], sampled), 1), accepted)
-        parts = (lines[Field.ALIVE][None], accepted[None] + 1, sampled.t(), token_ids[:, 1:].t(), logprobs.view(torch.int64).t())
-        result.copy_(torch.cat(parts))
-
-    def _advance(self, chosen: Tensor, lines: Lines, run: Tensor, accepted: Tensor) -> None:
-        """Every request goes on behind what it emitted; one with a broken row takes no part any more.
-
-        run  int64 [n, 1 + (1 + d)]: its last token, and what was sampled
-        """
-        before, last = run.gather(1, torch.stack((accepted, accepted + 1), 1)).unbind(1)
-        goes_on = lines.alive & (last >= 0)
-        following = torch.stack((lines[Field.LENGTH] + accepted + 1, before, last))
-        state = torch.where(goes_on, following, lines.values[Field.LENGTH : STATE])
-        self._table[:STATE].index_copy_(1, chosen, torch.cat((goes_on.long()[None], state)))
+        self._steps.advance(self._table, chosen, sampled, guesses, logprobs, result)
 
     def _sent(self, active: tuple[int, ...], num_draft: int, round_: _Recorded) -> _UnderWay:
         """What a round yields, on its way to the host; nothing that follows it can overwrite what is copied."""

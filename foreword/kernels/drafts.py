@@ -10,7 +10,7 @@ from torch import Tensor
 
 from foreword.core.batch import SCRATCH_BLOCK, Batch
 from foreword.kernels.graphs import Graphs, bucket_of, buckets
-from foreword.kernels.lanes import Field, Level, Limits, Lines, level_of, pack, rows_of, sample, upload
+from foreword.kernels.lanes import Field, Guessing, LaneSteps, Level, Limits, Lines, level_of, pack, sample, upload
 from foreword.kernels.ops import DraftLane, Guess, Ops
 
 __all__ = ["Drafts"]
@@ -42,6 +42,7 @@ class Drafts:
     def __init__(
         self,
         ops: Ops,
+        steps: LaneSteps,
         forward: Callable[[Batch], Tensor],
         graphs: Graphs,
         limits: Limits,
@@ -56,6 +57,7 @@ class Drafts:
         self.unused = unused.to(limits.device)
         self.sizes = buckets(limits.rows)
         self._ops = ops
+        self._steps = steps
         self._forward = forward
         rows, device = limits.rows, limits.device
         self._lines = torch.zeros(len(Field), rows, dtype=torch.int64, device=device)
@@ -127,21 +129,24 @@ class Drafts:
 
     def step(self, count: int, logits: Tensor, level: Level) -> None:
         """Sample the next guess of each of the first `count` requests: logits [count, V] are overwritten."""
-        lines, going, total = Lines(self._lines[:, :count]), self._going[:count], self._total[:count]
+        lines = Lines(self._lines[:, :count])
         token_ids = sample(self._ops, logits, lines, lines[Field.LENGTH], self.unused, level)
-        chosen = token_ids.clamp(min=0)
-        own = logits.gather(1, chosen[:, None])[:, 0].double()
-        logprobs = own - self._ops.log_sum_exp(logits).double()
-        guessed = going & (token_ids >= 0)
-        logprobs = torch.where(guessed, logprobs, 0.0)
-        self._guesses[:, :count].index_copy_(0, self._column, torch.where(guessed, token_ids, -1)[None])
-        self._logprobs[:, :count].index_copy_(0, self._column, logprobs[None])
-        self._column.add_(1)
-        total.add_(logprobs)
-        going.copy_(guessed & (self._column < self._limit[:count]) & ~(total < self._floor[:count]))
-        self._token[:count].copy_(chosen)
-        self._place[:count].add_(1)
-        lines[Field.LENGTH].add_(1)
+        self._steps.guess(self._guessing(count), token_ids, logits, self._ops.log_sum_exp(logits))
+
+    def _guessing(self, count: int) -> Guessing:
+        """Of the first `count` requests."""
+        return Guessing(
+            column=self._column,
+            guesses=self._guesses[:, :count],
+            logprobs=self._logprobs[:, :count],
+            token=self._token[:count],
+            place=self._place[:count],
+            index=self._lines[Field.LENGTH, :count],
+            going=self._going[:count],
+            total=self._total[:count],
+            floor=self._floor[:count],
+            limit=self._limit[:count],
+        )
 
     def guesses(self, count: int, num: int) -> tuple[Tensor, Tensor]:
         """The first `num` of `count` requests: ids int64 [count, num], -1 behind the last one, and log-probabilities float64."""
@@ -162,7 +167,7 @@ class Drafts:
     def _rows(self, token_ids: Tensor, first: Tensor, valid: Tensor) -> Batch:
         count = len(token_ids)
         shifts, tables = self._lines[Field.SHIFT, :count], self._tables[: count + 1]
-        return rows_of(token_ids, first, valid, tables, shifts, self.block_size, self.limits.directions, last=True)
+        return self._steps.rows(token_ids, first, valid, tables, shifts, self.block_size, self.limits.directions, last=True)
 
     def _set(self, lanes: Sequence[DraftLane], size: int) -> None:
         """What the passes for these lanes read, in a bucket of this size."""

@@ -16,9 +16,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from foreword.core.batch import SCRATCH_BLOCK, Batch
+from foreword.kernels.matching import match
 from foreword.kernels.ops import DraftSampling, Ops
 
-__all__ = ["STATE", "Field", "Level", "Limits", "Lines", "level_of", "pack", "rows_of", "sample", "upload"]
+__all__ = ["STATE", "Field", "Guessing", "LaneSteps", "Level", "Limits", "Lines", "level_of", "pack", "sample", "upload"]
 
 NO_LIMIT = 1 << 40  # of top_k
 SIGN = 1 << 63
@@ -129,37 +130,108 @@ def upload(values: Tensor, into: Tensor) -> None:
     into.copy_(values.pin_memory() if into.is_cuda else values, non_blocking=True)
 
 
-def rows_of(
-    token_ids: Tensor, first: Tensor, valid: Tensor, tables: Tensor, shifts: Tensor, block_size: int, directions: bool, last: bool
-) -> Batch:
-    """The rows of n requests, the same number of each.
+@dataclass(frozen=True, slots=True)
+class Guessing:
+    """What is noted of n requests while a draft goes on; every tensor is changed but `floor` and `limit`.
 
-    token_ids  int64 [n, w]
-    first      int64 [n]       position of the first of them
-    valid      bool [n, w]     the others are rows of padding
-    tables     int64 [n+1, M]  the last line is the padding's
-    shifts     int64 [n]       between position and place, where there are directions
-    last       the last row of each request is sampled, not every one
+    column    int64 [1]  number of the next guess
+    guesses   int64 [K, n], logprobs float64 [K, n]: -1 and 0 where a request has none
+    token     int64 [n]    the last guess, and its position in the draft model's cache, `place`
+    index     int64 [n]    absolute index of the next guess
+    going     bool [n]     whether more guesses are wanted
+    total     float64 [n]  sum of the log-probabilities; no more are wanted below `floor`
+    limit     int64 [n]    guesses at most
     """
-    count, width = token_ids.shape
-    device = token_ids.device
-    requests = torch.arange(count, device=device)[:, None]
-    positions = torch.where(valid, first[:, None] + torch.arange(width, device=device), 0)
-    blocks = tables[:-1].gather(1, positions // block_size)
-    slots = blocks * block_size + positions % block_size
-    places = torch.where(valid, positions + shifts[:, None], 0).view(-1, 1) if directions else None
-    return Batch(
-        token_ids=torch.where(valid, token_ids, 0).view(-1),
-        positions=positions.view(-1),
-        slots=torch.where(valid, slots, SCRATCH_BLOCK * block_size).view(-1),
-        block_tables=tables,
-        row_starts=tuple(range(0, count * width + 1, width)),
-        ends=(),
-        sample_rows=torch.arange(width - 1 if last else 0, count * width, width if last else 1, device=device),
-        block_size=block_size,
-        rope_positions=None if places is None else places.expand(-1, 3).contiguous(),
-        owners=torch.where(valid, requests, count).view(-1),
-    )
+
+    column: Tensor
+    guesses: Tensor
+    logprobs: Tensor
+    token: Tensor
+    place: Tensor
+    index: Tensor
+    going: Tensor
+    total: Tensor
+    floor: Tensor
+    limit: Tensor
+
+
+class LaneSteps:
+    """What a round does beside the model's passes and sampling, operation by operation. A backend may do each in one launch."""
+
+    def rows(
+        self,
+        token_ids: Tensor,
+        first: Tensor,
+        valid: Tensor,
+        tables: Tensor,
+        shifts: Tensor,
+        block_size: int,
+        directions: bool,
+        last: bool,
+    ) -> Batch:
+        """The rows of n requests, the same number of each.
+
+        token_ids  int64 [n, w]
+        first      int64 [n]       position of the first of them
+        valid      bool [n, w]     the others are rows of padding
+        tables     int64 [n+1, M]  the last line is the padding's
+        shifts     int64 [n]       between position and place, where there are directions
+        last       the last row of each request is sampled, not every one
+        """
+        count, width = token_ids.shape
+        device = token_ids.device
+        requests = torch.arange(count, device=device)[:, None]
+        positions = torch.where(valid, first[:, None] + torch.arange(width, device=device), 0)
+        blocks = tables[:-1].gather(1, positions // block_size)
+        slots = blocks * block_size + positions % block_size
+        places = torch.where(valid, positions + shifts[:, None], 0).view(-1, 1) if directions else None
+        return Batch(
+            token_ids=torch.where(valid, token_ids, 0).view(-1),
+            positions=positions.view(-1),
+            slots=torch.where(valid, slots, SCRATCH_BLOCK * block_size).view(-1),
+            block_tables=tables,
+            row_starts=tuple(range(0, count * width + 1, width)),
+            ends=(),
+            sample_rows=torch.arange(width - 1 if last else 0, count * width, width if last else 1, device=device),
+            block_size=block_size,
+            rope_positions=None if places is None else places.expand(-1, 3).contiguous(),
+            owners=torch.where(valid, requests, count).view(-1),
+        )
+
+    def guess(self, state: Guessing, token_ids: Tensor, logits: Tensor, log_sum: Tensor) -> None:
+        """Note one guess of each request: token_ids int64 [n], -1 where no token is legal; logits float32 [n, V] that they were
+        sampled from, and the logarithm of their sum, float32 [n]."""
+        chosen = token_ids.clamp(min=0)
+        logprobs = logits.gather(1, chosen[:, None])[:, 0].double() - log_sum.double()
+        guessed = state.going & (token_ids >= 0)
+        logprobs = torch.where(guessed, logprobs, 0.0)
+        state.guesses.index_copy_(0, state.column, torch.where(guessed, token_ids, -1)[None])
+        state.logprobs.index_copy_(0, state.column, logprobs[None])
+        state.column.add_(1)
+        state.total.add_(logprobs)
+        state.going.copy_(guessed & (state.column < state.limit) & ~(state.total < state.floor))
+        state.token.copy_(chosen)
+        state.place.add_(1)
+        state.index.add_(1)
+
+    def advance(self, table: Tensor, chosen: Tensor, sampled: Tensor, guesses: Tensor, logprobs: Tensor, result: Tensor) -> None:
+        """Every request goes on behind what it emits; one with a broken row takes no part any more.
+
+        table     int64 [len(Field), lanes], changed in the columns chosen int64 [n]; what is chosen twice takes no part
+        sampled   int64 [n, 1+d]
+        guesses   int64 [n, d], -1 behind the last one, with logprobs float64 [n, d]
+        result    int64 [3+3d, n] gets ALIVE as it was, the number of tokens emitted, `sampled`, `guesses`, bits of logprobs
+        """
+        alive, length, before, last = table[:STATE].index_select(1, chosen)
+        drafted = (guesses >= 0).long().cumprod(1).sum(1) * alive
+        accepted = match(sampled, guesses, drafted)
+        run = torch.cat((last[:, None], sampled), 1)
+        result.copy_(torch.cat((alive[None], accepted[None] + 1, sampled.t(), guesses.t(), logprobs.view(torch.int64).t())))
+        run_before, run_last = run.gather(1, torch.stack((accepted, accepted + 1), 1)).unbind(1)
+        goes_on = (alive != 0) & (run_last >= 0)
+        following = torch.stack((length + accepted + 1, run_before, run_last))
+        state = torch.where(goes_on, following, torch.stack((length, before, last)))
+        table[:STATE].index_copy_(1, chosen, torch.cat((goes_on.long()[None], state)))
 
 
 def sample(ops: Ops, logits: Tensor, lines: Lines, positions: Tensor, unused: Tensor, level: Level) -> Tensor:

@@ -13,7 +13,7 @@ from foreword.core.batch import SCRATCH_BLOCK, Batch, Chunk, build_batch, owners
 from foreword.kernels.device_rounds import DeviceRounds
 from foreword.kernels.drafts import Drafts
 from foreword.kernels.graphs import Graphs, bucket_of, buckets
-from foreword.kernels.lanes import Limits
+from foreword.kernels.lanes import LaneSteps, Limits
 from foreword.kernels.ops import DraftLane, Guess, Ops
 from foreword.kernels.rounds import RunsAhead
 
@@ -38,9 +38,10 @@ class RecordedForward:
     do before reserve(). Both compute the same bits.
     """
 
-    def __init__(self, ops: Ops, forward: Callable[[Batch], Tensor], eager: bool = False) -> None:
-        """eager: nothing is captured."""
+    def __init__(self, ops: Ops, forward: Callable[[Batch], Tensor], eager: bool = False, steps: LaneSteps | None = None) -> None:
+        """eager: nothing is captured; steps: how drafts and rounds do what is beside the passes."""
         self._ops = ops
+        self._steps = steps or LaneSteps()
         self._forward = forward
         self._eager = eager
         self._limits: Limits | None = None
@@ -116,7 +117,9 @@ class RecordedForward:
             limits, graphs, width = self._reserved(), self._graphs, self._out.shape[1]
             assert graphs is not None
             drafts = None if drafter is None else drafter._drafts_for(block_size, drafter._unused_for(unused, width))
-            self._rounds[key] = DeviceRounds(self._ops, self._forward, graphs, limits, width, block_size, unused, drafts, hashed)
+            self._rounds[key] = DeviceRounds(
+                self._ops, self._steps, self._forward, graphs, limits, width, block_size, unused, drafts, hashed
+            )
         return self._rounds[key]
 
     def _reserved(self) -> Limits:
@@ -169,7 +172,7 @@ class RecordedForward:
         if self._drafts is None or not self._drafts.serves(block_size, unused):
             limits, graphs, width = self._reserved(), self._graphs, self._out.shape[1]
             assert graphs is not None
-            self._drafts = Drafts(self._ops, self._forward, graphs, limits, width, block_size, unused)
+            self._drafts = Drafts(self._ops, self._steps, self._forward, graphs, limits, width, block_size, unused)
         return self._drafts
 
     def _unused_for(self, unused: Tensor, width: int) -> Tensor:

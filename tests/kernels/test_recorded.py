@@ -80,7 +80,7 @@ def steps(draw: st.DrawFn) -> list[Batch]:
                 chunks.append(Chunk(own, starts[number], blocks_of(number)[:held], draw(st.integers(0, rows))))
                 starts[number] += rows
         if chunks:
-            found.append(build_batch(chunks, BLOCK_SIZE, 1, "cpu", owners=draw(st.booleans())))
+            found.append(build_batch(chunks, BLOCK_SIZE, draw(st.sampled_from([1, 4])), "cpu", owners=draw(st.booleans())))
     return found
 
 

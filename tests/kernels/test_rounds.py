@@ -148,6 +148,9 @@ def lane_of(number: int, state: RequestState, length: int, drafted: bool) -> Rou
     return RoundLane(tuple(state.tokens[-2:]), len(state.tokens), blocks, sampling, blocks if drafted else ())
 
 
+seeds = st.integers(0, 9) | st.integers(2**63, 2**64 - 1)
+
+
 @st.composite
 def requests(draw: st.DrawFn) -> list[RequestState]:
     states = []
@@ -156,7 +159,7 @@ def requests(draw: st.DrawFn) -> list[RequestState]:
         temperature = draw(st.sampled_from([0.0, 0.0, 1.0, 0.7, 2.0]))
         params = SamplingParams(temperature=temperature, **draw(st.sampled_from([{}, filters])))
         prompt = tuple(draw(st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=6)))
-        states.append(RequestState(Request(f"{number}", prompt, params, draw(st.integers(0, 2**64 - 1))), number, 4096))
+        states.append(RequestState(Request(f"{number}", prompt, params, draw(seeds)), number, 4096))
     return states
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from foreword.core.batch import Batch
 from foreword.kernels.recorded import RecordedForward
 from foreword.kernels.reference import Reference
+from foreword.kernels.triton.advance import TritonLaneSteps
 from foreword.kernels.triton.attention import TritonAttention
 from foreword.kernels.triton.linear import TritonLinear
 from foreword.kernels.triton.rows import TritonRows
@@ -30,4 +31,4 @@ class TritonOps(TritonLinear, TritonAttention, TritonRows, TritonSampling, Refer
 
     def compile(self, forward: Callable[[Batch], Tensor]) -> RecordedForward:
         """Captured in graphs, but for passes of many rows."""
-        return RecordedForward(self, forward, self.eager)
+        return RecordedForward(self, forward, self.eager, TritonLaneSteps())
