@@ -33,6 +33,8 @@ class ModelFacts:
     image_token_id      id of the placeholder of a picture's tokens; None: the model sees none
     kept_embedding_parameters  of these, parameters of the embedding and of the head
     row_values          numbers that one row of a pass holds at once, about
+    gpu_bytes           of kept weights that keep their form on a GPU too
+    gpu_kept_parameters how many weights that are; the others become values of the activations' type
     """
 
     architecture: str
@@ -49,6 +51,8 @@ class ModelFacts:
     tower_parameters: int = 0
     image_token_id: int | None = None
     row_values: int = 0
+    gpu_bytes: int = 0
+    gpu_kept_parameters: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,8 +139,8 @@ def weight_bytes(facts: ModelFacts, dtype: str, weight_dtype: str, quantization:
     """The embedding and the head are never rounded to less than 8 bits, a tower that sees not at all.
 
     dtype    of activations
-    kernels  who computes: "native" keeps all weights as they are; "triton" all but the blocks of a file, which become values of
-             the activations' type; "torch" holds what is quantized as float32, and whatever is not of the activations'
+    kernels  who computes: "native" keeps all weights as they are; "triton" all but some blocks of a file, which become values
+             of the activations' type; "torch" holds what is quantized as float32, and whatever is not of the activations'
              type once more in that
     """
     tower_dtype = dtype if quantization else weight_dtype
@@ -150,5 +154,6 @@ def weight_bytes(facts: ModelFacts, dtype: str, weight_dtype: str, quantization:
     outer = facts.embedding_parameters - facts.kept_embedding_parameters
     layers = facts.parameters - facts.kept_parameters - facts.tower_parameters - outer
     made = layers * DTYPE_BYTES[linear] + outer * DTYPE_BYTES[embedding] + facts.tower_parameters * DTYPE_BYTES[tower_dtype]
-    kept = facts.weight_bytes or 0 if kernels == "native" else facts.kept_parameters * DTYPE_BYTES[dtype]
+    dense = (facts.kept_parameters - facts.gpu_kept_parameters) * DTYPE_BYTES[dtype]
+    kept = facts.weight_bytes or 0 if kernels == "native" else facts.gpu_bytes + dense
     return int(kept + made)

@@ -191,8 +191,11 @@ def test_a_small_card_computes_fewer_rows_a_step(machine: Machine, rows: int) ->
 
 
 def test_blocks_of_a_file_become_values_on_a_gpu() -> None:
+    """But for those that the kernels there know."""
     kept = replace(SHAPED, weight_bytes=77, kept_parameters=400_000_000)
     assert resolve(Config(), GPU, kept).weight_bytes == SHAPED.parameters * 2
+    known = replace(kept, gpu_bytes=55, gpu_kept_parameters=300_000_000)
+    assert resolve(Config(), GPU, known).weight_bytes == (SHAPED.parameters - 300_000_000) * 2 + 55
 
 
 @pytest.mark.parametrize("used", [0, 20 * GIB])

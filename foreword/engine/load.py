@@ -79,7 +79,7 @@ def _out_of_memory(error: Exception) -> bool:
 def this_machine(config: Config) -> Machine:
     """The hardware that `config` asks for, and which kernels run on it."""
     found = machine(probe(config.device))
-    if config.cpu_isa == "reference" or why_not_native(found.device) is not None or (config.fast_math and found.device == "cuda"):
+    if config.cpu_isa == "reference" or why_not_native(found.device) is not None:
         return replace(found, kernels="torch")
     return replace(found, kernels="native" if found.device == "cpu" else "triton")
 

@@ -28,6 +28,7 @@ __all__ = ["GGUFWeights", "check_kinds", "file_name", "read_factors", "with_kept
 FLOATS: Mapping[str, torch.dtype] = MappingProxyType({"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16})
 # Kinds that are computed with as they are, and their bits; how the kernels lay them out: csrc/quantized_layout.h.
 PACKED: Mapping[str, int] = MappingProxyType({"q8_0": 8, "q5_0": 5, "q4_0": 4, "q4_k": 4, "q5_k": 5, "q6_k": 6})
+ON_GPU: Mapping[str, float] = MappingProxyType({"q8_0": 34 / 32, "q4_0": 18 / 32})  # kinds kept there, and bytes of a value
 TILE = 16  # rows that lie together; the last ones are filled up
 TILE_SCALES = 320  # bytes beside the values: of a tile's block of 256 columns
 TILE_PAIR = 64  # the same of two blocks of 32
@@ -86,6 +87,8 @@ def with_kept(facts: ModelFacts, gguf: GGUF) -> ModelFacts:
         weight_bytes=sum(map(_packed_bytes, kept)),
         kept_parameters=sum(info.values for info in kept),
         kept_embedding_parameters=sum(info.values for info in kept if info.name in (EMBEDDING, HEAD)),
+        gpu_bytes=sum(int(info.values * ON_GPU.get(info.kind.name, 0)) for info in kept),
+        gpu_kept_parameters=sum(info.values for info in kept if info.kind.name in ON_GPU),
     )
 
 
