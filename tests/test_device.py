@@ -1,0 +1,69 @@
+"""What the suite does on machines that lack something."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.device import DEVICE, missing_package, shared, workers
+
+ROOT = Path(__file__).parent.parent
+NEEDY = "import pytest\ndef test_here() -> None: pass\n"
+
+
+def test_a_worker_sees_its_share_of_a_gpu() -> None:
+    gib = 1 << 30
+    free_of_all, reserved = [100 * gib], [0]
+    told = shared(lambda *device: (free_of_all[0], 100 * gib), lambda: reserved[0], 3)
+    assert told() == (30 * gib, 30 * gib)
+    reserved[0] = 20 * gib
+    assert told(0) == (10 * gib, 30 * gib)
+    free_of_all[0] = 5 * gib
+    assert told() == (5 * gib, 30 * gib)
+    reserved[0] = 40 * gib
+    assert told()[0] == 0
+
+
+def test_workers_are_those_of_xdist() -> None:
+    assert (workers({}), workers({"PYTEST_XDIST_WORKER_COUNT": "4"})) == (1, 4)
+
+
+def test_only_optional_packages_may_be_missing() -> None:
+    def caused(name: str) -> Exception:
+        error = RuntimeError("cannot be collected")
+        error.__cause__ = ModuleNotFoundError("no", name=name)
+        return error
+
+    assert missing_package(caused("litellm.main")) == "litellm"
+    assert missing_package(caused("foreword.nothing")) is None
+    assert missing_package(ValueError()) is None
+
+
+@pytest.mark.parametrize(
+    ("package", "partial", "told"),
+    [
+        ("litellm", "1", "1 passed, 1 skipped"),
+        ("litellm", "", "1 error"),
+        ("numbers_of_nobody", "1", "1 error"),
+    ],
+)
+def test_a_module_is_skipped_only_where_that_is_allowed(tmp_path: Path, package: str, partial: str, told: str) -> None:
+    """The package is hidden from a suite of two modules."""
+    (tmp_path / "conftest.py").write_text((ROOT / "tests/conftest.py").read_text())
+    (tmp_path / "test_one.py").write_text(f"import sys\nsys.modules[{package!r}] = None\nimport {package}\n{NEEDY}")
+    (tmp_path / "test_two.py").write_text(NEEDY)
+    environment = os.environ | {"FOREWORD_TEST_PARTIAL": partial, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", str(tmp_path)]
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert told in done.stdout
+
+
+def test_engines_go_where_tensors_of_tests_are() -> None:
+    from_probe = subprocess.run(
+        [sys.executable, "-c", "from foreword.hardware import probe; print(probe().device)"], capture_output=True, text=True
+    )
+    assert from_probe.stdout.strip() == DEVICE
