@@ -1,0 +1,271 @@
+"""A row's attention has the same bits however the work is divided, and is what the reference says."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from foreword.core.batch import Batch, Chunk, build_batch
+from foreword.core.kv import KVLayer
+from foreword.kernels.reference import Reference
+from foreword.kernels.triton import attention
+from foreword.kernels.triton.attention import Plan, TritonAttention, plan_launches
+from tests.kernels.triton.interpreted import exact_dots, programs_in
+
+BLOCK = 8
+SPLIT = 32
+REFERENCE = Reference()
+STORED = {"float32": torch.float32, "int8": torch.int8, "fp8": torch.float8_e4m3fn}
+
+Span = tuple[int, int, int]  # rows [start, end) of a request
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_tiles() -> Iterator[None]:
+    """The interpreter takes a millisecond for each operation on a tile, however small."""
+    with pytest.MonkeyPatch.context() as patch, exact_dots():
+        patch.setattr(attention, "SPLIT", SPLIT)
+        patch.setattr(attention, "BLOCK_KV", 16)
+        patch.setattr(attention, "tile_shape", lambda *_: (32, 4))
+        yield
+
+
+def randn(*shape: int, seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+class Cache:
+    """KV of requests in scattered blocks; slots that nobody wrote, and scratch, hold NaN if their type has it."""
+
+    def __init__(self, lengths: list[int], kv_heads: int, dim: int, stored: str = "float32") -> None:
+        needed = [-(-length // BLOCK) for length in lengths]
+        order = torch.randperm(sum(needed), generator=torch.Generator().manual_seed(0)) + 1
+        self.blocks = [chosen.tolist() for chosen in order.split(needed)]
+        shape = ((sum(needed) + 1) * BLOCK, kv_heads, dim)
+        values = [torch.full(shape, 7.0 if stored == "int8" else math.nan).to(STORED[stored]) for _ in range(2)]
+        scales = [] if stored == "float32" else [torch.full(shape[:2], math.nan) for _ in range(2)]
+        self.layer = KVLayer(*values, *scales)
+        self.kv_heads, self.dim = kv_heads, dim
+        for request, length in enumerate(lengths):
+            k, v = (randn(length, kv_heads, dim, seed=seed + request) for seed in (100, 200))
+            REFERENCE.write_kv(k, v, self.layer, torch.tensor([self.slot(request, place) for place in range(length)]))
+
+    def slot(self, request: int, position: int) -> int:
+        return self.blocks[request][position // BLOCK] * BLOCK + position % BLOCK
+
+    def batch(self, spans: list[Span], row_tile: int = 1) -> Batch:
+        chunks = [Chunk([0] * (end - start), start, self.blocks[request], 1) for request, start, end in spans]
+        return build_batch(chunks, BLOCK, row_tile, "cpu", owners=True)
+
+    def queries(self, batch: Batch, spans: list[Span], heads: int) -> Tensor:
+        """Those of padding are NaN."""
+        q = torch.full((len(batch.positions), heads, self.dim), math.nan)
+        for (request, start, end), row in zip(spans, batch.row_starts, strict=False):
+            q[row : row + end - start] = randn(200, heads, self.dim, seed=300 + request)[start:end]
+        return q
+
+
+def run(cache: Cache, spans: list[Span], heads: int, row_tile: int = 1, **options: float | None) -> dict[tuple[int, int], Tensor]:
+    """By (request, position)."""
+    batch = cache.batch(spans, row_tile)
+    ops = TritonAttention()
+    out = ops.attention(cache.queries(batch, spans, heads), cache.layer, batch, cache.dim**-0.5, **options)
+    assert not out[batch.row_starts[-1] :].any(), "padding is zero"
+    assert ops._counters is None or not ops._counters.any(), "the next launch counts from zero"
+    places = [(request, position) for request, start, end in spans for position in range(start, end)]
+    return dict(zip(places, out, strict=False))
+
+
+def agree(left: dict[tuple[int, int], Tensor], right: dict[tuple[int, int], Tensor]) -> None:
+    assert left.keys() <= right.keys()
+    for key, value in left.items():
+        assert torch.equal(value.view(torch.int32), right[key].view(torch.int32)), key
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    spans=st.lists(st.tuples(st.integers(0, 70), st.integers(1, 12)), min_size=1, max_size=2),
+    heads=st.sampled_from([(1, 2), (2, 2), (7, 1), (3, 2), (20, 1)]),
+    dim=st.sampled_from([16, 20]),
+    window=st.sampled_from([None, 1, 20, 33]),
+    softcap=st.sampled_from([None, 2.0]),
+    stored=st.sampled_from(["float32", "int8", "fp8"]),
+    row_tile=st.sampled_from([1, 4]),
+)
+def test_attention_is_that_of_the_reference(spans, heads, dim, window, softcap, stored, row_tile) -> None:
+    group, kv_heads = heads
+    cache = Cache([start + count for start, count in spans], kv_heads, dim, stored)
+    mixed = [(request, start, start + count) for request, (start, count) in enumerate(spans)]
+    batch = cache.batch(mixed, 1)
+    expected = REFERENCE.attention(cache.queries(batch, mixed, group * kv_heads), cache.layer, batch, dim**-0.5, window, softcap)
+    actual = torch.stack(list(run(cache, mixed, group * kv_heads, row_tile, window=window, softcap=softcap).values()))
+    torch.testing.assert_close(actual, expected, atol=2e-6, rtol=1e-5)
+
+
+@settings(max_examples=6, deadline=None)
+@given(
+    cuts=st.lists(st.integers(1, 79), max_size=2),
+    group=st.sampled_from([1, 3, 5]),
+    window=st.sampled_from([None, 5, 31, 40]),
+    softcap=st.sampled_from([None, 20.0]),
+    stored=st.sampled_from(["float32", "int8", "fp8"]),
+    programs=st.sampled_from([1, 2, 7, 528]),
+)
+def test_a_row_is_the_same_alone_in_any_chunk_and_for_any_number_of_programs(
+    cuts: list[int], group: int, window: int | None, softcap: float | None, stored: str, programs: int
+) -> None:
+    cache = Cache([80], 1, 20, stored)
+    options = {"window": window, "softcap": softcap}
+    whole = run(cache, [(0, 0, 80)], group, **options)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "ENOUGH_PROGRAMS", programs)
+        for start, end in pairwise(sorted({0, 80, *cuts})):
+            agree(run(cache, [(0, start, end)], group, **options), whole)
+        for position in (31, 32, 79):
+            agree(run(cache, [(0, position, position + 1)], group, **options), whole)
+
+
+@settings(max_examples=6, deadline=None)
+@given(
+    spans=st.lists(st.tuples(st.integers(0, 70), st.sampled_from([1, 1, 4, 11])), min_size=2, max_size=3),
+    window=st.sampled_from([None, 25]),
+    columns=st.sampled_from([16, 32, 64]),
+)
+def test_a_row_does_not_depend_on_neighbours_nor_on_tiles(spans: list[tuple[int, int]], window: int | None, columns: int) -> None:
+    """Prompt chunks, decode rows and verified drafts in any mixture."""
+    cache = Cache([start + count for start, count in spans], 2, 16)
+    mixed = [(request, start, start + count) for request, (start, count) in enumerate(spans)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "tile_shape", lambda *_: (columns, 4))
+        together = run(cache, mixed, 6, row_tile=4, window=window)
+    for span in mixed:
+        agree(run(cache, [span], 6, window=window), together)
+    assert all(value.isfinite().all() for value in together.values())
+
+
+def test_splits_that_follow_the_context_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The negative control: what others do to fill a card."""
+    cache = Cache([80], 1, 16)
+    whole = run(cache, [(0, 0, 80)], 2)
+    monkeypatch.setattr(attention, "SPLIT", 48)
+    with pytest.raises(AssertionError):
+        agree(run(cache, [(0, 79, 80)], 2), whole)
+
+
+def test_it_does_not_matter_who_is_last() -> None:
+    cache = Cache([130, 40], 2, 16)
+    spans = [(0, 129, 130), (1, 37, 40)]
+    expected = run(cache, spans, 4)
+    for order in (lambda all_of_them: all_of_them[::-1], lambda all_of_them: all_of_them[1::2] + all_of_them[::2]):
+        with programs_in(order):
+            agree(run(cache, spans, 4), expected)
+
+
+def test_a_workspace_that_would_be_too_large_stays_in_registers(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = Cache([200], 1, 16)
+    expected = run(cache, [(0, 199, 200)], 4)
+    monkeypatch.setattr(attention, "MOST_WORKSPACE", 0)
+    batch = cache.batch([(0, 199, 200)])
+    assert [launch.programs for launch in Plan(batch, None).for_heads(64, 4, 1, 16)] == [1]
+    agree(run(cache, [(0, 199, 200)], 4), expected)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered")  # by the interpreter's numpy
+@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("programs", [1, 528])
+def test_a_row_does_not_feel_what_it_must_not_see(
+    poison: float, window: int | None, programs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "ENOUGH_PROGRAMS", programs)
+    cache = Cache([60], 1, 16)
+    clean = run(cache, [(0, 30, 60)], 2, window=window)
+    cache.layer.v[cache.slot(0, 50), 0, 3] = poison
+    spoilt = run(cache, [(0, 30, 60)], 2, window=window)
+    for position in range(30, 60):
+        key = (0, position)
+        alone = run(cache, [(0, position, position + 1)], 2, window=window) if position in (49, 50) else {key: spoilt[key]}
+        assert torch.equal(alone[key].isnan(), spoilt[key].isnan())
+        if position < 50:
+            agree({key: spoilt[key]}, clean)
+            agree(alone, clean)
+        elif window is None or position < 50 + window:
+            assert spoilt[key].isnan().all()
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered", "ignore:All-NaN slice")
+@pytest.mark.parametrize("stored", ["float32", "int8", "fp8"])
+def test_keys_and_scales_that_are_not_finite_reach_only_who_sees_them(stored: str) -> None:
+    cache = Cache([60], 1, 16, stored)
+    clean = run(cache, [(0, 40, 60)], 2)
+    if cache.layer.k_scale is None:
+        cache.layer.k[cache.slot(0, 50)] = math.nan
+    else:
+        assert cache.layer.v_scale is not None
+        cache.layer.k_scale[cache.slot(0, 50)] = math.inf
+        cache.layer.v_scale[cache.slot(0, 55)] = math.nan
+    spoilt = run(cache, [(0, 40, 60)], 2)
+    agree({key: value for key, value in spoilt.items() if key[1] < 50}, clean)
+    assert all(value.isnan().all() for key, value in spoilt.items() if key[1] >= 50)
+
+
+@pytest.mark.parametrize("programs", [1, 528])
+def test_lanes_of_a_graph_have_rows_of_padding_and_unknown_ends(programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three lanes of four rows: one full, one with two rows of padding, one that is not taken."""
+    monkeypatch.setattr(attention, "ENOUGH_PROGRAMS", programs)
+    cache = Cache([70, 40], 2, 16)
+    spans = [(0, 66, 70), (1, 38, 40)]
+    known = cache.batch(spans)
+    batch = replace(
+        known,
+        positions=torch.tensor([66, 67, 68, 69, 38, 39, 10**6, 0, 0, 0, 0, 0]),
+        row_starts=(0, 4, 8, 12),
+        ends=(),
+        owners=torch.tensor([0] * 4 + [1] * 2 + [3] * 6),
+        block_tables=torch.cat((known.block_tables, known.block_tables[-1:])),
+    )
+    q = torch.full((12, 4, 16), math.nan)
+    q[:6] = cache.queries(known, spans, 4)
+    out = TritonAttention().attention(q, cache.layer, batch, 0.25)
+    assert not out[6:].any()
+    agree(dict(zip(run(cache, spans, 4), out, strict=False)), run(cache, spans, 4))
+
+
+@settings(max_examples=50, deadline=None)
+@given(sizes=st.lists(st.integers(1, 40), max_size=6), heads=st.integers(1, 32), padding=st.integers(0, 5))
+def test_every_row_is_in_one_tile(sizes: list[int], heads: int, padding: int) -> None:
+    starts = [0]
+    for size in sizes:
+        starts.append(starts[-1] + size)
+    positions = torch.zeros(starts[-1] + padding, dtype=torch.int64)
+    tables = torch.zeros(len(sizes) + 1, 4, dtype=torch.int64)
+    batch = Batch(positions, positions, positions, tables, tuple(starts), (), positions, BLOCK, owners=positions)
+    launches = plan_launches(batch, 32, heads, 2, 64, 9)
+    tiles = [tile for launch in launches for tile in launch.tiles.tolist()]
+    assert sorted(row for first, size in tiles for row in range(first, first + size)) == list(range(len(positions)))
+    for launch in launches:
+        assert 16 <= launch.columns <= 32 and 1 <= launch.programs <= 9
+        assert launch.tiles[:, 1].max() * heads <= launch.columns
+        assert launch.programs == 1 or launch.tiles.shape[0] * 2 < attention.ENOUGH_PROGRAMS
+    bounds = [*starts, len(positions)]
+    assert all(any(low <= first and first + size <= high for low, high in pairwise(bounds)) for first, size in tiles)
+
+
+def test_layers_share_what_was_planned() -> None:
+    cache = Cache([40], 2, 16)
+    ops, batch = TritonAttention(), cache.batch([(0, 30, 40)])
+    plan = ops.plan_attention(batch)
+    q = cache.queries(batch, [(0, 30, 40)], 4)
+    first = ops.attention(q, cache.layer, batch, 0.25, plan=plan)
+    assert len(plan.launches) == 1
+    assert torch.equal(first, ops.attention(q, cache.layer, batch, 0.25, plan=plan)) and len(plan.launches) == 1
+    empty = cache.batch([])
+    assert ops.attention(q[:0], cache.layer, empty, 0.25).shape == (0, 4, 16)

@@ -1,0 +1,92 @@
+"""A norm of a row depends on the row alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from foreword.kernels.reference import Reference
+from foreword.kernels.triton import norm
+from foreword.kernels.triton.norm import rms_norm
+from tests.kernels.triton.compiling import Source, compile_all
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    rows=st.integers(0, 5),
+    inside=st.sampled_from([None, 1, 3]),
+    width=st.sampled_from([1, 16, 40, 64, 300, 2048, 5000]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+)
+def test_norms_are_those_of_the_reference(rows: int, inside: int | None, width: int, dtype: torch.dtype) -> None:
+    """Also of heads, which are a part of what a row holds."""
+    torch.manual_seed(rows)
+    x = torch.randn((rows, width) if inside is None else (rows, inside + 2, width)).to(dtype)
+    x = x if inside is None else x[:, 1:-1]
+    weight = torch.randn(width)
+    rounding = {torch.float32: 1e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}[dtype]
+    torch.testing.assert_close(rms_norm(x, weight, 1e-5), Reference().rms_norm(x, weight, 1e-5), atol=rounding, rtol=rounding)
+
+
+def test_more_dimensions_are_rows_too() -> None:
+    x, weight = torch.randn(2, 3, 2, 16), torch.randn(16)
+    torch.testing.assert_close(rms_norm(x, weight, 1e-5).view(-1, 16), rms_norm(x.view(-1, 16), weight, 1e-5))
+
+
+@pytest.mark.parametrize("width", [48, 1024, 3000])
+def test_a_row_does_not_depend_on_others(width: int) -> None:
+    x, weight = torch.randn(67, width) * torch.logspace(-3, 3, 67)[:, None], torch.randn(width)
+    x[5] = torch.nan
+    together = rms_norm(x, weight, 1e-5)
+    for row in (0, 1, 4, 6, 41, 66):
+        assert torch.equal(rms_norm(x[row : row + 1], weight, 1e-5), together[row : row + 1])
+    assert together[5].isnan().all() and together[[4, 6]].isfinite().all()
+
+
+def test_the_shape_of_a_program_follows_from_the_width(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU the order of a sum is that of the program's layout."""
+    shapes = set()
+
+    class Launched:
+        def __getitem__(self, grid: tuple[int]) -> Launched:
+            return self
+
+        def __call__(self, *_: object, **constants: int) -> None:
+            shapes.add((constants["WIDTH"], constants["ROWS"], constants["BLOCK"], constants["num_warps"]))
+
+    monkeypatch.setattr(norm, "_rms_norm", Launched())
+    for rows in (1, 2, 63, 1000):
+        for width in (64, 128, 896, 4096):
+            rms_norm(torch.empty(rows, width), torch.empty(width), 1e-5)
+    assert shapes == {(64, 32, 64, 4), (128, 16, 128, 4), (896, 2, 1024, 4), (4096, 1, 4096, 8)}
+
+
+def test_norms_compile_for_cards_without_spilling() -> None:
+    arguments = {
+        "x": "*bf16",
+        "weight": "*fp32",
+        "out": "*bf16",
+        "num_rows": "i32",
+        "eps": "fp32",
+        "outer": "i32",
+        "inner": "i32",
+    }
+    shapes = [(128, 16, 128, 4), (8192, 1, 8192, 16)]
+    made = compile_all(
+        [
+            Source(
+                "foreword.kernels.triton.norm:_rms_norm",
+                arguments,
+                {"ROWS_INSIDE": 1, "WIDTH": width, "ROWS": rows, "BLOCK": block},
+                capability,
+                num_warps=warps,
+                enable_fp_fusion=False,
+                divisible=("x", "weight", "out", "outer", "inner"),
+            )
+            for capability, (width, rows, block, warps) in zip((80, 90), shapes, strict=True)
+        ]
+    )
+    assert all(each.stack == each.spills == 0 and each.count(r"ld\.global\.v4") for each in made)
+    assert not any(each.count(r"fma\.rn\.f32|approx\.f(tz\.)?32.*sqrt") for each in made)

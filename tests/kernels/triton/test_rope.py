@@ -1,0 +1,129 @@
+"""Rotation and what is written to the cache are those of the reference, bit for bit: single products and sums."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from foreword.core.kv import KVLayer
+from foreword.kernels.ops import Axes
+from foreword.kernels.reference import Reference
+from foreword.kernels.triton.rope import rope, rope_and_cache, write_kv
+from tests.kernels.triton.compiling import Source, compile_all
+
+REFERENCE = Reference()
+AXES = [None, Axes((4, 4, 4)), Axes((6, 4, 2)), Axes((4, 4, 4), True), Axes((6, 3, 3), True), Axes((8, 3, 1), True)]
+STORED = [torch.float32, torch.int8, torch.float8_e4m3fn]
+
+
+def cache(slots: int, heads: int, dim: int, dtype: torch.dtype) -> KVLayer:
+    scales = [torch.zeros(slots, heads) for _ in range(2)] if dtype.itemsize == 1 else []
+    return KVLayer(*(torch.zeros(slots, heads, dim).to(dtype) for _ in range(2)), *scales)
+
+
+def tensors(layer: KVLayer) -> list[Tensor]:
+    stored = [part.view(torch.uint8) if part.itemsize == 1 else part for part in (layer.k, layer.v)]
+    return [*stored, *(scale for scale in (layer.k_scale, layer.v_scale) if scale is not None)]
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    rows=st.integers(0, 4),
+    heads=st.sampled_from([(1, 1), (4, 2), (14, 2), (3, 3)]),
+    dim=st.sampled_from([24, 25, 40]),
+    axes=st.sampled_from(AXES),
+    stored=st.sampled_from(STORED),
+)
+def test_one_launch_is_the_operations_of_the_reference(
+    rows: int, heads: tuple[int, int], dim: int, axes: Axes | None, stored: torch.dtype
+) -> None:
+    torch.manual_seed(rows)
+    q_heads, kv_heads = heads
+    qkv = torch.randn(rows, q_heads + 2 * kv_heads, dim)
+    q, k, v = qkv[:, :q_heads], qkv[:, q_heads:-kv_heads], qkv[:, -kv_heads:]
+    table, slots = torch.randn(50, 24), torch.randperm(9)[:rows]
+    positions = torch.randint(0, 50, (rows,) if axes is None else (rows, 3))
+    ours, theirs = (cache(9, kv_heads, dim, stored) for _ in range(2))
+    turned = rope_and_cache(q, k, v, table, positions, axes, ours, slots)
+    assert torch.equal(turned, REFERENCE.rope_and_cache(q, k, v, table, positions, axes, theirs, slots))
+    assert torch.equal(turned, rope(q, table, positions, axes))
+    for left, right in zip(tensors(ours), tensors(theirs), strict=True):
+        assert torch.equal(left, right)
+
+
+@pytest.mark.parametrize("stored", STORED)
+@pytest.mark.parametrize("dim", [1, 7, 16])
+def test_vectors_are_written_as_they_are(stored: torch.dtype, dim: int) -> None:
+    k, v = torch.randn(3, 2, dim), torch.randn(3, 2, dim) * 1e-3
+    v[2] = 0.0
+    ours, theirs = (cache(9, 2, dim, stored) for _ in range(2))
+    slots = torch.tensor([8, 0, 3])
+    write_kv(k, v, ours, slots)
+    REFERENCE.write_kv(k, v, theirs, slots)
+    for left, right in zip(tensors(ours), tensors(theirs), strict=True):
+        assert torch.equal(left, right)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("stored", STORED[1:])
+def test_what_is_not_finite_has_a_scale_that_says_so(bad: float, stored: torch.dtype) -> None:
+    k, v = torch.randn(2, 2, 16), torch.randn(2, 2, 16)
+    k[1, 0, 5] = bad
+    layer = cache(4, 2, 16, stored)
+    write_kv(k, v, layer, torch.tensor([1, 2]))
+    assert layer.k_scale is not None
+    assert not layer.k_scale[2, 0].isfinite() and layer.k_scale[[1, 1, 2], [0, 1, 1]].isfinite().all()
+    assert not layer.k[2, 0].float().any()
+
+
+def test_keys_are_rounded_before_they_are_stored() -> None:
+    """In float16: the interpreter cuts bfloat16 off instead of rounding it."""
+    x, table, positions = torch.randn(2, 2, 16).half(), torch.randn(8, 16), torch.tensor([3, 7])
+    slots = torch.tensor([1, 2])
+    for stored in (torch.float16, torch.int8):
+        ours, theirs = (cache(4, 2, 16, stored) for _ in range(2))
+        turned = rope_and_cache(x, x, x, table, positions, None, ours, slots)
+        assert torch.equal(turned, REFERENCE.rope_and_cache(x, x, x, table, positions, None, theirs, slots))
+        assert all(torch.equal(left, right) for left, right in zip(tensors(ours), tensors(theirs), strict=True))
+
+
+def test_it_compiles_for_cards_without_spilling() -> None:
+    sources = []
+    for capability, stored, scales in ((80, "*u8", "*fp32"), (90, "*bf16", None), (90, "*i8", "*fp32")):
+        arguments = dict.fromkeys(("q", "k", "v", "out"), "*bf16")
+        arguments |= dict.fromkeys(("k_cache", "v_cache"), stored)
+        arguments |= {} if scales is None else dict.fromkeys(("k_scale", "v_scale"), scales)
+        arguments |= {"table": "*fp32", "positions": "*i64", "slots": "*i64"}
+        strides = [f"{name}_{kind}" for name in "qkv" for kind in ("row", "head")]
+        arguments |= dict.fromkeys(strides, "i32")
+        constants = {
+            "Q_HEADS": 32,
+            "KV_HEADS": 8,
+            "ROTATE": True,
+            "D": 128,
+            "HALF": 64,
+            "AXES": (),
+            "HEADS": 8,
+            "BLOCK": 64,
+            "REST": 1,
+        }
+        constants |= {"k_scale": None, "v_scale": None} if scales is None else {}
+        divisible = [name for name, kind in arguments.items() if kind.startswith("*")] + strides
+        sources.append(
+            Source(
+                "foreword.kernels.triton.rope:_rope_and_cache",
+                arguments,
+                constants,
+                capability,
+                num_warps=2,
+                enable_fp_fusion=False,
+                divisible=divisible,
+            )
+        )
+    for each in compile_all(sources):
+        assert each.stack == each.spills == 0 and each.count(r"ld\.global\.v4") and not each.count(r"fma\.rn\.f32 ")
