@@ -18,7 +18,7 @@ def _match(sampled, sampled_stride, drafts, drafts_stride, num_draft, out, WIDTH
     drafted = place < length
     guesses = tl.load(drafts + lane * drafts_stride + place, mask=drafted, other=-1)
     samples = tl.load(sampled + lane * sampled_stride + place, mask=drafted, other=-1)
-    tl.store(out + lane, tl.min(tl.where(drafted & (guesses == samples), length, place)))
+    tl.store(out + lane, tl.min(tl.where(guesses == samples, length, place)))
 
 
 def match(sampled: Tensor, drafts: Tensor, num_draft: Tensor) -> Tensor:
@@ -30,6 +30,6 @@ def match(sampled: Tensor, drafts: Tensor, num_draft: Tensor) -> Tensor:
     Returns int64 [L].
     """
     out = torch.empty_like(num_draft)
-    width = triton.next_power_of_2(drafts.shape[1] + 1)  # there is a place that was not drafted
+    width = triton.next_power_of_2(max(1, drafts.shape[1]))
     _match[out.shape](sampled, sampled.stride(0), drafts, drafts.stride(0), num_draft, out, WIDTH=width, num_warps=1)
     return out

@@ -157,17 +157,14 @@ def num_parts(logits: Tensor, block: int) -> int:
 def peaks(logits: Tensor, block: int, bounds: Tensor | None = None, kind: tl.constexpr = ANY_ROW) -> Tensor:
     """int64 [R, parts], of rows whose bound [R] can change anything: the highest rank of each part of [R, V]."""
     found = torch.empty(logits.shape[0], num_parts(logits, block), dtype=torch.int64, device=logits.device)
-    _peaks[found.shape](
-        logits, logits.stride(0), logits.shape[1], logits if bounds is None else bounds, found, FILTER=kind.value, BLOCK=block, **EXACT
-    )
+    bounds = logits if bounds is None else bounds
+    _peaks[found.shape](logits, logits.stride(0), logits.shape[1], bounds, found, FILTER=kind.value, BLOCK=block, **EXACT)
     return found
 
 
 def total_masses(logits: Tensor, block: int, found: Tensor, bounds: Tensor | None = None, kind: tl.constexpr = ANY_ROW) -> Tensor:
     """int64 [R, parts]: exp(value - top), in units of 2^-42, summed over each part; found is peaks()."""
     masses = torch.empty_like(found)
-    _masses[found.shape](
-        logits, logits.stride(0), logits.shape[1], logits if bounds is None else bounds, found, masses,
-        FILTER=kind.value, WIDTH=triton.next_power_of_2(found.shape[1]), BLOCK=block, **EXACT,
-    )  # fmt: skip
+    operands = logits, logits.stride(0), logits.shape[1], logits if bounds is None else bounds, found, masses
+    _masses[found.shape](*operands, FILTER=kind.value, WIDTH=triton.next_power_of_2(found.shape[1]), BLOCK=block, **EXACT)
     return masses

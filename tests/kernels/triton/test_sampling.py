@@ -11,8 +11,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from foreword.kernels.triton.sampling import TritonSampling
+from foreword.sampling.steps import steps_of
 from tests.kernels.rows import make_row, same_bits
 from tests.kernels.triton.sampling_rows import DEVICE, OPS, REFERENCE, assert_same, cycle, few_rows, mixture
+from tests.sampling.rows import VOCAB_SIZE
+from tests.sampling.rows import make_row as make_sample_row
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # infinite results are right here
 WIDTH = 75
@@ -87,6 +90,24 @@ def test_neutral_rows_stay_as_they_are_beside_others(operation: str) -> None:
     getattr(OPS, operation)(ours, bound.to(DEVICE))
     assert same_bits(ours.cpu(), wanted) and same_bits(wanted[1], logits[1])
     assert not same_bits(wanted, logits)
+
+
+def test_the_whole_pipeline() -> None:
+    """Every step of a request that asks for all of them."""
+    asked = {
+        "temperature": 0.7, "top_k": 40, "top_p": 0.9, "min_p": 0.01, "typical_p": 0.95, "top_n_sigma": 3.0,
+        "repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.2, "logit_bias": {7: 2.0, 9: -100.0},
+        "xtc_probability": 1.0, "xtc_threshold": 0.1, "min_tokens": 9, "allowed_token_ids": tuple(range(0, VOCAB_SIZE, 2)),
+    }  # fmt: skip
+    row = make_sample_row(output=(9, 6, 9, 120), draft=(9, 40), **asked)
+    theirs = make_row("plain", VOCAB_SIZE, 1)[None]
+    ours = theirs.to(DEVICE, copy=True)
+    steps = steps_of(row.state.request)
+    assert len(steps) > 10
+    for step in steps:
+        step.apply(TritonSampling(), ours, [row])  # type: ignore[arg-type]
+        step.apply(REFERENCE, theirs, [row])  # type: ignore[arg-type]
+        assert same_bits(ours.cpu(), theirs), type(step).__name__
 
 
 def test_a_large_vocabulary() -> None:
