@@ -191,7 +191,15 @@ def resolve(config: Config, machine: Machine, model: ModelFacts, drafter: ModelF
         chosen.image_cache_bytes if model.image_token_id is not None else 0,
         graphs=machine.kernels == "triton" and not config.enforce_eager,
     )
-    return fitted(chosen, config, memory, models)
+    try:
+        return fitted(chosen, config, memory, models)
+    except ConfigError as refused:
+        # Of the estimate only the weights are certain: where they leave room, the loaded models will show whether it is enough.
+        try:
+            hoped = fitted(chosen, config, replace(memory, activations=0, graphs=0), models)
+        except ConfigError:
+            raise refused from None
+        return replace(hoped, memory=memory)
 
 
 def fitted(chosen: Resolved, config: Config, memory: DeviceMemory, models: Sequence[ModelFacts]) -> Resolved:

@@ -235,10 +235,17 @@ def test_a_context_that_does_not_fit_is_refused_with_the_whole_estimate() -> Non
     assert fits is not None
     length = int(fits[1])
     assert resolve(Config(max_model_len=length), QUARTER, EIGHT_B).max_model_len == length
-    with pytest.raises(ConfigError, match="does not fit"):
-        resolve(Config(max_model_len=length + 1), QUARTER, EIGHT_B)
     for flag in ("--gpu-memory-utilization", "--max-num-batched-tokens", "--quantization", "--kv-cache-dtype", "--enforce-eager"):
         assert flag in text
+
+
+def test_what_only_the_estimate_refuses_is_tried() -> None:
+    """Activations and graphs are guessed; with the weights alone there would be room for 46 thousand tokens."""
+    tried = resolve(Config(max_model_len=40_000), QUARTER, EIGHT_B)
+    assert tried.max_model_len == 40_000 and tried.num_blocks >= 2500
+    assert tried.memory is not None and tried.memory.activations > 0 and tried.memory.for_kv < tried.kv_bytes
+    with pytest.raises(ConfigError, match=r"max_model_len 48000 does not fit: .* activations 2.17"):
+        resolve(Config(max_model_len=48_000), QUARTER, EIGHT_B)
 
 
 def test_a_model_that_does_not_fit_is_refused_with_the_whole_estimate() -> None:

@@ -139,6 +139,8 @@ def _fit(config: Config, target: ModelFacts, drafter: ModelFacts | None) -> Iter
     )
     if chosen.memory is not None:
         yield Finding(True, f"{hardware.gpu}: {chosen.memory}")
+        if chosen.memory.for_kv < chosen.kv_bytes:
+            yield Finding(None, "by this estimate it does not fit; whether it does is measured when it is loaded")
     yield _cache(chosen, target, drafter)
     whole = chosen.max_model_len >= target.context
     yield Finding(True if whole else None, f"context: {chosen.max_model_len} of {target.context} tokens")

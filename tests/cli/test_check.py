@@ -124,4 +124,13 @@ def test_what_a_gpu_would_hold(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     assert code == 0
     assert "note device: dtype bfloat16 is not to be had on Tesla T4 (compute capability 7.5): float16 instead" in text
     assert "ok   Tesla T4: 14.40 of 16.00 GiB may be used; estimated: weights 0.01, activations" in text
+    assert "by this estimate it does not fit" not in text
     assert ("note device: Triton is not installed" in text) is (reason is not None)
+
+
+def test_what_the_estimate_doubts_is_a_note(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    tiny = Machine("cuda", 4, 1 << 30, True, "triton", 1100 << 20, "NVIDIA X", (8, 6))
+    monkeypatch.setattr(command, "this_machine", lambda config: tiny)
+    monkeypatch.setattr(command, "why_not_native", lambda device: None)
+    code, text = check(capsys, "demo", "--max-num-batched-tokens", "60000", "--max-num-seqs", "8")
+    assert code == 0 and "note by this estimate it does not fit; whether it does is measured when it is loaded" in text

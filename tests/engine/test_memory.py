@@ -250,6 +250,22 @@ def test_graphs_are_captured_at_the_start_and_shown_as_progress(tmp_path: Path, 
     assert "graphs" not in load(options(path, enforce_eager=True, **more), ()).info.load_seconds
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter is for machines without a GPU")
+def test_all_of_it_on_the_kernels_of_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Interpreted: from random weights over the largest steps to the first token."""
+    backend = pytest.importorskip("foreword.kernels.triton.backend")
+    path = write_checkpoint(tmp_path / "model", "llama", seed=1, num_hidden_layers=1)
+    (path / "model.safetensors").unlink()
+    monkeypatch.setattr(module, "select", lambda *options: backend.TritonOps(eager=options[-1]))
+    meter = ScriptedMeter(600 * MIB, 300 * MIB, MIB)
+    pretend(monkeypatch, meter)
+    shape = {"max_num_seqs": 2, "max_num_batched_tokens": 4, "max_model_len": 32, "load_format": "dummy"}
+    engine = load(options(path, speculate="off", **shape), ())
+    resolved = engine.info.resolved
+    assert resolved.memory is not None and resolved.memory.measured and resolved.num_blocks == 2 * 2
+    assert engine.info.backend == "triton" and "graphs" in engine.info.load_seconds
+
+
 def test_graphs_that_take_more_than_was_set_aside_are_told(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "foreword"):
         told(ESTIMATE, ESTIMATE.graphs)
