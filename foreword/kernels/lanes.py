@@ -55,8 +55,7 @@ class Level(IntEnum):
     """How much of the pipeline anybody asks for; more than is asked for changes no bit, but costs time."""
 
     PLAIN = 0
-    SCALED = 1
-    FILTERED = 2
+    FILTERED = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,10 +95,8 @@ class Lines:
 
 def level_of(samplings: Sequence[DraftSampling]) -> Level:
     """The lowest that serves all."""
-    drawn = [one for one in samplings if not one.greedy]
-    if any(one.top_k > 0 or one.top_p < 1.0 or one.min_p > 0.0 for one in drawn):
-        return Level.FILTERED
-    return Level.SCALED if any(one.temperature != 1.0 for one in drawn) else Level.PLAIN
+    filtered = any(not one.greedy and (one.top_k > 0 or one.top_p < 1.0 or one.min_p > 0.0) for one in samplings)
+    return Level.FILTERED if filtered else Level.PLAIN
 
 
 def pack(
@@ -243,9 +240,8 @@ def sample(ops: Ops, logits: Tensor, lines: Lines, positions: Tensor, unused: Te
     """
     if unused.numel():
         logits.index_fill_(1, unused, -torch.inf)
-    if level >= Level.SCALED:
-        ops.divide(logits, lines.floats(Field.TEMPERATURE).float())
-    if level >= Level.FILTERED:
+    ops.divide(logits, lines.floats(Field.TEMPERATURE).float())
+    if level == Level.FILTERED:
         ops.keep_top_k(logits, lines[Field.TOP_K].clamp(max=logits.shape[1]))
         ops.keep_top_p(logits, lines.floats(Field.TOP_P))
         ops.keep_min_p(logits, lines.floats(Field.MIN_P))

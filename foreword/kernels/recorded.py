@@ -48,6 +48,7 @@ class RecordedForward:
         self._graphs: Graphs | None = None
         self._tables = self._out = torch.empty(0)
         self._block_size = 0
+        self._sizes: tuple[int, ...] = ()
         self._buckets: dict[int, _Bucket] = {}
         self._drafts: Drafts | None = None
         self._rounds: dict[tuple[int, int, bool], DeviceRounds] = {}
@@ -72,6 +73,7 @@ class RecordedForward:
         self._limits = limits = Limits(max_rows, max_blocks, directions, torch.device(device))
         self._graphs = Graphs(limits.device, self._eager)
         self._block_size = block_size
+        self._sizes = buckets(max_rows)
         self._tables = torch.full((max_rows + 1, max_blocks), SCRATCH_BLOCK, dtype=torch.int64, device=device)
         self._buckets.clear()
         one = self._forward(self._empty(1)[1])
@@ -82,11 +84,10 @@ class RecordedForward:
     @torch.inference_mode()
     def prepare(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Capture every size now, the largest first, not when it is first needed; `progress` gets sizes done and in all."""
-        sizes = buckets(self._reserved().rows)
-        for done, size in enumerate(reversed(sizes), start=1):
+        for done, size in enumerate(reversed(self._sizes), start=1):
             self._bucket(size)
             if progress is not None:
-                progress(done, len(sizes))
+                progress(done, len(self._sizes))
 
     @torch.inference_mode()
     def __call__(self, batch: Batch) -> Tensor:
@@ -95,7 +96,7 @@ class RecordedForward:
             batch = replace(batch, owners=owners_of(batch))
         if self._limits is None or not self._fits(batch, self._limits):
             return self._forward(batch)
-        bucket = self._bucket(bucket_of(len(batch.token_ids), buckets(self._limits.rows)))
+        bucket = self._bucket(bucket_of(len(batch.token_ids), self._sizes))
         _fill(bucket, batch)
         bucket.run()
         return self._out[: len(batch.sample_rows)]
