@@ -6,8 +6,6 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
-from dataclasses import dataclass
 
 from foreword.core.deadlines import overdue
 from foreword.core.draft import Draft, Outcome
@@ -19,6 +17,7 @@ from foreword.drafting.drafting import Drafting
 from foreword.drafting.policy import Load, Served, StepFacts
 from foreword.engine.ahead import Ahead
 from foreword.engine.assemble import Assembler
+from foreword.engine.compiling import Compiled, Compiling
 from foreword.engine.containment import Containment
 from foreword.engine.encoding import Encoder, Unseen
 from foreword.engine.pictures import check_pictures, to_come
@@ -35,18 +34,8 @@ __all__ = ["Engine"]
 
 logger = logging.getLogger(__name__)
 
-COMPILING_S = 0.01  # a step that has nothing to do but to wait for a grammar takes so long
 ENCODING_SHARE = 2  # of the rows of a step: the other part is for those who only wait for their next token
 LOOK_S = 0.2  # between two looks at the time limits of requests
-
-
-@dataclass(frozen=True, slots=True)
-class _Compiling:
-    """A request whose grammar is being compiled; it holds nothing of the scheduler, and delays nobody."""
-
-    request: Request
-    arrival: int
-    grammar: Future[RequestGrammar]
 
 
 class Engine:
@@ -93,13 +82,13 @@ class Engine:
         self._pooling = Containment(self._pooled, self._announce, _not_pooled, "last", stages, self._faults)
         self.num_arrived = 0
         self.at_work: Callable[[list[int]], None] = _nobody_asks
-        self._compiling: dict[str, _Compiling] = {}
+        self._compiling = Compiling()
         self._refused: list[Event] = []
 
     @property
     def idle(self) -> bool:
         """Nothing to do and nothing to say."""
-        return self.scheduler.idle and not self._refused and not self._compiling
+        return self.scheduler.idle and not self._refused and not len(self._compiling)
 
     def know(self, vocabulary: Vocabulary) -> None:
         """What tokens spell; grammars wait for it."""
@@ -114,7 +103,7 @@ class Engine:
             if request.params.structured is None:
                 self._start(request, arrival)
             else:
-                self._compiling[request.id] = _Compiling(request, arrival, self.grammars.begin(request))
+                self._compiling.add(Compiled(request, arrival, self.grammars.begin(request)))
         except ForewordError as error:
             self._refused.append(Failed(request.id, error))
         except Exception:
@@ -138,9 +127,7 @@ class Engine:
 
         num_tokens  output tokens that were delivered of an answer that the caller cut; None: it was given up
         """
-        compiling = self._compiling.pop(request_id, None)
-        if compiling is not None:
-            compiling.grammar.cancel()
+        if self._compiling.cancel(request_id):
             return
         state = self.scheduler.remove(request_id)
         if state is not None:
@@ -149,9 +136,10 @@ class Engine:
 
     def step(self) -> StepReport:
         """Advance every request that was planned by at least one row."""
-        self.at_work([*self._being_compiled(), *(state.arrival for state in self.scheduler.running)])
-        if self._compiling:
-            self._start_compiled()
+        self.at_work([*self._compiling.at_work(), *(state.arrival for state in self.scheduler.running)])
+        if len(self._compiling):
+            for one in self._compiling.take(patient=self.scheduler.idle and not self._refused):
+                self._start_with_grammar(one)
         now_s = self._clock()
         if now_s - self._looked_s >= LOOK_S:
             self._looked_s = now_s
@@ -164,15 +152,7 @@ class Engine:
         self._num_steps += 1
         return StepReport(tuple(events), self._stats())
 
-    def _start_compiled(self) -> None:
-        """Start the requests whose grammar is ready; where nothing else is to be done, wait a moment for one."""
-        if self.scheduler.idle and not self._refused:
-            wait([one.grammar for one in self._compiling.values()], COMPILING_S, FIRST_COMPLETED)
-        for one in [one for one in self._compiling.values() if one.grammar.done()]:
-            del self._compiling[one.request.id]
-            self._start_with_grammar(one)
-
-    def _start_with_grammar(self, one: _Compiling) -> None:
+    def _start_with_grammar(self, one: Compiled) -> None:
         request_id, error = one.request.id, one.grammar.exception()
         if error is not None:
             self._refused.append(Failed(request_id, _refusal(request_id, error)))
@@ -186,15 +166,11 @@ class Engine:
         """End those that should have begun, or be done, by now."""
         states = list(self.scheduler.states.values())
         late = [(state.request, overdue(state.request, now_s, state.scheduled_s is not None)) for state in states]
-        late += [(one.request, overdue(one.request, now_s, has_run=False)) for one in self._compiling.values()]
+        late += [(request, overdue(request, now_s, has_run=False)) for request in self._compiling]
         for request, error in late:
             if error is not None:
                 self.remove(request.id)
                 self._refused.append(Failed(request.id, error))
-
-    def _being_compiled(self) -> list[int]:
-        """Numbers of the requests whose grammar is worked on just now."""
-        return [one.arrival for one in self._compiling.values() if one.grammar.running()]
 
     def _step(self) -> list[Event]:
         step = None if self.ahead is None else self.ahead.step()
@@ -277,7 +253,7 @@ class Engine:
         self._announce_states([work.state for work in works])
 
     def _announce_states(self, states: Sequence[RequestState]) -> None:
-        self.at_work([*self._being_compiled(), *(state.arrival for state in states)])
+        self.at_work([*self._compiling.at_work(), *(state.arrival for state in states)])
 
     def _taken(self, events: list[Event]) -> list[Event]:
         """The events of a step. After an error all bookkeeping is looked at: only if it is right the engine goes on."""
