@@ -57,8 +57,9 @@ def _replaced(name: str, method: Callable[..., Any]) -> Iterator[None]:
 def _dot(self: Any, a: Any, b: Any, d: Any, input_precision: Any, max_num_imprecise_acc: Any) -> Any:
     left, right = _wide(a), _wide(b)
     total = d.data.astype(np.float64)
+    product = np.empty_like(total)
     for k in range(left.shape[-1]):
-        total = total + left[..., :, k, None] * right[..., None, k, :]
+        total += np.multiply(left[..., :, k, None], right[..., None, k, :], out=product)
     return TensorHandle(total.astype(d.data.dtype), d.dtype.scalar)
 
 

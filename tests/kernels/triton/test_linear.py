@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
@@ -24,6 +24,7 @@ from tests.kernels.triton.interpreted import INTERPRETED, exact_dots, programs_i
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 COUNTS = (1, 2, 3, 7, 8, 15, 16, 17, 31, 32, 33, 63, 64, 65, 100, 128, 130, 257)
+FEW_COUNTS = (1, 16, 65, 257)
 ALONE = (0, 1, 31, 64, 129, 256)
 KINDS = ("float32", "int8", "int4", "fp8")
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
@@ -37,7 +38,7 @@ def weights(rows: int, columns: int, seed: int = 1) -> Tensor:
     return normal(rows, columns, seed=seed) * columns**-0.5
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     st.sampled_from(KINDS),
     st.integers(1, 150),
@@ -57,7 +58,7 @@ def test_it_is_the_reference_within_rounding(
     torch.testing.assert_close(results[0], results[1], rtol=1e-5, atol=2e-5)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(st.sampled_from(KINDS), st.sampled_from(ACTIVATIONS), st.integers(1, 100), st.integers(1, 300), st.integers(0, 20))
 def test_the_gated_layer_is_the_reference_within_rounding(kind: str, activation: str, size: int, inputs: int, rows: int) -> None:
     gate, up, x = weights(size, inputs), weights(size, inputs, 2), normal(rows, inputs)
@@ -83,42 +84,50 @@ def test_the_type_of_the_result_can_be_another_one() -> None:
     assert ops.linear(x, weight, torch.float16).dtype == torch.float16
 
 
-def check_counts(run: Callable[[slice], Tensor]) -> None:
+def check_counts(run: Callable[[slice], Tensor], counts: Sequence[int] = COUNTS) -> None:
     """`run` over a slice of 257 rows gives each row the bits that it has alone."""
     with exact_dots():
-        whole = run(slice(0, max(COUNTS)))
-        for count in COUNTS:
+        whole = run(slice(0, max(counts)))
+        for count in counts:
             assert same_bits(run(slice(0, count)), whole[:count]), count
         for row in ALONE:
             assert same_bits(run(slice(row, row + 1))[0], whole[row]), row
 
 
-@pytest.fixture(params=["apart", "within"])
-def parts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Above 64 rows the parts of K have programs of their own, as where there are few tiles, or one for all."""
-    monkeypatch.setattr(tiles, "FEW", 1 if request.param == "within" else 1 << 20)
-    return str(request.param)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_bits_do_not_depend_on_the_number_of_rows(kind: str, parts: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the tiles of half precision, and values of single precision, which shows more."""
+@pytest.fixture
+def half_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tiles of half precision for values of single precision, which shows more."""
     monkeypatch.setattr(module, "tile_of", lambda form, _, rows: tiles.tile_of(form, 2, rows))
+
+
+@pytest.mark.usefixtures("half_tiles")
+@pytest.mark.parametrize("kind", KINDS)
+def test_bits_do_not_depend_on_the_number_of_rows(kind: str) -> None:
     ops = TritonLinear()
-    matrix, x, residual = weights(72, 520), normal(max(COUNTS), 520), normal(max(COUNTS), 72, seed=4)
-    weight = ops.pack_linear([matrix], kind, normal(72, seed=5))
+    matrix, x, residual = weights(40, 516), normal(max(COUNTS), 516), normal(max(COUNTS), 40, seed=4)
+    weight = ops.pack_linear([matrix], kind, normal(40, seed=5))
     assert weight.splits == 2
     check_counts(lambda rows: ops.linear(x[rows], weight, None, residual[rows]))
 
 
+@pytest.mark.usefixtures("half_tiles")
 @pytest.mark.parametrize("kind", ["float32", "int4"])
-def test_bits_of_the_gated_layer_do_not_depend_on_the_number_of_rows(
-    kind: str, parts: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "tile_of", lambda form, _, rows: tiles.tile_of(form, 2, rows))
+def test_bits_of_the_gated_layer_do_not_depend_on_the_number_of_rows(kind: str) -> None:
     ops = TritonLinear()
-    x, weight = normal(max(COUNTS), 520), ops.pack_linear([weights(72, 520)], kind)
+    x, weight = normal(max(COUNTS), 516), ops.pack_linear([weights(40, 516)], kind)
     check_counts(lambda rows: ops.linear_gated(x[rows], weight, "silu"))
+
+
+@pytest.mark.usefixtures("half_tiles")
+@pytest.mark.parametrize("kind", ["float32", "int8"])
+def test_bits_do_not_depend_on_where_the_parts_are_summed(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there are many tiles, one program sums all parts of K."""
+    monkeypatch.setattr(tiles, "FEW", 1)
+    ops = TritonLinear()
+    x, weight = normal(max(COUNTS), 800), ops.pack_linear([weights(136, 800)], kind)
+    assert weight.splits == 3
+    check_counts(lambda rows: ops.linear(x[rows], weight), FEW_COUNTS)
+    check_counts(lambda rows: ops.linear_gated(x[rows], weight, "gelu"), FEW_COUNTS)
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [("float32", torch.float32), ("bfloat16", torch.bfloat16), ("fp8", torch.float16)])
