@@ -62,6 +62,7 @@ class Staging:
         self._readers = ThreadPoolExecutor(num_readers, "read")
         self._piece = -(-buffer_bytes // num_readers)
         self._files: dict[Path, int] = {}
+        self._fetched: dict[int, int] = {}  # of a file, up to where the system was asked to read last
 
     def __enter__(self) -> Staging:
         return self
@@ -90,7 +91,7 @@ class Staging:
     def _fill(self, target: Tensor, span: Span) -> None:
         """target uint8 [span.size]"""
         file = self._file(span.path)
-        _fetch_ahead(file, span.start + span.size)
+        self._fetch_ahead(file, span.start + span.size)
         done = 0
         while done < span.size:
             buffer = self._buffers[self._turn]
@@ -112,6 +113,15 @@ class Staging:
             raise CheckpointError(f"{span.path} is damaged or incomplete: it ends before byte {span.start + span.size}") from None
         except OSError as error:
             raise CheckpointError(f"{span.path} cannot be read: {error.strerror or error}") from None
+
+    def _fetch_ahead(self, file: int, end: int) -> None:
+        """Tensors mostly stand in files in the order that they are wanted in. Nothing is asked for twice: to find that it is
+        there takes time, too."""
+        asked = self._fetched.get(file, 0)
+        first = asked if end <= asked <= end + AHEAD else end
+        if end + AHEAD - first >= AHEAD // 2 and hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(file, first, end + AHEAD - first, os.POSIX_FADV_WILLNEED)
+            self._fetched[file] = end + AHEAD
 
     def _file(self, path: Path) -> int:
         if path not in self._files:
@@ -173,9 +183,3 @@ def _read_piece(file: int, offset: int, view: memoryview) -> None:
         if count == 0:
             raise EOFError
         done += count
-
-
-def _fetch_ahead(file: int, offset: int) -> None:
-    """Tensors mostly stand in files in the order that they are wanted in."""
-    if hasattr(os, "posix_fadvise"):
-        os.posix_fadvise(file, offset, AHEAD, os.POSIX_FADV_WILLNEED)

@@ -103,6 +103,16 @@ def test_without_pinned_memory_it_is_slower_and_says_so(
         assert bytes(staged.tensor(Span(file, 0, 200), torch.uint8, [200]).tolist()) == file.read_bytes()[:200]
 
 
+def test_what_comes_next_is_fetched_once(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, int]] = []
+    monkeypatch.setattr(staging, "AHEAD", 1000)
+    monkeypatch.setattr(os, "posix_fadvise", lambda fd, start, size, advice: asked.append((start, start + size)))
+    with Staging("cpu") as staged:
+        for start in (*range(0, 2_000, 100), 0):
+            staged.tensor(Span(file, start, 100), torch.uint8, [100])
+    assert asked == [(100, 1100), (1100, 1600), (1600, 2100), (2100, 2600), (100, 1100)]
+
+
 class Copies:
     """Pinned memory without a GPU: copies are done when their event is waited for, as late as can be."""
 
