@@ -9,7 +9,7 @@ __all__ = ["MAX_TILES", "SKINNY", "TILES", "WORKSPACE", "Tile", "parts_of", "til
 SKINNY = 64  # rows; up to here weights are what is read, and each part of K has its own program
 FEW = 132  # programs that leave a card idle: parts of K have their own then, whatever the rows
 WORKSPACE = 1 << 23  # values of partial sums, 32 MiB
-MAX_TILES = 1024  # that can be counted at once
+MAX_TILES = 2048  # that can be counted at once
 
 
 @dataclass(frozen=True, slots=True)
