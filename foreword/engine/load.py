@@ -173,6 +173,8 @@ class _Loader:
             with self.timing("graphs"):
                 for forward in recorded:
                     forward.prepare(self.progress)
+                for rounds, guesses in parts.rounds():
+                    rounds.prepare(min(self.resolved.max_num_seqs, self.resolved.max_num_batched_tokens), guesses, self.progress)
             self.num_graphs = sum(forward.num_graphs for forward in recorded)
         if self.resolved.memory is not None:
             told(self.resolved.memory, sum(forward.graph_bytes for forward in recorded))

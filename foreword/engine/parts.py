@@ -25,6 +25,7 @@ from foreword.engine.runner import Runner
 from foreword.engine.stages import Stages
 from foreword.grammar.grammars import Grammars
 from foreword.kernels.cpu.library import load_library
+from foreword.kernels.device_rounds import DeviceRounds
 from foreword.kernels.recorded import RecordedForward
 from foreword.models.base import Model, Precision
 from foreword.resolve import ModelFacts, Resolved
@@ -85,6 +86,16 @@ class Parts:
                 forward.reserve(graph_rows(resolved), blocks, model.directions, resolved.device, resolved.block_size)
                 recorded.append(forward)
         return recorded
+
+    def rounds(self) -> list[tuple[DeviceRounds, int]]:
+        """Those that the engine will run ahead in, if the backend has such, and how many guesses a draft model makes in each."""
+        forward, sampler, resolved = self.runner.ahead, self.runner.sampler, self._resolved
+        if not isinstance(forward, RecordedForward) or not resolved.overlap or self._config.trace is not None:
+            return []
+        lender = self.drafting.lender
+        drafted = [] if lender is None else [(lender.ahead, resolved.num_speculative_tokens)]
+        options = (resolved.block_size, sampler.unused_ids)
+        return [(forward.rounds(*options, drafter, sampler.hashing), guesses) for drafter, guesses in [(None, 0), *drafted]]
 
     def _storage(self, model: Model) -> KVStorage:
         resolved = self._resolved

@@ -132,10 +132,14 @@ class DeviceRounds:
         self._first: dict[tuple[int, bool, Level], Callable[[], None]] = {}
 
     @torch.inference_mode()
-    def prepare(self, most: int, num_draft: int, level: Level = Level.PLAIN) -> None:
-        """Record what rounds of up to `most` requests need."""
-        for size in reversed(self._sizes[: self._sizes.index(bucket_of(most, self._sizes)) + 1]):
-            self._passes(size, num_draft, level)
+    def prepare(self, most: int, num_draft: int, progress: Callable[[int, int], None] | None = None) -> None:
+        """Record what rounds of up to `most` requests without filters need, the largest first; `progress` gets sizes done and
+        in all."""
+        sizes = [size for size in self._sizes if size <= bucket_of(most, self._sizes)]
+        for done, size in enumerate(reversed(sizes), start=1):
+            self._passes(size, num_draft, Level.PLAIN)
+            if progress is not None:
+                progress(done, len(sizes))
 
     @torch.inference_mode()
     def begin(self, lanes: Sequence[RoundLane]) -> None:

@@ -84,6 +84,7 @@ class RecordedForward:
     @torch.inference_mode()
     def prepare(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Capture every size now, the largest first, not when it is first needed; `progress` gets sizes done and in all."""
+        assert self._sizes, "reserve() comes first"
         for done, size in enumerate(reversed(self._sizes), start=1):
             self._bucket(size)
             if progress is not None:

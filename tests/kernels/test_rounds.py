@@ -22,7 +22,6 @@ from foreword.drafting.model_track import Track
 from foreword.kernels import recorded
 from foreword.kernels.device_rounds import DeviceRounds
 from foreword.kernels.drafts import MAX_GUESSES
-from foreword.kernels.lanes import Level
 from foreword.kernels.ops import DraftLane
 from foreword.kernels.recorded import RecordedForward
 from foreword.kernels.rounds import RoundLane, RoundResult
@@ -171,6 +170,7 @@ def run_rounds(rounds: DeviceRounds, host: Host, drafted: bool, data: st.DataObj
     """Launch, collect and grow in any order that is allowed, and compare each round with the host's."""
     states = host.states
     room = [len(state.tokens) for state in states]  # tokens that what was launched may come to
+    rounds._under_way.clear()  # of an example that was given up
     rounds.begin([lane_of(n, state, room[n], drafted) for n, state in enumerate(states)])
     kept = list(room)
     under_way: list[tuple[list[int], int]] = []
@@ -319,7 +319,9 @@ def test_what_is_recorded_before_a_run_changes_nothing(beds: Beds) -> None:
     host = Host(beds.plain_target, plain, copied(states))
     rounds.begin([lane_of(0, states[0], CONTEXT, drafted=True)])
     rounds.launch([0], 2)
-    rounds.prepare(3, 4, Level.FILTERED)
+    told: list[tuple[int, int]] = []
+    rounds.prepare(3, 4, lambda done, total: told.append((done, total)))
+    assert told == [(1, 3), (2, 3), (3, 3)], "of 4, 2 and 1 requests"
     rounds.launch([0], MAX_GUESSES + 1)
     assert rounds.collect() == host.round([0], 2)
     assert rounds.collect() == host.round([0], MAX_GUESSES + 1)
