@@ -24,3 +24,9 @@ def test_int8_has_a_scale_for_each_slot_and_head():
     assert layer.k_scale is not None and layer.v_scale is not None
     assert layer.k_scale.shape == layer.v_scale.shape == (48, 2)
     assert kv.nbytes == 2 * 48 * (2 * 16 + 32 + 4 * (2 + 1))
+
+
+def test_fp8_has_scales_as_int8_has_them():
+    layer = KVStorage(5, 8, [(2, 16)], "fp8").layer(0)
+    assert layer.k.dtype == layer.v.dtype == torch.float8_e4m3fn and not layer.k.view(torch.uint8).any()
+    assert layer.k_scale is not None and layer.k_scale.shape == (48, 2) and layer.k_scale.dtype == torch.float32

@@ -108,23 +108,25 @@ def _rope_and_cache(
     tile = tl.program_id(1)
     q_tiles: tl.constexpr = (Q_HEADS + HEADS - 1) // HEADS
     kv_tiles: tl.constexpr = (KV_HEADS + HEADS - 1) // HEADS
-    if tile < q_tiles:
-        _heads(
-            q + row * q_row, q_head, table, positions, row, out, None, row, tile * HEADS, ROTATE,
-            Q_HEADS, D, HALF, AXES, HEADS, BLOCK, REST,
-        )  # fmt: skip
-    elif tile < q_tiles + kv_tiles:
+    if Q_HEADS > 0:  # noqa: SIM102 (known when it is compiled)
+        if tile < q_tiles:
+            _heads(
+                q + row * q_row, q_head, table, positions, row, out, None, row, tile * HEADS, ROTATE,
+                Q_HEADS, D, HALF, AXES, HEADS, BLOCK, REST,
+            )  # fmt: skip
+    if KV_HEADS > 0:
+        tile -= q_tiles
         slot = tl.load(slots + row)
-        _heads(
-            k + row * k_row, k_head, table, positions, row, k_cache, k_scale, slot, (tile - q_tiles) * HEADS, ROTATE,
-            KV_HEADS, D, HALF, AXES, HEADS, BLOCK, REST,
-        )  # fmt: skip
-    else:
-        slot = tl.load(slots + row)
-        _heads(
-            v + row * v_row, v_head, table, positions, row, v_cache, v_scale, slot, (tile - q_tiles - kv_tiles) * HEADS, False,
-            KV_HEADS, D, HALF, AXES, HEADS, BLOCK, REST,
-        )  # fmt: skip
+        if (tile >= 0) & (tile < kv_tiles):
+            _heads(
+                k + row * k_row, k_head, table, positions, row, k_cache, k_scale, slot, tile * HEADS, ROTATE,
+                KV_HEADS, D, HALF, AXES, HEADS, BLOCK, REST,
+            )  # fmt: skip
+        if tile >= kv_tiles:
+            _heads(
+                v + row * v_row, v_head, table, positions, row, v_cache, v_scale, slot, (tile - kv_tiles) * HEADS, False,
+                KV_HEADS, D, HALF, AXES, HEADS, BLOCK, REST,
+            )  # fmt: skip
 
 
 def rope(x: Tensor, table: Tensor, positions: Tensor, axes: Axes | None = None) -> Tensor:

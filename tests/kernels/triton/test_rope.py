@@ -127,3 +127,18 @@ def test_it_compiles_for_cards_without_spilling() -> None:
         )
     for each in compile_all(sources):
         assert each.stack == each.spills == 0 and each.count(r"ld\.global\.v4") and not each.count(r"fma\.rn\.f32 ")
+
+
+def test_what_is_not_there_is_not_compiled() -> None:
+    """q alone, and keys and values that are not turned."""
+    constants = {"D": 128, "HALF": 64, "AXES": (), "HEADS": 8, "BLOCK": 64, "REST": 1, "k_scale": None, "v_scale": None}
+    strides = {f"{name}_{kind}": "i32" for name in "qkv" for kind in ("row", "head")}
+    there = {"q": "*bf16", "out": "*bf16", "table": "*fp32", "positions": "*i64"}
+    stored = {"k": "*bf16", "v": "*bf16", "k_cache": "*bf16", "v_cache": "*bf16", "slots": "*i64"}
+    kernel = "foreword.kernels.triton.rope:_rope_and_cache"
+    only_q = {"Q_HEADS": 8, "KV_HEADS": 0, "ROTATE": True, **dict.fromkeys(stored)}
+    only_kv = {"Q_HEADS": 0, "KV_HEADS": 8, "ROTATE": False, **dict.fromkeys(there)}
+    turned, written = compile_all(
+        [Source(kernel, there | strides, constants | only_q), Source(kernel, stored | strides, constants | only_kv)]
+    )
+    assert turned.count(r"mul\.\S*f32") and not written.count(r"mul\.\S*f32")
