@@ -420,3 +420,21 @@ def test_attention_reads_int8_as_it_was_rounded(window: int | None):
     expected = run(cache, [(0, 0, length)], 4, window=window)
     cache.layer = layer
     agree(run(cache, [(0, 0, length)], 4, window=window), expected)
+
+
+def test_float8_keys_and_values_are_read_as_they_were_rounded():
+    length = WIDTH + 5
+    cache = Cache([length], 2, 16)
+    slots = torch.tensor(cache.slots(0, length))
+    values = [torch.full(cache.k.shape, math.nan).to(torch.float8_e4m3fn) for _ in range(2)]
+    layer = KVLayer(*values, *(torch.full(cache.k.shape[:2], math.nan) for _ in range(2)))
+    OPS.write_kv(cache.k[slots], cache.v[slots], layer, slots)
+    assert layer.k_scale is not None and layer.v_scale is not None
+    torch.testing.assert_close(layer.k_scale[slots], cache.k[slots].abs().amax(-1) / 448)
+    for exact, stored, scale in ((cache.k, layer.k, layer.k_scale), (cache.v, layer.v, layer.v_scale)):
+        kept = stored.float()[slots] * scale[slots][..., None]
+        torch.testing.assert_close(kept, exact[slots], atol=1e-3, rtol=1 / 16)
+        exact[slots] = kept
+    expected = run(cache, [(0, 0, length)], 4)
+    cache.layer = layer
+    agree(run(cache, [(0, 0, length)], 4), expected)
