@@ -17,7 +17,19 @@ __all__ = ["DEVICE", "OPTIONAL", "PARTIAL", "missing_package", "shared", "worker
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PARTIAL = os.environ.get("FOREWORD_TEST_PARTIAL") == "1"
 OPTIONAL = frozenset(
-    "gguf jsonschema langchain_openai litellm llguidance matplotlib openai schemathesis sentencepiece transformers triton".split()
+    {
+        "gguf",
+        "jsonschema",
+        "langchain_openai",
+        "litellm",
+        "llguidance",
+        "matplotlib",
+        "openai",
+        "schemathesis",
+        "sentencepiece",
+        "transformers",
+        "triton",
+    }
 )
 USED = 0.9  # of a GPU's memory, by all workers together
 

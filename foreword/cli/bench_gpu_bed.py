@@ -108,6 +108,10 @@ class Bed:
         self._device = device
         self._serial = itertools.count()
 
+    def close(self) -> None:
+        """Let go of the engine, whoever still holds the bed."""
+        del self.client
+
     def answer(self, asked: Sequence[Question]) -> Answered:
         """All of them at once."""
         return self._finish(_Open(asked, next(self._serial)))
@@ -213,11 +217,11 @@ class Yard:
     @contextmanager
     def bed(self, role: str, **options: Any) -> Iterator[Bed]:
         """An engine of this role's shape; its memory is free again afterwards."""
-        held = [Bed(self.config(role, **options), self.device)]
+        bed = Bed(self.config(role, **options), self.device)
         try:
-            yield held[0]
+            yield bed
         finally:
-            held.clear()
+            bed.close()
             self.device.free()
 
     def config(self, role: str, **options: Any) -> Config:

@@ -47,7 +47,8 @@ class Checks:
         for role in self.scale.kernel_roles:
             for matrix in self.scale.shape(role).matrices:
                 yield self._part(f"linear {role} {matrix.name}", self._linear, "bfloat16", matrix)
-        down = next(matrix for matrix in self.scale.large.matrices if matrix.name == "down")
+        first = self.scale.shape(self.scale.kernel_roles[0])
+        down = next(matrix for matrix in first.matrices if matrix.name == "down")
         for kind in WEIGHT_KINDS:
             if kind not in KINDS or KINDS[kind].fits(down):
                 yield self._part(f"linear {kind}", self._linear, kind, down)

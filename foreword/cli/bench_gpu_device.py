@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch.autograd import DeviceType  # type: ignore[attr-defined]
@@ -58,7 +59,7 @@ class Device:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             run()
-        return graph.replay
+        return partial(_replay, graph, run)
 
     def seconds(self, run: Callable[[], object], times: int = 1) -> float:
         """Of one call out of `times` in a row, as the device sees it."""
@@ -106,6 +107,11 @@ class Device:
         gc.collect()
         if self.cuda:
             torch.cuda.empty_cache()
+
+
+def _replay(graph: torch.cuda.CUDAGraph, run: Callable[[], object]) -> None:
+    """A graph reads what `run` refers to where it lay when it was captured: as long as one lives, so must the other."""
+    graph.replay()
 
 
 def idle_of(intervals: Sequence[tuple[float, float]]) -> Idle | None:

@@ -50,7 +50,8 @@ class Kernels:
         yield self._part("sampler", self._sampler, self.scale.small.vocab)
         for role in self.scale.kernel_roles:
             yield self._part(f"rows {role}", self._rows, self.scale.shape(role))
-        gate_up = next(matrix for matrix in self.scale.large.matrices if matrix.name == "gate_up")
+        first = self.scale.shape(self.scale.kernel_roles[0])
+        gate_up = next(matrix for matrix in first.matrices if matrix.name == "gate_up")
         for kind in QUANTIZED:
             yield self._part(f"linear {kind}", self._linear, gate_up, kind, self.scale.kernel_rows[:3])
 

@@ -64,7 +64,9 @@ class Inputs:
             return self.normal(n, k, scale=k**-0.5)
         blocks = self.whole(0, 256, n, k // known.values, known.size).to(torch.uint8)
         for offset in known.scales:
-            blocks[..., offset : offset + 2] = torch.tensor([SCALE_OF_BLOCKS], dtype=torch.float16).view(torch.uint8)
+            blocks[..., offset : offset + 2] = torch.tensor([SCALE_OF_BLOCKS], dtype=torch.float16, device=self.device).view(
+                torch.uint8
+            )
         return Blocks(kind, blocks.view(n, -1), k)
 
     def matrix(self, matrix: WeightMatrix) -> Matrix:

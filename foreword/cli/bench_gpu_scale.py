@@ -140,7 +140,7 @@ REHEARSAL = Scale(
     device="cpu",
     dtype="float32",
     large=model_shape("tiny-large", 2, 64, 96, 4, 2, 272, head_dim=16, tied=False),
-    small=model_shape("tiny-small", 1, 32, 64, 2, 1, 272, head_dim=16),
+    small=model_shape("tiny-small", 1, 32, 256, 2, 1, 272, head_dim=16),
     drafter=model_shape("tiny-drafter", 1, 32, 64, 2, 1, 272, head_dim=16),
     small_drafter=model_shape("tiny-small-drafter", 1, 32, 64, 2, 1, 272, head_dim=16),
     budgets=BUDGETS,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -48,7 +49,15 @@ def test_kernels_in_rehearsal(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert (code, found["broken"], found["skipped"], found["rehearsal"]) == (0, {}, {}, True)
     checks = found["figures"]["checks"]
     assert not [name for name, figures in checks.items() if figures.get("ok") is False]
-    assert {"linear int4", "linear small head", "gated small", "attention small, fp8 KV", "rows small", "sampling"} <= set(checks)
+    assert {
+        "linear int4",
+        "linear q4_k",
+        "linear small head",
+        "gated small",
+        "attention small, fp8 KV",
+        "rows small",
+        "sampling",
+    } <= set(checks)
     assert found["figures"]["kernels"]["linear small qkv"]["1 us"] > 0
     last = json.loads(capsys.readouterr().out.splitlines()[-1], parse_constant=pytest.fail)
     assert set(last["targets"].values()) == {"not measured"}
@@ -187,6 +196,15 @@ def test_checks_of_engines_catch_what_depends_on_the_crowd(monkeypatch: pytest.M
     assert next(parts).run()["ok"]
     assert not next(parts).run()["ok"]
     parts.close()  # type: ignore[attr-defined]
+
+
+def test_an_engine_leaves_nothing_behind(tmp_path: Path) -> None:
+    """The next one needs its memory, although parts that are over still refer to the bed."""
+    with Yard(REHEARSAL, Device("cpu"), tmp_path).bed("small") as bed:
+        bed.answer(questions(1, 4, 3, REHEARSAL.small.vocab))
+        client = weakref.ref(bed.client)
+        engine = weakref.ref(bed.client._engine.runner)
+    assert bed is not None and client() is None and engine() is None
 
 
 def test_questions_are_the_same_in_every_run_and_fit_the_vocabulary() -> None:
