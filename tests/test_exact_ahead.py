@@ -28,6 +28,7 @@ from foreword.engine.engine import Engine
 from foreword.engine.load import load
 from tests.checkpoints import EOS, VOCAB_SIZE, write_checkpoint
 from tests.engine.rounds import Twin, run_ahead
+from tests.recordable import Recordable
 
 MAX_MODEL_LEN = 63
 SHARED = tuple(40 + i % 7 for i in range(34))
@@ -220,7 +221,7 @@ OPTIONS = st.fixed_dictionaries(
 FAULTS = st.one_of(st.none(), st.tuples(st.sampled_from(("begin", "launch", "collect")), st.integers(1, 6)))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(options=OPTIONS, crowd=visits(range(len(EVERYBODY))), fault=FAULTS)
 def test_equal_whoever_comes_and_goes(
     house: House, options: dict[str, Any], crowd: list[Visit], fault: tuple[str, int] | None
@@ -228,7 +229,7 @@ def test_equal_whoever_comes_and_goes(
     check_crowd(house, house.engine(**options), crowd, fault)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(options=OPTIONS, crowd=visits(SAMPLED_IN_ROUNDS), fault=FAULTS)
 def test_equal_where_rounds_can_serve_all(
     house: House, options: dict[str, Any], crowd: list[Visit], fault: tuple[str, int] | None
@@ -312,3 +313,21 @@ def test_a_repetition_is_found_at_the_same_token(house: House, monkeypatch: pyte
         assert ahead.num_rounds > 2
     reasons = {event.finish_reason for events in plain.values() for event in events if isinstance(event, Tokens)}
     assert "repetition" in reasons
+
+
+@pytest.mark.parametrize(
+    "options", [{"speculate": "off"}, {"speculate": "draft"}, {"speculate": "suffix", "draft_length": "adaptive"}]
+)
+def test_equal_on_recorded_passes(house: House, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> None:
+    """The rounds of a device, as far as a CPU can compute them, beside the same engine without them."""
+    monkeypatch.setattr("foreword.engine.load.select", lambda *_: Recordable())
+    small = {"draft_length": "fixed", "num_speculative_tokens": 2, "max_num_seqs": 3, "kv_cache_memory": "128tokens", **options}
+    crowd = [Visit(EVERYBODY[n], 3 * i, 3 * i + 9 if i == 2 else None) for i, n in enumerate((0, 7, 3, 6, 4, 11, 8))]
+    off, on = house.engine(**small, overlap=False), house.engine(**small)
+    assert off.ahead is None and on.ahead is not None
+    plain, found = serve(off, crowd), serve(on, crowd)
+    for one in crowd:
+        if one.goes is None:
+            assert told(found[one.request.id]) == told(plain[one.request.id])
+    assert on.ahead.num_rounds > 0 or "suffix" in small["speculate"]
+    assert on.ahead.num_errors == 0

@@ -34,11 +34,11 @@ FAR = 1 << 20
 def run_ahead(engine: Engine, strike: Callable[[str, Twin], None] = lambda verb, twin: None) -> Ahead:
     """Let an engine run ahead by twins of its models. `strike` is called with each verb before it is done."""
     runner, drafting = engine.runner, engine.drafting
-    twin = Twin(runner._logits, runner.sampler._ops, runner.vocab_size, strike)
+    twin = Twin(runner._logits, runner.sampler._ops, runner.vocab_size, engine.info.resolved.max_model_len, strike)
     runner._logits = twin
     for drafter in drafting.passes:
         if isinstance(drafter, ModelDrafter):
-            own = Twin(drafter._passes._forward, drafter.model.ops, drafter.model.vocab_size, strike)
+            own = Twin(drafter._passes._forward, drafter.model.ops, drafter.model.vocab_size, drafter._window, strike)
             drafter.ahead = own
             drafting.lender = drafter
     ahead = ahead_of(runner, engine.scheduler, drafting, engine.stages, engine.info.resolved)
@@ -51,8 +51,9 @@ class Twin:
     """A forward pass that RunsAhead. made: rounds by the drafter that they were made with; as of a device, they are kept."""
 
     def __init__(
-        self, forward: Callable[[Batch], Tensor], ops: Ops, vocab_size: int, strike: Callable[[str, Twin], None]
+        self, forward: Callable[[Batch], Tensor], ops: Ops, vocab_size: int, max_len: int, strike: Callable[[str, Twin], None]
     ) -> None:
+        self.max_len = max_len
         self.forward = forward
         self.ops = ops
         self.vocab_size = vocab_size
@@ -72,6 +73,7 @@ class Twin:
     @torch.inference_mode()
     def logits(self, chunks: Sequence[Chunk], block_size: int) -> Tensor:
         """Of the sampled rows [R, V]"""
+        assert all(chunk.start + len(chunk.token_ids) <= self.max_len for chunk in chunks), "beyond what the model can read"
         return self.forward(build_batch(chunks, block_size, self.ops.row_tile, "cpu")).clone()
 
 
