@@ -13,13 +13,15 @@ from foreword.core.memory import HugePages
 
 __all__ = ["KVStorage"]
 
+SCALED = (torch.int8, torch.float8_e4m3fn)
+
 
 class KVStorage:
     """K and V of every layer, in blocks. Block 0 is scratch: padding writes and reads there.
 
     num_blocks  usable blocks; their ids are 1..num_blocks
     layers      (heads, head dimension) of each layer
-    dtype       "float32", "bfloat16", "float16" or "int8"
+    dtype       "float32", "bfloat16", "float16", "int8" or "fp8" (float8_e4m3fn)
     """
 
     def __init__(
@@ -31,7 +33,8 @@ class KVStorage:
         self.device = device
         self._memory = HugePages()
         slots = (num_blocks + 1) * block_size
-        self._layers = tuple(self._layer((slots, *shape), getattr(torch, dtype)) for shape in layers)
+        stored = torch.float8_e4m3fn if dtype == "fp8" else getattr(torch, dtype)
+        self._layers = tuple(self._layer((slots, *shape), stored) for shape in layers)
 
     def layer(self, index: int) -> KVLayer:
         """K and V of one layer."""
@@ -45,7 +48,7 @@ class KVStorage:
     def _layer(self, shape: tuple[int, int, int], dtype: torch.dtype) -> KVLayer:
         """shape (S, Hk, D)"""
         k, v = self._zeros(shape, dtype), self._zeros(shape, dtype)
-        if dtype != torch.int8:
+        if dtype not in SCALED:
             return KVLayer(k, v)
         return KVLayer(k, v, self._zeros(shape[:2], torch.float32), self._zeros(shape[:2], torch.float32))
 

@@ -13,8 +13,8 @@ __all__ = ["KVLayer"]
 class KVLayer:
     """K and V of one layer, each [S, Hk, D].
 
-    k_scale, v_scale  float32 [S, Hk] where K and V are int8: the largest magnitude of that slot's and head's vector
-                      / 127, written once with it; else None
+    k_scale, v_scale  float32 [S, Hk] where K and V are int8 or float8_e4m3fn: the largest magnitude of that slot's and
+                      head's vector / 127 or / 448, written once with it; else None
     """
 
     k: Tensor

@@ -243,8 +243,9 @@ def _gather(cache: Tensor, scales: Tensor | None, block_size: int, step: Step) -
 
 def _tiles(cache: Tensor, block_size: int, step: Step) -> Tensor:
     """[S, ...] -> [different KV tiles, WIDTH, ...]"""
-    blocks = cache.view(-1, block_size, *cache.shape[1:]).index_select(0, step.blocks)
-    return blocks.view(-1, WIDTH, *cache.shape[1:])
+    stored = cache.view(torch.uint8) if cache.itemsize == 1 else cache  # torch does not select from all types of a byte
+    blocks = stored.view(-1, block_size, *cache.shape[1:]).index_select(0, step.blocks)
+    return blocks.view(-1, WIDTH, *cache.shape[1:]).view(cache.dtype)
 
 
 def _products(rows: Tensor, columns: Tensor, sources: tuple[int, ...]) -> Tensor:
