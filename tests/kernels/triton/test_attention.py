@@ -203,15 +203,12 @@ def test_a_row_does_not_feel_what_it_must_not_see(
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered", "ignore:All-NaN slice")
 @pytest.mark.parametrize("stored", ["float32", "int8", "fp8"])
-def test_keys_and_scales_that_are_not_finite_reach_only_who_sees_them(stored: str) -> None:
+def test_vectors_that_are_not_finite_reach_only_who_sees_them(stored: str) -> None:
     cache = Cache([60], 1, 16, stored)
     clean = run(cache, [(0, 40, 60)], 2)
-    if cache.layer.k_scale is None:
-        cache.layer.k[cache.slot(0, 50)] = math.nan
-    else:
-        assert cache.layer.v_scale is not None
-        cache.layer.k_scale[cache.slot(0, 50)] = math.inf
-        cache.layer.v_scale[cache.slot(0, 55)] = math.nan
+    k, v = randn(2, 1, 16, seed=1), randn(2, 1, 16, seed=2)
+    k[0, 0, 3], v[1, 0, 3] = math.nan, math.inf
+    REFERENCE.write_kv(k, v, cache.layer, torch.tensor([cache.slot(0, 50), cache.slot(0, 55)]))
     spoilt = run(cache, [(0, 40, 60)], 2)
     agree({key: value for key, value in spoilt.items() if key[1] < 50}, clean)
     assert all(value.isnan().all() for key, value in spoilt.items() if key[1] >= 50)
