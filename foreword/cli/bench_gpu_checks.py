@@ -18,7 +18,7 @@ from foreword.cli.bench_gpu_scale import Scale
 from foreword.cli.bench_shapes import KINDS, Shape, WeightMatrix
 from foreword.core.batch import Batch
 from foreword.core.kv import KVLayer
-from foreword.kernels.ops import Ops
+from foreword.kernels.ops import Blocks, Ops
 from foreword.kernels.reference import Reference
 
 __all__ = ["Checks"]
@@ -79,7 +79,7 @@ class Checks:
 
     def _linear(self, kind: str, matrix: WeightMatrix) -> Mapping[str, Any]:
         weight = self.inputs.weight(kind, matrix.n, matrix.k)
-        as_held = self.scale.dtype if kind == "bfloat16" else kind
+        as_held = self.scale.dtype if kind == "bfloat16" or isinstance(weight, Blocks) else kind
         packed = self.ops.pack_linear([weight], as_held)
         dtype = torch.float32 if matrix.name == "head" else None
         most = self._most_rows(matrix)
@@ -93,7 +93,7 @@ class Checks:
         if isinstance(weight, Tensor) and kind == "bfloat16":
             result |= self._against(got, few.double() @ weight.double().T, few @ weight.T)
         else:
-            exact = self.reference.linear(few, self.reference.pack_linear([weight], kind), torch.float32)
+            exact = self.reference.linear(few, self.reference.pack_linear([weight], as_held), torch.float32)
             result |= self._against(got, exact)
         return _verdict(result)
 
