@@ -35,7 +35,7 @@ from foreword.kernels.quantization import Quantized, dequantize, quantized, spli
 __all__ = ["PANEL", "PackedWeight", "block_of", "pack", "splits_of"]
 
 PANEL = 64
-GROUP = 32
+SLICE = 1 << 23  # values that are packed at a time; some of them as float32 are 32 MiB
 FILLED = 256  # programs that fill a card
 MIN_COLUMNS = 256  # of a part
 MAX_SPLITS = 16
@@ -78,22 +78,46 @@ def pack(parts: Sequence[Matrix], kind: str, bias: Tensor | None) -> PackedWeigh
     """See Ops.pack_linear.
 
     Blocks of a file stay what they are where products can read them: q4_0 is what int4 is, q8_0 is a format. The others, and
-    parts that differ, become values of the type that `kind` names, bfloat16 if it names none.
+    parts that differ, become values of the type that `kind` names, bfloat16 if it names none. Beside the parts and the result
+    there is never more than some slices of rows.
     """
     form = _format(parts, kind)
     rows = sum(_rows(part) for part in parts)
     columns = {part.columns if isinstance(part, Blocks) else part.shape[1] for part in parts}.pop()
-    scales = None
-    if form == "dense":
-        dtype = torch.bfloat16 if kind in (*BY_ROW, *GROUPED) else getattr(torch, kind)
-        matrix = torch.cat([(dequantize(part) if isinstance(part, Blocks) else part).to(dtype) for part in parts])
-        data = _panels(matrix, PANEL)
-    else:
-        steps = [_steps(part, form) for part in parts]
-        whole, scales = torch.cat([one.steps for one in steps]).flatten(1), torch.cat([one.scales for one in steps])
-        data, scales = _by_row(whole, scales, form) if form in BY_ROW else _grouped(whole, scales, form)
+    dtype = torch.bfloat16 if kind in (*BY_ROW, *GROUPED) else getattr(torch, kind)
+    height = max(SLICE // columns // PANEL, 1) * PANEL
+    whole: tuple[Tensor, ...] = ()
+    for first in range(0, rows, height):
+        made = _packed(_slice(parts, first, first + height), form, dtype)
+        whole = whole or tuple(one.new_empty(-(-rows // PANEL), *one.shape[1:]) for one in made)
+        for held, one in zip(whole, made, strict=True):
+            held[first // PANEL :][: len(one)] = one
+    data, *scales = whole
     wide = None if bias is None else bias.to(torch.float32)
-    return PackedWeight(form, data, scales, wide, rows, columns, data.shape[1], splits_of(rows, columns, form))
+    splits = splits_of(rows, columns, form)
+    held_scales = None if not scales else scales[0].flatten() if form in BY_ROW else scales[0]
+    return PackedWeight(form, data, held_scales, wide, rows, columns, data.shape[1], splits)
+
+
+def _slice(parts: Sequence[Matrix], first: int, last: int) -> list[Matrix]:
+    """Rows `first` to `last` of the parts one below the other."""
+    pieces: list[Matrix] = []
+    for part in parts:
+        rows = slice(max(first, 0), max(last, 0))
+        if rows.start < min(rows.stop, _rows(part)):
+            pieces.append(Blocks(part.kind, part.data[rows], part.columns) if isinstance(part, Blocks) else part[rows])
+        first, last = first - _rows(part), last - _rows(part)
+    return pieces
+
+
+def _packed(parts: Sequence[Matrix], form: str, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """Panels of all parts together, and their scales unless they are dense, [panels, ...] each."""
+    if form == "dense":
+        matrix = torch.cat([(dequantize(part) if isinstance(part, Blocks) else part).to(dtype) for part in parts])
+        return (_panels(matrix, PANEL),)
+    each = [_steps(part, form) for part in parts]
+    steps, scales = torch.cat([one.steps for one in each]).flatten(1), torch.cat([one.scales for one in each])
+    return _by_row(steps, scales, form) if form in BY_ROW else _grouped(steps, scales, form)
 
 
 def _rows(part: Matrix) -> int:
@@ -119,9 +143,9 @@ def _panels(matrix: Tensor, width: int) -> Tensor:
 
 
 def _by_row(steps: Tensor, scales: Tensor, form: str) -> tuple[Tensor, Tensor]:
-    """steps float32 [N, K], scales [N, 1]"""
+    """steps float32 [N, K], scales [N, 1] -> [panels, ...] and [panels, 64]"""
     values = steps.to(torch.int8) if form == "int8" else steps.to(torch.float8_e4m3fn).view(torch.int8)
-    return _words(_panels(values, block_of(form)), 2), F.pad(scales[:, 0], (0, -len(scales) % PANEL)).contiguous()
+    return _words(_panels(values, block_of(form)), 2), F.pad(scales[:, 0], (0, -len(scales) % PANEL)).view(-1, PANEL)
 
 
 def _grouped(steps: Tensor, scales: Tensor, form: str) -> tuple[Tensor, Tensor]:

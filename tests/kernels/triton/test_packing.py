@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
+from foreword.kernels.ops import Matrix
 from foreword.kernels.quantization import dequantize, rounded
+from foreword.kernels.triton import packing
 from foreword.kernels.triton.packing import PackedWeight, block_of, pack, splits_of
 from tests.kernels.quantized import random, random_blocks
 
@@ -28,7 +35,9 @@ def unpacked(weight: PackedWeight) -> Tensor:
             data = data.to(torch.uint8).view(torch.float8_e4m3fn if weight.format == "fp8" else torch.int8)
     data = data.to(torch.float32)
     if weight.format in ("int4", "q8_0"):
-        scales = weight.scales.transpose(2, 3).contiguous().view(torch.float16)  # [panels, blocks, 64, values]
+        scales = (
+            weight.scales.transpose(2, 3).clone(memory_format=torch.contiguous_format).view(torch.float16)
+        )  # [panels, blocks, 64, values]
         data = data * scales[..., None].to(torch.float32)
     matrix = data.flatten(3).transpose(1, 2).flatten(2).flatten(0, 1)
     if weight.format in ("int8", "fp8"):
@@ -54,6 +63,60 @@ def test_blocks_of_files_stay_what_they_are_where_they_can(kind: str, form: str)
     weight = pack(parts, "float32", None)
     assert weight.format == form
     assert torch.equal(unpacked(weight), torch.cat([dequantize(part) for part in parts]))
+
+
+def packed_in_slices(parts: Sequence[Matrix], kind: str, values: int) -> PackedWeight:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(packing, "SLICE", values)
+        return pack(parts, kind, None)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.sampled_from((*KINDS, "q8_0", "q4_0", "q6_k", "mixed")),
+    st.lists(st.integers(1, 150), min_size=1, max_size=3),
+    st.integers(1, 300),
+    st.integers(1, 3),
+)
+def test_bytes_do_not_depend_on_slices(kind: str, sizes: list[int], columns: int, panels: int) -> None:
+    """Of as many rows as two panels, or all at once."""
+    if kind in KINDS:
+        parts: list[Matrix] = [random(size, columns, size) for size in sizes]
+    else:
+        columns = 256
+        parts = [random_blocks("q5_0" if kind == "mixed" else kind, size, columns, size) for size in sizes]
+        parts += [random(70, columns)] if kind == "mixed" else []
+    stored = kind if kind in KINDS else "bfloat16"
+    whole = packed_in_slices(parts, stored, 1 << 40)
+    sliced = packed_in_slices(parts, stored, panels * 64 * columns)
+    assert torch.equal(sliced.data.view(torch.uint8), whole.data.view(torch.uint8))
+    assert (sliced.scales is None) == (whole.scales is None)
+    if whole.scales is not None and sliced.scales is not None:
+        assert sliced.scales.shape == whole.scales.shape
+        assert torch.equal(sliced.scales.view(torch.int32), whole.scales.view(torch.int32))
+
+
+class Largest(TorchFunctionMode):
+    """Bytes of the largest tensor that is made while this is on, but for those that are made by `new_empty`."""
+
+    bytes = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = {one.untyped_storage().data_ptr() for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)}
+        if func is not Tensor.new_empty:
+            for one in tree_leaves(result):
+                if isinstance(one, Tensor) and one.untyped_storage().data_ptr() not in given:
+                    self.bytes = max(self.bytes, one.untyped_storage().nbytes())
+        return result
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "q8_0", "q4_0", "q4_k"])
+def test_what_is_made_on_the_way_is_as_large_as_a_slice(kind: str) -> None:
+    parts: list[Matrix] = [random(1500, 256).half() if kind in KINDS else random_blocks(kind, rows, 256) for rows in (1500, 600)]
+    with Largest() as largest:
+        packed_in_slices(parts, kind if kind in KINDS else "bfloat16", 128 * 256)
+    assert 0 < largest.bytes <= 128 * 256 * 4
 
 
 def test_parts_that_differ_become_plain() -> None:
