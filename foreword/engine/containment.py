@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 
 NONFINITE: Final = "nonfinite"
 PATIENCE: Final = 16  # passes in a row that yield nothing but errors, though a harmless one works
+LOST: Final = ("illegal", "unspecified launch failure", "misaligned", "device-side assert", "uncorrectable", "hardware stack")
 
 
 class Result(Protocol):
@@ -143,8 +144,11 @@ class Containment(Generic[R]):
 
 
 def is_device_lost(error: Exception) -> bool:
-    """Whatever is tried now would fail as well."""
-    return isinstance(error, torch.AcceleratorError) and "out of memory" not in str(error)
+    """Whatever is tried now would fail as well. Triton has no class of its own for what the driver tells it."""
+    told = str(error)
+    if told.startswith("Triton Error"):
+        return any(one in told for one in LOST)
+    return isinstance(error, torch.AcceleratorError) and "out of memory" not in told
 
 
 def _renew(works: Sequence[Work]) -> None:

@@ -130,6 +130,30 @@ def test_a_lost_device_ends_the_engine_at_once() -> None:
     assert len(steps.tried) == 1
 
 
+@pytest.mark.parametrize(
+    ("told", "lost"),
+    [
+        ("an illegal memory access was encountered", True),
+        ("unspecified launch failure", True),
+        ("out of memory", False),
+        ("invalid argument", False),
+    ],
+)
+def test_a_kernel_of_triton_may_be_the_first_to_know_that_the_device_is_lost(told: str, lost: bool) -> None:
+    def compute(names: Sequence[str]) -> Sequence[Outcome]:
+        if "b" in names:
+            raise RuntimeError(f"Triton Error [CUDA]: {told}")
+        return [Outcome()] * len(names)
+
+    steps = Steps(compute)
+    if lost:
+        with pytest.raises(RuntimeError, match=told):
+            steps.run("a", "b")
+        assert len(steps.tried) == 1
+    else:
+        assert steps.run("a", "b") == ["ok", "RequestFailed"]
+
+
 def test_a_device_without_memory_is_not_lost() -> None:
     def compute(names: Sequence[str]) -> Sequence[Outcome]:
         if len(names) > 1:
