@@ -33,7 +33,7 @@ from foreword.hardware import machine, probe
 from foreword.kernels.cards import card
 from foreword.kernels.cpu.library import library_digest
 from foreword.kernels.ops import Ops
-from foreword.kernels.registry import select, why_not_native
+from foreword.kernels.registry import select, source_digest, why_not_native
 from foreword.models.base import Model, Precision
 from foreword.models.loader import load_model, read_facts, weight_files
 from foreword.resolve import EngineInfo, Machine, ModelFacts, Resolved, fitted, resolve
@@ -254,7 +254,7 @@ def _fingerprint(config: Config, resolved: Resolved, ops: Ops, sees: bool) -> st
         config.load_format,
         [_samples(file) for file in weight_files(Path(config.model))],
         ops.name,
-        library_digest() if resolved.device == "cpu" else "",
+        library_digest() if resolved.device == "cpu" else source_digest(),
         torch.__version__,
         version("llguidance"),
         version("pillow") if sees else "",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 from dataclasses import dataclass
+from pathlib import Path
 
 from foreword.errors import ConfigError
 from foreword.kernels.cards import card, why_not_triton
@@ -14,7 +16,7 @@ from foreword.kernels.fast_math import FastMath
 from foreword.kernels.ops import Ops
 from foreword.kernels.reference import Reference
 
-__all__ = ["Backend", "describe", "select", "why_not_native"]
+__all__ = ["Backend", "describe", "select", "source_digest", "why_not_native"]
 
 TRITON = ("foreword.kernels.triton.backend", "TritonOps")  # imported where they are to be used: nothing else needs Triton
 TRITON_FAST_MATH = ("foreword.kernels.triton.fast_math", "TritonFastMath")
@@ -82,6 +84,15 @@ def why_not_native(device: str) -> str | None:
         return load_library()[1] or None
     reason = why_not_triton()
     return reason and f"the reference computes, in torch, which is slower: {reason}"
+
+
+def source_digest() -> str:
+    """Tells kernels apart that are compiled where they run, as `library_digest()` tells builds: another source may round
+    differently."""
+    digest = hashlib.blake2b(digest_size=8)
+    for path in sorted(Path(__file__).parent.glob("**/*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
 
 
 def describe() -> list[Backend]:

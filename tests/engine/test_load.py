@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from foreword.engine import load as module
 from foreword.engine import parts
 from foreword.engine.load import load
 from foreword.errors import ConfigError
+from foreword.kernels.reference import Reference
 from foreword.kernels.registry import why_not_native
 from tests.checkpoints import write_checkpoint
 from tests.device import DEVICE
@@ -73,6 +75,16 @@ def test_what_pictures_are_made_with_is_part_of_the_fingerprint(tmp_path: Path, 
     options = sees / "preprocessor_config.json"
     options.write_text(json.dumps(json.loads(options.read_text()) | {"image_mean": [0.5, 0.5, 0.5]}))
     assert fingerprint(sees) != before[0]
+
+
+def test_the_source_of_kernels_for_gpus_is_part_of_the_fingerprint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are compiled where they run: no file of the library tells one version from the next."""
+    config = Config(model=str(write_checkpoint(tmp_path / "model", "llama", seed=1)), kv_cache_memory="400tokens", threads=1)
+    on_gpu = replace(load(config, ()).info.resolved, device="cuda")
+    before = module._fingerprint(config, on_gpu, Reference(), False)
+    assert before == module._fingerprint(config, on_gpu, Reference(), False)
+    monkeypatch.setattr(module, "source_digest", lambda: "another")
+    assert before != module._fingerprint(config, on_gpu, Reference(), False)
 
 
 @pytest.mark.parametrize("error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory: 12 bytes")])

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -13,7 +15,7 @@ from foreword.errors import ConfigError
 from foreword.kernels import registry
 from foreword.kernels.cards import Card
 from foreword.kernels.cpu.library import ISAS, isas
-from foreword.kernels.registry import describe, select, why_not_native
+from foreword.kernels.registry import describe, select, source_digest, why_not_native
 
 
 def available(kind: str) -> list[str]:
@@ -88,3 +90,13 @@ def test_an_instruction_set_without_effect_is_refused() -> None:
     if isas():
         with pytest.raises(ConfigError, match="no effect with --fast-math"):
             select("cpu", fast_math=True, isa="portable")
+
+
+def test_another_source_of_a_kernel_is_another_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    copy = shutil.copytree(Path(registry.__file__).parent, tmp_path / "kernels", ignore=shutil.ignore_patterns("*.so", "csrc"))
+    digest = source_digest()
+    monkeypatch.setattr(registry, "__file__", str(copy / "registry.py"))
+    assert source_digest() == digest
+    with (copy / "triton" / "product.py").open("a") as file:
+        file.write("# rounds differently\n")
+    assert source_digest() != digest
