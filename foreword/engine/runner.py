@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,6 +23,7 @@ from foreword.kernels.rounds import RunsAhead
 from foreword.models.base import Model
 from foreword.sampling.sampler import NOTHING_LEGAL, Sampled, Sampler
 from foreword.sampling.steps import masking_fields
+from foreword.sampling.uploads import uploaded
 from foreword.sampling.verify import verify
 
 __all__ = ["Runner"]
@@ -87,7 +89,10 @@ class Runner:
 
 
 def _lines(logits: Tensor, lines: Sequence[int]) -> Tensor:
-    return logits if len(lines) == logits.shape[0] else logits[list(lines)]
+    if len(lines) == logits.shape[0]:
+        return logits
+    (chosen,) = uploaded([np.array(lines, np.int64)], logits.device)
+    return logits.index_select(0, chosen)
 
 
 def _check(token_ids: Sequence[int], num_rows: int, vocab_size: int) -> None:

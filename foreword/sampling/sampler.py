@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from foreword.core.events import TokenLogprob
+from foreword.core.request import RequestState
 from foreword.core.rows import SampleRow
 from foreword.kernels.hashes import hash_of
 from foreword.kernels.ops import Ops
 from foreword.sampling.steps import PIPELINE, Step, keys_of, may_mask_all, spans, steps_of
+from foreword.sampling.uploads import Arrays, uploaded
 
 __all__ = ["BROKEN", "NOTHING_LEGAL", "Sampled", "Sampler"]
 
@@ -44,6 +48,16 @@ class _Raw:
     top: Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class _Task:
+    """A step for the rows from `line` to `end`, and what it must know of them."""
+
+    step: Step
+    line: int
+    end: int
+    gathered: Arrays
+
+
 class Sampler:
     """Samples rows; holds no state of any request.
 
@@ -55,6 +69,7 @@ class Sampler:
         self._vocab_size = vocab_size
         self._unused = torch.tensor(sorted(unused_ids), dtype=torch.int64)
         self._test_mode = test_mode
+        self._known: dict[RequestState, tuple[Step, ...]] = {}
 
     @property
     def hashing(self) -> bool:
@@ -69,43 +84,56 @@ class Sampler:
     def __call__(self, logits: Tensor, rows: Sequence[SampleRow], logprobs: bool = True) -> Sampled:
         """Sample logits float32 [R, V], which are overwritten; rows[r] says what line r is for.
 
-        logprobs=False leaves log-probabilities out even where requests ask for them.
+        logprobs=False leaves log-probabilities out even where requests ask for them. Where nobody gets any, the host waits for
+        the device once: for the ids.
         """
         assert logits.shape == (len(rows), self._vocab_size)
+        wanted = self._steps(rows)
+        asked = [r for r, row in enumerate(rows) if row.state.params.logprobs is not None] if logprobs else []
+        limited = [r for r, steps in enumerate(wanted) if may_mask_all(steps)]
+        tasks = _tasks(wanted, rows, self._vocab_size)
+        greedy = np.array([row.state.params.greedy for row in rows], np.bool_)
+        arrays = [*keys_of(rows), greedy, np.array(asked, np.int64), *(array for task in tasks for array in task.gathered)]
+        seeds, positions, greedy_rows, asked_rows, *gathered = uploaded(arrays, logits.device)
+
         hashes = [hash_of(line) for line in logits] if self._test_mode else []
         self._mask_unused(logits)
-        asked = [i for i, row in enumerate(rows) if row.state.params.logprobs is not None] if logprobs else []
-        raw = self._raw(logits[asked], max(rows[i].state.params.logprobs or 0 for i in asked)) if asked else None
-        wanted = _wanted(rows)
-        limited = [r for r, steps in enumerate(wanted) if may_mask_all(steps)]
-        alive = _alive(logits, limited) if limited else ()
-        for step, line, end in _runs(wanted):
-            step.apply(self._ops, logits[line:end], rows[line:end])
-        token_ids = self._sample(logits, rows)
-        for r in alive:
-            if token_ids[r] == BROKEN and float(logits[r].amax()) == -torch.inf:
-                token_ids[r] = NOTHING_LEGAL
+        params = [rows[r].state.params for r in asked]
+        raw = self._raw(logits.index_select(0, asked_rows), max(one.logprobs or 0 for one in params)) if asked else None
+        peaks = _peaks(logits, limited) if limited else None
+        for task in tasks:
+            count = len(task.gathered)
+            task.step.apply(self._ops, logits[task.line : task.end], *gathered[:count])
+            gathered = gathered[count:]
+        sampled = self._ops.sample(logits, seeds, positions, greedy_rows)
         found: list[TokenLogprob | None] = [None] * len(rows)
         if raw is not None:
-            params = [rows[i].state.params for i in asked]
-            scored = self._score(raw, [token_ids[i] for i in asked], [one.logprobs or 0 for one in params])
+            scored = self._score(raw, sampled[asked_rows], [one.logprobs or 0 for one in params])
             chosen = _scores_of(raw, [one.logprob_token_ids for one in params])
-            for i, logprob, scores in zip(asked, scored, chosen, strict=True):
-                if token_ids[i] >= 0:
-                    found[i] = replace(logprob, asked=scores) if scores else logprob
+            for r, logprob, scores in zip(asked, scored, chosen, strict=True):
+                if logprob.token_id >= 0:
+                    found[r] = replace(logprob, asked=scores) if scores else logprob
+        token_ids: list[int] = sampled.tolist()
+        if peaks is not None and min(token_ids) == BROKEN:
+            for r in limited:
+                if token_ids[r] == BROKEN and float(peaks[r]) > -torch.inf and float(logits[r].amax()) == -torch.inf:
+                    token_ids[r] = NOTHING_LEGAL
         return Sampled(token_ids, found, hashes)
 
     def prompt_logprobs(self, logits: Tensor, targets: Sequence[int], num: int) -> list[TokenLogprob]:
         """Log-probabilities of the tokens targets[r] that follow logits [R, V], and of the `num` likeliest."""
         self._mask_unused(logits)
-        return self._score(self._raw(logits, num), targets, [num] * len(targets))
+        (token_ids,) = uploaded([np.array(targets, np.int64)], logits.device)
+        return self._score(self._raw(logits, num), token_ids, [num] * len(targets))
 
-    def _sample(self, logits: Tensor, rows: Sequence[SampleRow]) -> list[int]:
-        device = logits.device
-        seeds, positions = keys_of(rows, device)
-        greedy = torch.tensor([row.state.params.greedy for row in rows], dtype=torch.bool, device=device)
-        token_ids: list[int] = self._ops.sample(logits, seeds, positions, greedy).tolist()
-        return token_ids
+    def _steps(self, rows: Sequence[SampleRow]) -> list[tuple[Step, ...]]:
+        """The steps of each row. Those of requests that were sampled last are known."""
+        before, self._known = self._known, {}
+        for state in (row.state for row in rows):
+            if state not in self._known:
+                steps = before.get(state)
+                self._known[state] = steps_of(state.request) if steps is None else steps
+        return [self._known[row.state] for row in rows]
 
     def _mask_unused(self, logits: Tensor) -> None:
         if self._unused.numel():
@@ -115,18 +143,19 @@ class Sampler:
     def _raw(self, logits: Tensor, num: int) -> _Raw:
         return _Raw(logits, self._ops.log_sum_exp(logits), self._ops.top_ids(logits, min(num, self._vocab_size)))
 
-    def _score(self, raw: _Raw, token_ids: Sequence[int], nums: Sequence[int]) -> list[TokenLogprob]:
-        """Log-probabilities of one id a row (any id where it is -1), with the nums[r] likeliest."""
-        chosen = torch.tensor(token_ids, dtype=torch.int64, device=raw.logits.device).clamp(min=0)[:, None]
+    def _score(self, raw: _Raw, token_ids: Tensor, nums: Sequence[int]) -> list[TokenLogprob]:
+        """Log-probabilities of one id a row, int64 [n] (any id where it is -1), with the nums[r] likeliest."""
+        chosen = token_ids.clamp(min=0)[:, None]
         value = raw.logits.gather(1, chosen)
         log_sum = raw.log_sum[:, None]
-        own = (value - log_sum)[:, 0].tolist()
-        ranks = _ranks(raw.logits, value, chosen)
-        top_ids = raw.top.tolist()
-        top = (raw.logits.gather(1, raw.top) - log_sum).tolist()
+        whole = torch.cat((token_ids[:, None], _ranks(raw.logits, value, chosen), raw.top), 1)
+        scores = torch.cat((value, raw.logits.gather(1, raw.top)), 1) - log_sum
+        width = whole.shape[1]
+        found = torch.cat((whole.double(), scores.double()), 1).tolist()  # exact, and read at once
+        lines = [([int(value) for value in line[:width]], line[width:]) for line in found]
         return [
-            TokenLogprob(token_id, own[r], ranks[r], tuple(zip(top_ids[r][:num], top[r][:num], strict=True)))
-            for r, (token_id, num) in enumerate(zip(token_ids, nums, strict=True))
+            TokenLogprob(token_id, own, rank, tuple(zip(top_ids[:num], top[:num], strict=True)))
+            for ((token_id, rank, *top_ids), (own, *top)), num in zip(lines, nums, strict=True)
         ]
 
 
@@ -135,40 +164,42 @@ def _scores_of(raw: _Raw, ids: Sequence[Sequence[int]]) -> list[tuple[tuple[int,
     if not any(ids):
         return [()] * len(ids)
     width = max(map(len, ids))
-    columns = torch.tensor([[*own, *[0] * (width - len(own))] for own in ids], dtype=torch.int64, device=raw.logits.device)
+    (columns,) = uploaded([np.array([[*own, *[0] * (width - len(own))] for own in ids], np.int64)], raw.logits.device)
     known = columns < raw.logits.shape[1]
     values = raw.logits.gather(1, torch.where(known, columns, 0)) - raw.log_sum[:, None]
     scores = torch.where(known, values, -torch.inf).tolist()
     return [tuple(zip(own, line, strict=False)) for own, line in zip(ids, scores, strict=True)]
 
 
-def _wanted(rows: Sequence[SampleRow]) -> list[tuple[Step, ...]]:
-    """The steps of each row."""
-    wanted: list[tuple[Step, ...]] = []
-    for r, row in enumerate(rows):
-        again = r > 0 and row.state is rows[r - 1].state
-        wanted.append(wanted[-1] if again else steps_of(row.state.request))
-    return wanted
-
-
-def _runs(wanted: Sequence[tuple[Step, ...]]) -> Iterator[tuple[Step, int, int]]:
-    """(step, line, end) in the pipeline's order: consecutive rows that asked for the step."""
-    asked = {step for steps in wanted for step in steps}
+def _tasks(wanted: Sequence[tuple[Step, ...]], rows: Sequence[SampleRow], vocab_size: int) -> list[_Task]:
+    """What is to be done, in the pipeline's order, for consecutive rows that asked for it."""
+    asked = set(chain.from_iterable(set(wanted)))
+    tasks: list[_Task] = []
     for step in PIPELINE:
         if step in asked:
             for line, end in spans([step in steps for steps in wanted]):
-                yield step, line, end
+                gathered = step.gather(rows[line:end], vocab_size)
+                if gathered is not None:
+                    tasks.append(_Task(step, line, end, gathered))
+    return tasks
 
 
-def _alive(logits: Tensor, lines: Sequence[int]) -> list[int]:
-    """Those lines that are not -inf throughout; one with a NaN is not among them."""
-    highest = logits[:, :PROBE].amax(dim=1).tolist()
-    return [line for line in lines if highest[line] > -torch.inf or float(logits[line].amax()) > -torch.inf]
+def _peaks(logits: Tensor, lines: Sequence[int]) -> Tensor:
+    """float32 [R]: -inf of those of the lines that are -inf throughout; of the others, any value of theirs or NaN.
+
+    On a CPU a few ids nearly always tell it. A GPU has looked at all of them before the host has looked at a few.
+    """
+    if logits.device.type != "cpu":
+        return logits.amax(dim=1)
+    peaks = logits[:, :PROBE].amax(dim=1)
+    for line, peak in enumerate(peaks.tolist()):
+        if peak == -torch.inf and line in lines:
+            peaks[line] = logits[line].amax()
+    return peaks
 
 
-def _ranks(logits: Tensor, value: Tensor, chosen: Tensor) -> list[int]:
-    """1 + how many ids come before the chosen one by (value descending, id ascending)."""
+def _ranks(logits: Tensor, value: Tensor, chosen: Tensor) -> Tensor:
+    """int64 [n, 1]: 1 + how many ids come before the chosen one by (value descending, id ascending)."""
     ids = torch.arange(logits.shape[1], device=logits.device)
     before = (logits > value) | ((logits == value) & (ids < chosen))
-    ranks: list[int] = (1 + before.count_nonzero(dim=1)).tolist()
-    return ranks
+    return 1 + before.sum(dim=1, keepdim=True)

@@ -2,37 +2,44 @@
 
 A step sees only rows that asked for it, in place, and every row by itself: what it computes are single
 float32 values, so that a row comes out the same alone and among others.
+
+What steps must know of their rows goes to the device before any of them runs, all at once: nothing waits in between.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import accumulate
 from types import MappingProxyType
 from typing import Protocol
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from foreword.core.ledger import Floats, Ids
+from foreword.core.ledger import WORD_BITS, Floats, Ids
 from foreword.core.request import Request
 from foreword.core.rows import SampleRow
 from foreword.kernels.ops import DraftSampling, Ops
+from foreword.sampling.uploads import Arrays
 
 __all__ = ["PIPELINE", "Step", "filters_of", "is_plain", "keys_of", "masking_fields", "may_mask_all", "spans", "steps_of"]
 
 Rows = Sequence[SampleRow]
+EVERY_BIT = -1
 
 
 class Step(Protocol):
-    """One step of the pipeline."""
+    """One step of the pipeline: first the host tells what it takes, for all steps of all rows; then the device does it."""
 
     def active(self, request: Request) -> bool:
         """Whether the request asked for it."""
 
-    def apply(self, ops: Ops, logits: Tensor, rows: Rows) -> None:
-        """Change logits float32 [n, V], in place; row i is that of rows[i], and asked for the step."""
+    def gather(self, rows: Rows, vocab_size: int) -> Arrays | None:
+        """What apply() must know of rows that asked for the step; None: it leaves each of them as it is."""
+
+    def apply(self, ops: Ops, logits: Tensor, *gathered: Tensor) -> None:
+        """Change logits float32 [n, V], in place; `gathered` of these n rows, on their device."""
 
 
 class Grammar:
@@ -41,11 +48,19 @@ class Grammar:
     def active(self, request: Request) -> bool:
         return request.params.structured is not None
 
-    def apply(self, ops: Ops, logits: Tensor, rows: Rows) -> None:
+    def gather(self, rows: Rows, vocab_size: int) -> Arrays | None:
         masks = [row.grammar.mask(row.draft) if row.grammar is not None else None for row in rows]
-        for line, end in spans([mask is not None for mask in masks]):
-            found = [mask for mask in masks[line:end] if mask is not None]
-            ops.keep_allowed(logits[line:end], torch.stack(found).to(logits.device))
+        if all(mask is None for mask in masks):
+            return None
+        words = np.full((len(rows), -(-vocab_size // WORD_BITS)), EVERY_BIT, np.int32)
+        for line, mask in zip(words, masks, strict=True):
+            if mask is not None:  # an id beyond it may not follow
+                known = min(len(mask), len(line))
+                line[:known], line[known:] = mask.numpy()[:known], 0
+        return (words,)
+
+    def apply(self, ops: Ops, logits: Tensor, *gathered: Tensor) -> None:
+        ops.keep_allowed(logits, *gathered)
 
 
 class AllowedIds:
@@ -54,49 +69,63 @@ class AllowedIds:
     def active(self, request: Request) -> bool:
         return request.params.allowed_token_ids is not None
 
-    def apply(self, ops: Ops, logits: Tensor, rows: Rows) -> None:
-        words = torch.stack([row.ledger.allowed(logits.shape[1]) for row in rows])
-        ops.keep_allowed(logits, words.to(logits.device))
+    def gather(self, rows: Rows, vocab_size: int) -> Arrays:
+        return (np.stack([row.ledger.allowed(vocab_size).numpy() for row in rows]),)
+
+    def apply(self, ops: Ops, logits: Tensor, *gathered: Tensor) -> None:
+        ops.keep_allowed(logits, *gathered)
 
 
-class LogitBias:
+class Addition(ABC):
+    """Amounts are added to the logits of some ids. -inf masks one; a broken value, NaN or +inf, stays broken."""
+
+    def gather(self, rows: Rows, vocab_size: int) -> Arrays | None:
+        found = [self.amounts(row) for row in rows]
+        starts, ids = _flat([own for own, _ in found])
+        return (starts, ids, np.concatenate([own for _, own in found])) if len(ids) else None
+
+    def apply(self, ops: Ops, logits: Tensor, *gathered: Tensor) -> None:
+        ops.add_at(logits, *gathered)
+
+    @abstractmethod
+    def amounts(self, row: SampleRow) -> tuple[Ids, Floats]:
+        """Ids, none twice, and what is added to them."""
+
+
+class LogitBias(Addition):
     """`logit_bias` is added."""
 
     def active(self, request: Request) -> bool:
         return bool(request.params.logit_bias)
 
-    def apply(self, ops: Ops, logits: Tensor, rows: Rows) -> None:
-        _add(ops, logits, [row.ledger.bias() for row in rows])
+    def amounts(self, row: SampleRow) -> tuple[Ids, Floats]:
+        return row.ledger.bias()
 
 
-class BadWords:
+class BadWords(Addition):
     """The last id of a bad word is masked where the history ends with its other ids."""
 
     def active(self, request: Request) -> bool:
         return bool(request.bad_words_ids)
 
-    def apply(self, ops: Ops, logits: Tensor, rows: Rows) -> None:
-        _mask(logits, [self._completing(row) for row in rows])
-
-    def _completing(self, row: SampleRow) -> set[int]:
+    def amounts(self, row: SampleRow) -> tuple[Ids, Floats]:
         words = row.state.request.bad_words_ids
         recent = row.recent(max(map(len, words)) - 1)
-        return {word[-1] for word in words if len(word) - 1 <= len(recent) and recent[len(recent) - len(word) + 1 :] == word[:-1]}
+        return _masked(
+            {word[-1] for word in words if len(word) - 1 <= len(recent) and recent[len(recent) - len(word) + 1 :] == word[:-1]}
+        )
 
 
-class MinTokens:
+class MinTokens(Addition):
     """Nothing that would end the answer before `min_tokens` tokens, unless its grammar lets nothing else follow."""
 
     def active(self, request: Request) -> bool:
         return request.params.min_tokens > 0
 
-    def apply(self, ops: Ops, logits: Tensor, rows: Rows) -> None:
-        _mask(logits, [self._ending(row) for row in rows])
-
-    def _ending(self, row: SampleRow) -> set[int]:
+    def amounts(self, row: SampleRow) -> tuple[Ids, Floats]:
         if row.num_output >= row.state.params.min_tokens or (row.grammar is not None and row.grammar.only_end(row.draft)):
-            return set()
-        return {*row.state.request.eos_token_ids, *row.state.params.stop_token_ids}
+            return _masked(())
+        return _masked({*row.state.request.eos_token_ids, *row.state.params.stop_token_ids})
 
 
 class RepetitionPenalty:
@@ -105,37 +134,35 @@ class RepetitionPenalty:
     def active(self, request: Request) -> bool:
         return request.params.repetition_penalty != 1.0
 
-    def apply(self, ops: Ops, logits: Tensor, rows: Rows) -> None:
-        starts, ids = _flat(logits, [row.seen() for row in rows])
-        penalties = _column(logits, [row.state.params.repetition_penalty for row in rows], torch.float32)
-        ops.penalize(logits, starts, ids, penalties)
+    def gather(self, rows: Rows, vocab_size: int) -> Arrays:
+        penalties = np.array([row.state.params.repetition_penalty for row in rows], np.float32)
+        return (*_flat([row.seen() for row in rows]), penalties)
+
+    def apply(self, ops: Ops, logits: Tensor, *gathered: Tensor) -> None:
+        ops.penalize(logits, *gathered)
 
 
-class CountPenalties:
+class CountPenalties(Addition):
     """`presence_penalty` once and `frequency_penalty` times its count off each id of the output."""
 
     def active(self, request: Request) -> bool:
         return request.params.presence_penalty != 0.0 or request.params.frequency_penalty != 0.0
 
-    def apply(self, ops: Ops, logits: Tensor, rows: Rows) -> None:
-        _add(ops, logits, [self._amounts(row) for row in rows])
-
-    def _amounts(self, row: SampleRow) -> tuple[Ids, Floats]:
+    def amounts(self, row: SampleRow) -> tuple[Ids, Floats]:
         ids, counts = row.counts()
         penalties = row.state.params.presence_penalty + row.state.params.frequency_penalty * counts
         return ids, -penalties.astype(np.float32)
 
 
-class Dry:
+class Dry(Addition):
     """An id that would go on with a repeat of the last tokens costs `dry_multiplier * dry_base ** (length - allowed length)`."""
 
     def active(self, request: Request) -> bool:
         return request.params.dry
 
-    def apply(self, ops: Ops, logits: Tensor, rows: Rows) -> None:
-        found = [row.dry() for row in rows]
-        if any(len(ids) for ids, _ in found):
-            _add(ops, logits, [(ids, -penalties) for ids, penalties in found])
+    def amounts(self, row: SampleRow) -> tuple[Ids, Floats]:
+        ids, penalties = row.dry()
+        return ids, -penalties
 
 
 class TopNSigma:
@@ -144,8 +171,11 @@ class TopNSigma:
     def active(self, request: Request) -> bool:
         return not request.params.greedy and request.params.top_n_sigma > 0.0
 
-    def apply(self, ops: Ops, logits: Tensor, rows: Rows) -> None:
-        ops.keep_top_n_sigma(logits, _column(logits, [row.state.params.top_n_sigma for row in rows], torch.float64))
+    def gather(self, rows: Rows, vocab_size: int) -> Arrays:
+        return (np.array([row.state.params.top_n_sigma for row in rows], np.float64),)
+
+    def apply(self, ops: Ops, logits: Tensor, *gathered: Tensor) -> None:
+        ops.keep_top_n_sigma(logits, *gathered)
 
 
 class Temperature:
@@ -154,16 +184,22 @@ class Temperature:
     def active(self, request: Request) -> bool:
         return not request.params.greedy and request.params.temperature != 1.0
 
-    def apply(self, ops: Ops, logits: Tensor, rows: Rows) -> None:
-        ops.divide(logits, _column(logits, [row.state.params.temperature for row in rows], torch.float32))
+    def gather(self, rows: Rows, vocab_size: int) -> Arrays:
+        return (np.array([row.state.params.temperature for row in rows], np.float32),)
+
+    def apply(self, ops: Ops, logits: Tensor, *gathered: Tensor) -> None:
+        ops.divide(logits, *gathered)
 
 
 class TopK:
     def active(self, request: Request) -> bool:
         return not request.params.greedy and request.params.top_k > 0
 
-    def apply(self, ops: Ops, logits: Tensor, rows: Rows) -> None:
-        ops.keep_top_k(logits, _column(logits, [min(row.state.params.top_k, logits.shape[1]) for row in rows], torch.int64))
+    def gather(self, rows: Rows, vocab_size: int) -> Arrays:
+        return (np.array([min(row.state.params.top_k, vocab_size) for row in rows], np.int64),)
+
+    def apply(self, ops: Ops, logits: Tensor, *gathered: Tensor) -> None:
+        ops.keep_top_k(logits, *gathered)
 
 
 class TypicalP:
@@ -172,24 +208,33 @@ class TypicalP:
     def active(self, request: Request) -> bool:
         return not request.params.greedy and request.params.typical_p < 1.0
 
-    def apply(self, ops: Ops, logits: Tensor, rows: Rows) -> None:
-        ops.keep_typical_p(logits, _column(logits, [row.state.params.typical_p for row in rows], torch.float64))
+    def gather(self, rows: Rows, vocab_size: int) -> Arrays:
+        return (np.array([row.state.params.typical_p for row in rows], np.float64),)
+
+    def apply(self, ops: Ops, logits: Tensor, *gathered: Tensor) -> None:
+        ops.keep_typical_p(logits, *gathered)
 
 
 class TopP:
     def active(self, request: Request) -> bool:
         return not request.params.greedy and request.params.top_p < 1.0
 
-    def apply(self, ops: Ops, logits: Tensor, rows: Rows) -> None:
-        ops.keep_top_p(logits, _column(logits, [row.state.params.top_p for row in rows], torch.float64))
+    def gather(self, rows: Rows, vocab_size: int) -> Arrays:
+        return (np.array([row.state.params.top_p for row in rows], np.float64),)
+
+    def apply(self, ops: Ops, logits: Tensor, *gathered: Tensor) -> None:
+        ops.keep_top_p(logits, *gathered)
 
 
 class MinP:
     def active(self, request: Request) -> bool:
         return not request.params.greedy and request.params.min_p > 0.0
 
-    def apply(self, ops: Ops, logits: Tensor, rows: Rows) -> None:
-        ops.keep_min_p(logits, _column(logits, [row.state.params.min_p for row in rows], torch.float64))
+    def gather(self, rows: Rows, vocab_size: int) -> Arrays:
+        return (np.array([row.state.params.min_p for row in rows], np.float64),)
+
+    def apply(self, ops: Ops, logits: Tensor, *gathered: Tensor) -> None:
+        ops.keep_min_p(logits, *gathered)
 
 
 class Xtc:
@@ -198,11 +243,12 @@ class Xtc:
     def active(self, request: Request) -> bool:
         return not request.params.greedy and request.params.xtc_probability > 0.0
 
-    def apply(self, ops: Ops, logits: Tensor, rows: Rows) -> None:
-        keys = keys_of(rows, logits.device)
-        chances = _column(logits, [row.state.params.xtc_probability for row in rows], torch.float64)
-        thresholds = _column(logits, [row.state.params.xtc_threshold for row in rows], torch.float64)
-        ops.exclude_top(logits, *keys, chances, thresholds)
+    def gather(self, rows: Rows, vocab_size: int) -> Arrays:
+        chances = np.array([row.state.params.xtc_probability for row in rows], np.float64)
+        return (*keys_of(rows), chances, np.array([row.state.params.xtc_threshold for row in rows], np.float64))
+
+    def apply(self, ops: Ops, logits: Tensor, *gathered: Tensor) -> None:
+        ops.exclude_top(logits, *gathered)
 
 
 # As in llama.cpp, but that the temperature comes before the filters, as in vLLM.
@@ -272,51 +318,17 @@ def filters_of(request: Request, vocab_size: int) -> DraftSampling:
     return DraftSampling(request.seed, params.greedy, params.temperature, top_k, params.top_p, params.min_p)
 
 
-def keys_of(rows: Rows, device: torch.device) -> tuple[Tensor, Tensor]:
+def keys_of(rows: Rows) -> tuple[Ids, Ids]:
     """What the noise of rows is keyed by: seeds int64 [R] (their bits), positions int64 [R]."""
-    seeds = torch.tensor([_signed(row.state.request.seed) for row in rows], dtype=torch.int64, device=device)
-    return seeds, torch.tensor([row.position for row in rows], dtype=torch.int64, device=device)
+    seeds = np.array([row.state.request.seed for row in rows], np.uint64).view(np.int64)
+    return seeds, np.array([row.position for row in rows], np.int64)
 
 
-def _signed(seed: int) -> int:
-    """The bits of a 64-bit seed as torch can hold them."""
-    return seed - (1 << 64) if seed >> 63 else seed
+def _masked(ids: Collection[int]) -> tuple[Ids, Floats]:
+    return np.fromiter(ids, np.int64, len(ids)), np.full(len(ids), -np.inf, np.float32)
 
 
-def _column(logits: Tensor, values: Sequence[float], dtype: torch.dtype) -> Tensor:
-    return torch.tensor(values, dtype=dtype, device=logits.device)
-
-
-def _places(logits: Tensor, ids: Sequence[Iterable[int]]) -> tuple[Tensor, Tensor]:
-    """Coordinates of ids[r] in row r. An id beyond the vocabulary is nowhere: it cannot be sampled anyway."""
-    vocab_size = logits.shape[1]
-    lines: list[int] = []
-    columns: list[int] = []
-    for line, own in enumerate(ids):
-        inside = [token_id for token_id in own if token_id < vocab_size]
-        lines += [line] * len(inside)
-        columns += inside
-    return _column(logits, lines, torch.int64), _column(logits, columns, torch.int64)
-
-
-def _mask(logits: Tensor, ids: Sequence[Iterable[int]]) -> None:
-    places = _places(logits, ids)
-    logits[places] = _masked(logits[places])
-
-
-def _masked(values: Tensor) -> Tensor:
-    """-inf, but NaN and +inf stay: a mask must not hide that a row is broken."""
-    return torch.where(values < torch.inf, -torch.inf, values)
-
-
-def _flat(logits: Tensor, ids: Sequence[Ids]) -> tuple[Tensor, Tensor]:
-    """Ids of all rows in one int64 [N], and where those of each row begin, int64 [R+1]."""
-    starts = torch.tensor(list(accumulate(map(len, ids), initial=0)), dtype=torch.int64, device=logits.device)
-    return starts, torch.from_numpy(ids[0] if len(ids) == 1 else np.concatenate(ids)).to(logits.device)
-
-
-def _add(ops: Ops, logits: Tensor, amounts: Sequence[tuple[Ids, Floats]]) -> None:
-    """Add amounts to the logits of ids, row by row."""
-    starts, ids = _flat(logits, [own for own, _ in amounts])
-    added = np.concatenate([own for _, own in amounts])
-    ops.add_at(logits, starts, ids, torch.from_numpy(added).to(logits.device))
+def _flat(ids: Sequence[Ids]) -> tuple[Ids, Ids]:
+    """Where the ids of each row begin, int64 [R+1], and those of all rows in one int64 [N]."""
+    starts = np.array(list(accumulate(map(len, ids), initial=0)), np.int64)
+    return starts, ids[0] if len(ids) == 1 else np.concatenate(ids)

@@ -12,6 +12,9 @@ from foreword.core.params import SamplingParams
 from foreword.core.request import Request, RequestState
 from foreword.core.rows import SampleRow
 from foreword.core.structured import StructuredOutput
+from foreword.kernels.ops import Ops
+from foreword.sampling.steps import Step
+from foreword.sampling.uploads import uploaded
 
 VOCAB_SIZE = 300
 UNUSED = (297, 299)
@@ -80,3 +83,10 @@ def make_state(
 
 def make_row(draft: Sequence[int] = (), **state: object) -> SampleRow:
     return SampleRow(make_state(**state), tuple(draft))  # type: ignore[arg-type]
+
+
+def apply(step: Step, ops: Ops, logits: Tensor, rows: Sequence[SampleRow]) -> None:
+    """One step of the pipeline alone, in place."""
+    gathered = step.gather(rows, logits.shape[1])
+    if gathered is not None:
+        step.apply(ops, logits, *uploaded(gathered, logits.device))

@@ -12,7 +12,7 @@ from torch import Tensor
 from foreword.core.rows import SampleRow
 from foreword.kernels.reference_sampling import ReferenceSampling
 from foreword.sampling.steps import PIPELINE, steps_of
-from tests.sampling.rows import EOS, JSON, VOCAB_SIZE, EveryThird, make_row, make_state
+from tests.sampling.rows import EOS, JSON, VOCAB_SIZE, EveryThird, apply, make_row, make_state
 
 OPS = ReferenceSampling()
 PROMPT = (5, 6, 7, 6)
@@ -33,7 +33,7 @@ def process(values: Tensor, *rows: SampleRow) -> Tensor:
     """The whole pipeline on rows that all ask for the same steps."""
     changed = values.clone()
     for step in steps_of(rows[0].state.request):
-        step.apply(OPS, changed, rows)  # type: ignore[arg-type]
+        apply(step, OPS, changed, rows)  # type: ignore[arg-type]
     return changed
 
 

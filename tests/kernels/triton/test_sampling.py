@@ -14,7 +14,7 @@ from foreword.kernels.triton.sampling import TritonSampling
 from foreword.sampling.steps import steps_of
 from tests.kernels.rows import make_row, same_bits
 from tests.kernels.triton.sampling_rows import DEVICE, OPS, REFERENCE, assert_same, cycle, few_rows, mixture
-from tests.sampling.rows import VOCAB_SIZE
+from tests.sampling.rows import VOCAB_SIZE, apply
 from tests.sampling.rows import make_row as make_sample_row
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # infinite results are right here
@@ -105,8 +105,8 @@ def test_the_whole_pipeline() -> None:
     steps = steps_of(row.state.request)
     assert len(steps) > 10
     for step in steps:
-        step.apply(TritonSampling(), ours, [row])  # type: ignore[arg-type]
-        step.apply(REFERENCE, theirs, [row])  # type: ignore[arg-type]
+        apply(step, TritonSampling(), ours, [row])  # type: ignore[arg-type]
+        apply(step, REFERENCE, theirs, [row])  # type: ignore[arg-type]
         assert same_bits(ours.cpu(), theirs), type(step).__name__
 
 
