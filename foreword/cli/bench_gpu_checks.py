@@ -69,10 +69,11 @@ class Checks:
         return Part(name, run)
 
     def _row_check(self) -> Mapping[str, Any]:
-        """The check that loading makes on a card, if this backend has one; it is too large for an interpreter."""
+        """The checks that loading makes on a card, if this backend has them; they are too large for an interpreter."""
         if self.ops.name != "triton" or self.scale.rehearsal:
             return {"skipped": f"the backend is {self.ops.name} on {self.device}"}
-        found = importlib.import_module("foreword.kernels.triton.checks").check_rows(self.ops, self.device)
+        checks = importlib.import_module("foreword.kernels.triton.checks")
+        found = checks.check_rows(self.ops, self.device) or checks.check_attention(self.ops, self.device)
         return {"ok": found is None, "found": found or "equal"}
 
     # Linear layers

@@ -63,5 +63,6 @@ def _try() -> str | None:
     """Whether a row has the same bits alone and among others: only the card itself can tell."""
     backend = importlib.import_module("foreword.kernels.triton.backend")
     checks = importlib.import_module("foreword.kernels.triton.checks")
-    wrong: str | None = checks.check_rows(backend.TritonOps(eager=True), "cuda")
+    ops = backend.TritonOps(eager=True)
+    wrong: str | None = checks.check_rows(ops, "cuda") or checks.check_attention(ops, "cuda")
     return wrong

@@ -1,47 +1,107 @@
-"""Whether this card's products are the same for every number of rows: tried once when a model is loaded."""
+"""Whether this card's results for a row are the same in any company: tried once when a model is loaded."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
+from foreword.core.batch import Chunk, build_batch
+from foreword.core.kv import KVLayer
 from foreword.kernels.ops import Ops
+from foreword.kernels.triton import attention
 
-__all__ = ["ROW_COUNTS", "check_rows"]
+__all__ = ["ROW_COUNTS", "check_attention", "check_rows"]
 
-# On both sides of what tiles.py decides by; with this shape each tile and each place of the parts of K comes up.
+# On both sides of what tiles.py decides by. In the first shape K has three parts, which have their own programs or share one;
+# the second is a multiple of nothing, and its K is one part.
 ROW_COUNTS = (1, 2, 7, 8, 9, 16, 17, 32, 33, 63, 64, 65, 100, 128, 130, 257)
-SHAPE = (6144, 1024)
+SHAPES = ((6144, 1024), (200, 500))
+BRAIN_FLOAT = (8, 0)  # compute capability from which on there is bfloat16
+BLOCK_SIZE = 16
+DRAFT = 6
+
+Span = tuple[int, int]
 
 
 def check_rows(
-    ops: Ops, device: torch.device | str, shape: tuple[int, int] = SHAPE, row_counts: Sequence[int] = ROW_COUNTS
+    ops: Ops,
+    device: torch.device | str,
+    shapes: Sequence[tuple[int, int]] = SHAPES,
+    row_counts: Sequence[int] = ROW_COUNTS,
 ) -> str | None:
     """None if the bits of every row are those of the row alone, else the first product that differs.
 
-    In bfloat16 (float32 on a processor), with weights [N, K] of this shape as they are and in 8 bits. These are two dozen short
+    With weights [N, K] of these shapes, as they are in each type that the card has, and in 8 bits. These are some dozen short
     launches for each kind; what takes time is compiling them, and Triton keeps that on disk.
     """
     device = torch.device(device)
-    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    generator = torch.Generator().manual_seed(0)
-    rows = max(row_counts)
-    matrix, x, residual = (
-        torch.randn(size, generator=generator).to(device, dtype) for size in (shape, (rows, shape[1]), (rows, shape[0]))
-    )
-    for kind in (str(dtype).removeprefix("torch."), "int8"):
-        weight = ops.pack_linear([matrix], kind, matrix[:, 0])
-        products: dict[str, Callable[[slice], Tensor]] = {
-            "linear": lambda t, w=weight: ops.linear(x[t], w, None, residual[t]),  # type: ignore[misc]
-            "gated linear": lambda t, w=weight: ops.linear_gated(x[t], w, "silu"),  # type: ignore[misc]
-        }
-        for name, run in products.items():
-            count = _differing(row_counts, run)
-            if count:
-                return f"a {name} layer in {kind} gives other bits for {count} rows than for one"
+    for dtype in _types(device):
+        generator = torch.Generator().manual_seed(0)
+        kinds = (str(dtype).removeprefix("torch."), *(("int8",) if dtype == _types(device)[0] else ()))
+        for size, width in shapes:
+            matrix, x, residual = (
+                torch.randn(shape, generator=generator).to(device, dtype)
+                for shape in ((size, width), (max(row_counts), width), (max(row_counts), size))
+            )
+            for kind in kinds:
+                for name, run in _products(ops, kind, matrix, x, residual):
+                    count = _differing(row_counts, run)
+                    if count:
+                        return f"a {name} layer in {kind} gives other bits for {count} rows than for one"
     return None
+
+
+def check_attention(
+    ops: Ops, device: torch.device | str, kv_heads: int = 8, group: int = 4, dim: int = 128, rows: int = 64
+) -> str | None:
+    """None if the bits of a row's attention are the same alone, in a draft, in a chunk of `rows` and in a crowd of each: tiles of
+    all widths, with as many programs for each as there are splits, half of that, and one. Else where they first differ.
+
+    The rows lie on both sides of where the third split begins. Requests of a crowd read the same blocks.
+    """
+    device = torch.device(device)
+    start = 2 * attention.SPLIT - rows // 2
+    blocks = range(1, -(-(start + rows) // BLOCK_SIZE) + 1)
+    slots = (len(blocks) + 1) * BLOCK_SIZE
+    for dtype in _types(device):
+        generator = torch.Generator().manual_seed(0)
+        q, k, v = (
+            torch.randn(shape, generator=generator).to(device, dtype)
+            for shape in ((rows, kv_heads * group, dim), *[(slots, kv_heads, dim)] * 2)
+        )
+        cache = KVLayer(k, v)
+
+        def run(spans: Sequence[Span], q: Tensor = q, cache: KVLayer = cache) -> Tensor:
+            chunks = [Chunk([0] * (last - first), start + first, blocks, 1) for first, last in spans]
+            batch = build_batch(chunks, BLOCK_SIZE, 1, str(device), owners=True)
+            return ops.attention(torch.cat([q[first:last] for first, last in spans]), cache, batch, dim**-0.5)
+
+        whole = run([(0, rows)])
+        for name, spans in _crowds(rows, kv_heads):
+            if not torch.equal(run(spans), torch.cat([whole[first:last] for first, last in spans])):
+                return (
+                    f"attention in {str(dtype).removeprefix('torch.')} gives other bits for {name} than for a chunk of a prompt"
+                )
+    return None
+
+
+def _types(device: torch.device) -> tuple[torch.dtype, ...]:
+    """What is computed in; the first one is what models come in where there is no other wish."""
+    if device.type == "cpu":
+        return (torch.float32,)
+    new = torch.cuda.get_device_capability(device) >= BRAIN_FLOAT
+    return (torch.bfloat16, torch.float16) if new else (torch.float16,)
+
+
+def _products(
+    ops: Ops, kind: str, matrix: Tensor, x: Tensor, residual: Tensor
+) -> Iterator[tuple[str, Callable[[slice], Tensor]]]:
+    """By name: what gives the rows of a slice of x."""
+    weight = ops.pack_linear([matrix], kind, matrix[:, 0])
+    yield "linear", lambda rows: ops.linear(x[rows], weight, None, residual[rows])
+    yield "gated linear", lambda rows: ops.linear_gated(x[rows], weight, "silu")
 
 
 def _differing(row_counts: Sequence[int], run: Callable[[slice], Tensor]) -> int | None:
@@ -52,3 +112,17 @@ def _differing(row_counts: Sequence[int], run: Callable[[slice], Tensor]) -> int
         if not torch.equal(run(slice(row, row + 1))[0], whole[row]):
             return len(whole)
     return next((count for count in row_counts if not torch.equal(run(slice(0, count)), whole[:count])), None)
+
+
+def _crowds(rows: int, kv_heads: int) -> Iterator[tuple[str, list[Span]]]:
+    """By name: which of the rows each request of a batch has."""
+    alone, draft, chunk = (rows - 1, rows), (rows - DRAFT, rows), (0, rows)
+    enough = -(-attention.ENOUGH_PROGRAMS // kv_heads)
+    for row in (0, rows // 2 - 1, rows // 2, rows - 1):
+        yield "a row alone", [(row, row + 1)]
+    yield "a draft", [draft]
+    yield "requests of all kinds", [chunk, draft, alone]
+    for count in (-(-enough // 2), enough):
+        yield f"{count} rows of as many requests", [alone] * count
+        yield f"drafts of {count} requests", [draft] * count
+    yield f"chunks of {enough} requests", [chunk] * enough
