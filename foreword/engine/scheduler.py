@@ -11,17 +11,19 @@ from __future__ import annotations
 import logging
 import time
 from bisect import insort
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from foreword.cache.blocks import BlockPool
 from foreword.core.draft import Draft, Outcome
 from foreword.core.events import Embedded, Event, Failed
 from foreword.core.request import RequestState
+from foreword.engine.entrance import Entrance
+from foreword.engine.holdings import Holdings
 from foreword.engine.plan import Plan, Work, tokens_event
 from foreword.engine.prefixes import Prefixes
 from foreword.engine.shares import Shares
-from foreword.engine.waiting import Crowd, Waiting, rank_of
+from foreword.engine.waiting import Waiting, rank_of
 from foreword.errors import ForewordError, RequestFailed
 
 __all__ = ["Scheduler"]
@@ -60,6 +62,7 @@ class Scheduler:
         self.block_size = block_size
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
+        self.holdings = Holdings(pool, block_size)
         self.prefixes = Prefixes(pool, block_size, prefix_caching)
         self.reach = reach
         self.shares = Shares()
@@ -70,10 +73,16 @@ class Scheduler:
         self.prefix_queries = 0
         self.prefix_hits = 0
         self.num_faults = 0
-        self._held: dict[str, int] = {}
         self._rows = max_num_batched_tokens
-        self._crowd: Crowd | None = None  # None: it has changed
-        self._known_crowd: Crowd | None = None  # for which nobody is apart without need
+        self._entrance = Entrance(
+            self.waiting,
+            self.running,
+            self.prefixes,
+            block_size,
+            lambda state, start: self.reach(state, start),
+            max_num_seqs,
+            max_num_batched_tokens,
+        )
         self._clock = clock
 
     @property
@@ -82,7 +91,7 @@ class Scheduler:
 
     def add(self, state: RequestState) -> None:
         """Let a request wait for its turn. Its whole length must fit into the cache."""
-        assert self._blocks(state.limit) <= self.pool.num_blocks, "max_model_len exceeds the cache"
+        assert self.holdings.blocks(state.limit) <= self.pool.num_blocks, "max_model_len exceeds the cache"
         self.states[state.id] = state
         self.shares.add(state)
         self.waiting.add(state)
@@ -96,7 +105,6 @@ class Scheduler:
         state = self.states.pop(request_id, None)
         if state is None:
             return None
-        self._held.pop(request_id, None)
         if state in self.running:
             self._free(state)
         else:
@@ -109,8 +117,8 @@ class Scheduler:
         """Whether the next plan would start one of those that wait, or let one that runs give way to it."""
         if not len(self.waiting) or not self.running:
             return len(self.waiting) > 0
-        self._look_at_crowd()
-        first = self._first_to_start()
+        self._entrance.look()
+        first = self._entrance.first()
         return first is not None and (self._can_start(True) or first.request.priority < self.running[-1].request.priority)
 
     def hold(self, lengths: Sequence[tuple[RequestState, int]]) -> bool:
@@ -118,20 +126,11 @@ class Scheduler:
 
         Nobody gives way for that: False, and nothing has changed, if there are too few blocks.
         """
-        missing = [max(self._blocks(length) - len(state.blocks), 0) for state, length in lengths]
-        if sum(missing) > self.pool.num_free:
-            return False
-        for (state, length), count in zip(lengths, missing, strict=True):
-            state.blocks += [self.pool.allocate() for _ in range(count)]
-            self._held[state.id] = max(length, self._held.get(state.id, 0))
-        return True
+        return self.holdings.hold(lengths)
 
     def let_go(self) -> None:
         """Nothing is computed ahead any more."""
-        held = [self.states[request_id] for request_id in self._held]
-        self._held.clear()
-        for state in held:
-            self._trim(state)
+        self.holdings.let_go()
 
     def draft(self, drafts: Mapping[str, Draft]) -> None:
         """What the next plan may verify, by request."""
@@ -146,7 +145,7 @@ class Scheduler:
         self._rows = max(self.max_num_batched_tokens - taken, self.max_num_seqs)
         if self.shares.correct(self.waiting):
             self.waiting.sort()
-        self._look_at_crowd()
+        self._entrance.look()
         preempted: list[str] = self._yield_to_priority()
         work: list[Work] = []
         budget, vector_rows = self._rows, self._vector_rows()
@@ -200,9 +199,8 @@ class Scheduler:
         for state in self.running:
             assert 0 <= state.num_computed < len(state.tokens) and state not in self.waiting
             assert len(state.tokens) < state.limit or state.pools
-            assert len(state.blocks) <= self._blocks(max(len(state.tokens), self._held.get(state.id, 0)))
             assert not state.draft or state.decodes
-        assert set(self._held) <= {s.id for s in self.running}
+        self.holdings.check(self.running)
         if self.idle:
             assert self.pool.num_used == 0 and self.prefixes.idle and not len(self.shares)
 
@@ -211,7 +209,7 @@ class Scheduler:
     def _yield_to_priority(self) -> list[str]:
         """Preempt requests of a worse priority while one of a better priority cannot start."""
         preempted: list[str] = []
-        while self.running and (first := self._first_to_start()) is not None:
+        while self.running and (first := self._entrance.first()) is not None:
             worst = self.running[-1]
             if first.request.priority >= worst.request.priority:
                 break
@@ -219,52 +217,6 @@ class Scheduler:
                 break
             self._preempt(worst, preempted)
         return preempted
-
-    def _look_at_crowd(self) -> None:
-        """Who waits for pictures of others may go on when these have changed."""
-        crowd = Crowd(self.running, self.reach)
-        if crowd != self._known_crowd:
-            self.waiting.call_back()
-        self._crowd = self._known_crowd = crowd
-
-    def _first_to_start(self, vectors: bool = True) -> RequestState | None:
-        """The first that waits for rows, blocks or a place, and not for others."""
-        return next(self._startable(lambda state: state.pools and not vectors), None)
-
-    def _startable(self, skipped: Callable[[RequestState], bool]) -> Iterator[RequestState]:
-        """Those that wait for rows, blocks or a place and not for others, by rank. Whoever takes one may start it."""
-        ready, index, deferred = self.waiting.ready, 0, 0
-        while index < len(ready) and deferred < self.max_num_seqs:
-            state = ready[index]
-            if not skipped(state):
-                if self._waits_for_pictures(state):
-                    self.waiting.put_apart(index)
-                    continue
-                if self.prefixes.owner(state) is None:
-                    yield state
-                elif not state.request.pictures:  # of these there may be thousands, and it is a matter of a few steps
-                    deferred += 1
-            index += index < len(ready) and ready[index] is state
-
-    def _disperse(self, state: RequestState) -> None:
-        """A request that joined or left those who run may have been one of those with pictures to see."""
-        if state.request.pictures:
-            self._crowd = self._known_crowd = None
-
-    def _waits_for_pictures(self, state: RequestState) -> bool:
-        """It lets others see their pictures first, or one whose block it could share."""
-        self.prefixes.name(state)
-        if not state.request.pictures:
-            return False
-        owner = self.prefixes.owner(state)
-        if owner is not None:
-            return not self._computable(owner)
-        if self._crowd is None:
-            self._crowd = Crowd(self.running, self.reach)
-        if not self._crowd.keeps_out(state, self.max_num_batched_tokens, max(self.max_num_seqs // 2, 1)):
-            return False
-        start = len(self.prefixes.shareable(state)) * self.block_size
-        return self.reach(state, start) < len(state.tokens)
 
     def _computable(self, state: RequestState) -> int:
         """Tokens that could be computed now."""
@@ -274,17 +226,17 @@ class Scheduler:
         """Whether one of those that wait could run now; `vectors`: also one that wants no tokens."""
         if len(self.running) >= self.max_num_seqs:
             return False
-        first = self._first_to_start(vectors)
+        first = self._entrance.first(vectors)
         return first is not None and self._fits(first)
 
     def _reserve(self, state: RequestState, num_tokens: int, preempted: list[str]) -> bool:
         """Hold blocks for `num_tokens`; the worst rank gives way, be it the request itself."""
-        while (missing := self._blocks(num_tokens) - len(state.blocks)) > self.pool.num_free:
+        while self.holdings.missing(state, num_tokens) > self.pool.num_free:
             victim = self.running[-1]
             self._preempt(victim, preempted)
             if victim is state:
                 return False
-        state.blocks += [self.pool.allocate() for _ in range(missing)]
+        self.holdings.grow(state, num_tokens)
         return True
 
     def _vector_rows(self) -> int:
@@ -318,15 +270,13 @@ class Scheduler:
         def skipped(state: RequestState) -> bool:
             return state.pools and (vector_rows <= 0 or places <= 0)
 
-        for state in self._startable(skipped):
+        for state in self._entrance.open(skipped):
             if budget <= 0 or len(self.running) >= self.max_num_seqs or not self._fits(state):
                 break
             self.waiting.remove(state)
             self._start(state)
             num_tokens = min(self._computable(state), budget, vector_rows if state.pools else budget)
-            state.blocks += [
-                self.pool.allocate() for _ in range(self._blocks(state.num_computed + num_tokens) - len(state.blocks))
-            ]
+            self.holdings.grow(state, state.num_computed + num_tokens)
             work += [_work(state, num_tokens)] if num_tokens else []
             budget -= num_tokens
             vector_rows -= num_tokens if state.pools else 0
@@ -337,7 +287,7 @@ class Scheduler:
         """Whether its known tokens find blocks, with one more for each running request to grow into."""
         self.prefixes.name(state)
         shared = [digest for digest in self.prefixes.shareable(state) if not self.pool.is_free(digest)]
-        wanted = self._blocks(len(state.tokens)) - len(shared)
+        wanted = self.holdings.blocks(len(state.tokens)) - len(shared)
         return wanted + len(self.running) <= self.pool.num_free or not self.running
 
     def _start(self, state: RequestState) -> None:
@@ -346,7 +296,7 @@ class Scheduler:
         if state.scheduled_s is None:
             self._count_start(state)
         insort(self.running, state, key=rank_of)
-        self._disperse(state)
+        self._entrance.changed(state)
 
     def _with_drafts(self, work: list[Work]) -> Iterable[Work]:
         """Add drafted rows from what is left of the budget and of the blocks."""
@@ -354,11 +304,11 @@ class Scheduler:
         for item in work:
             state = item.state
             num_draft = min(len(state.draft), budget) if item.samples else 0
-            while (missing := self._blocks(len(state.tokens) + num_draft) - len(state.blocks)) > 0 and num_draft:
-                if not self.waiting and missing <= self.pool.num_free:
-                    state.blocks += [self.pool.allocate() for _ in range(missing)]
-                else:
-                    num_draft = max(len(state.blocks) * self.block_size - len(state.tokens), 0)
+            missing = self.holdings.missing(state, len(state.tokens) + num_draft) if num_draft else 0
+            if missing > 0 and (self.waiting or missing > self.pool.num_free):
+                num_draft = max(len(state.blocks) * self.block_size - len(state.tokens), 0)
+            elif missing > 0:
+                self.holdings.grow(state, len(state.tokens) + num_draft)
             budget -= num_draft
             yield replace(item, num_draft=num_draft) if num_draft else item
 
@@ -401,7 +351,7 @@ class Scheduler:
         state, output = work.state, work.state.num_output
         state.append(outcome.token_ids)
         self._compute(state, work.start + work.num_tokens + min(outcome.accepted, len(outcome.token_ids)))
-        self._trim(state)
+        self.holdings.trim(state)
         state.prompt_logprobs += outcome.prompt_logprobs
         events: list[Event] = []
         if outcome.token_ids or outcome.finish_reason:
@@ -409,13 +359,6 @@ class Scheduler:
         if outcome.error is not None:
             events.append(Failed(state.id, outcome.error))
         return events
-
-    def _trim(self, state: RequestState) -> None:
-        """Give back what lies behind its tokens and behind what is computed ahead."""
-        keep = self._blocks(max(len(state.tokens), state.num_computed, self._held.get(state.id, 0)))
-        spare = state.blocks[keep:]
-        del state.blocks[keep:]
-        self.pool.release(spare)
 
     def _compute(self, state: RequestState, num_computed: int) -> None:
         """The KV of so many tokens is there."""
@@ -426,13 +369,9 @@ class Scheduler:
 
     def _free(self, state: RequestState) -> None:
         self.running.remove(state)
-        self._disperse(state)
+        self._entrance.changed(state)
         self.prefixes.leave(state)
-        self.pool.release(state.blocks)
-        state.blocks.clear()
-
-    def _blocks(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.block_size)
+        self.holdings.release(state)
 
 
 def _work(state: RequestState, num_tokens: int) -> Work:
