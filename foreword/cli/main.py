@@ -42,7 +42,7 @@ COMMANDS = (
     Command("generate", "foreword.cli.generate", "print one answer"),
     Command("run-batch", "foreword.cli.run_batch", "answer a file of requests"),
     Command("keys", "foreword.cli.keys", "make, list and revoke API keys"),
-    Command("bench", "foreword.cli.bench", "measure: latency, throughput, serve, kernels"),
+    Command("bench", "foreword.cli.bench", "measure: latency, throughput, serve, speculate, kernels, gpu"),
     Command("check", "foreword.cli.check", "does a model fit, and does a draft model match it"),
     Command("env", "foreword.cli.env", "versions, hardware and kernel backends"),
 )
