@@ -148,7 +148,7 @@ def _nibbles(data: Tensor, run: int) -> Tensor:
 
 def _bits(data: Tensor, width: int) -> Tensor:
     """uint8 [G, n] -> uint8 [G, 8 / width * n]: the lowest `width` bits of all bytes, then the next ones."""
-    shifts = torch.arange(0, 8, width, dtype=torch.uint8)
+    shifts = torch.arange(0, 8, width, dtype=torch.uint8, device=data.device)
     return (data[:, None] >> shifts[:, None] & (1 << width) - 1).flatten(1)
 
 
@@ -161,7 +161,7 @@ def _q4_0(data: Tensor) -> Tensor:
 
 
 def _q5_0(data: Tensor) -> Tensor:
-    fifth = (data[:, 2:6, None] >> torch.arange(8, dtype=torch.uint8) & 1).flatten(1)
+    fifth = (data[:, 2:6, None] >> torch.arange(8, dtype=torch.uint8, device=data.device) & 1).flatten(1)
     values = _nibbles(data[:, 6:], 16) | fifth << 4
     return _halves(data[:, :2]) * (values.to(torch.float32) - 16)
 
