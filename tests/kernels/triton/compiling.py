@@ -1,18 +1,23 @@
 """Kernels compiled for GPUs that need not be here: what the compiler made of them can be read and tested.
 
-A process without the interpreter compiles all kernels of one call.
+A process without the interpreter compiles them, one and the same for all tests of a session.
 """
 
 from __future__ import annotations
 
+import atexit
 import importlib
 import json
 import os
 import re
 import subprocess
 import sys
+import tempfile
+import traceback
 from collections.abc import Mapping, Sequence
+from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -63,19 +68,41 @@ class Compiled:
 
 
 def compile_all(sources: Sequence[Source]) -> list[Compiled]:
-    """Compiled in one other process; what its compiler said is raised."""
+    """Compiled in the other process; what its compiler said is raised."""
+    worker = _worker()
+    assert worker.stdin is not None and worker.stdout is not None
+    worker.stdin.write(json.dumps([asdict(source) for source in sources]) + "\n")
+    worker.stdin.flush()
+    answer = worker.stdout.readline()
+    assert answer, f"the compiler's process ended: {worker.wait()}"
+    told = json.loads(answer)
+    assert isinstance(told, list), told[-6000:]
+    return [Compiled(**each) for each in told]
+
+
+@cache
+def _worker() -> subprocess.Popen[str]:
+    """It answers each line, and ends when there are no more."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(Path(__file__).parents[3]), environment.get("PYTHONPATH"))))
-    done = subprocess.run(
+    worker = subprocess.Popen(
         [sys.executable, "-m", "tests.kernels.triton.compiling"],
-        input=json.dumps([asdict(source) for source in sources]),
         env=environment,
-        capture_output=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
         text=True,
-        check=False,
     )
-    assert done.returncode == 0, done.stderr[-6000:]
-    return [Compiled(**each) for each in json.loads(done.stdout)]
+    atexit.register(worker.communicate)
+    return worker
+
+
+def _answer(line: str) -> str:
+    """Of lists of Source: of Compiled, or what went wrong."""
+    with redirect_stdout(sys.stderr):
+        try:
+            return json.dumps([asdict(_compile(Source(**each))) for each in json.loads(line)])
+        except Exception:
+            return json.dumps(traceback.format_exc())
 
 
 def _compile(source: Source) -> Compiled:
@@ -109,15 +136,13 @@ def _compile(source: Source) -> Compiled:
 def _disassembled(package: Path, cubin: bytes) -> tuple[dict[str, int], str]:
     """What a thread uses, and the machine code."""
     tool = str(package / "backends" / "nvidia" / "bin" / "cuobjdump")
-    file = Path(os.environ.get("TMPDIR", "/tmp")) / f"compiled-{os.getpid()}.cubin"
-    file.write_bytes(cubin)
-    try:
-        usage = subprocess.run([tool, "-res-usage", str(file)], capture_output=True, text=True, check=True).stdout
-        code = subprocess.run([tool, "-sass", str(file)], capture_output=True, text=True, check=True).stdout
-    finally:
-        file.unlink()
-    return {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}, code
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        told = subprocess.run([tool, "-res-usage", "-sass", file.name], capture_output=True, text=True, check=True).stdout
+    return {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", told)}, told
 
 
 if __name__ == "__main__":
-    json.dump([asdict(_compile(Source(**each))) for each in json.load(sys.stdin)], sys.stdout)
+    for request in sys.stdin:
+        print(_answer(request), flush=True)
