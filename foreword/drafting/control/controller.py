@@ -7,7 +7,6 @@ delayed (ledger). Beliefs about costs and acceptance are corrected by each step;
 from __future__ import annotations
 
 import logging
-import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -23,6 +22,7 @@ from foreword.drafting.control.costs import Calibration, PassCost, Shape
 from foreword.drafting.control.frame import Frame, Tracked
 from foreword.drafting.control.ledger import Account, Ledger
 from foreword.drafting.control.machine import Machine
+from foreword.drafting.control.naps import Naps
 from foreword.drafting.control.watchdog import Budget
 from foreword.drafting.policy import Load, Offer, StepFacts
 
@@ -30,12 +30,9 @@ __all__ = ["Controller"]
 
 ROWS_TOGETHER, LEAST_BOUND = 128, 4  # guesses that all requests together are asked for, and each at least
 LEAST_CHANCE = 0.01  # guesses less likely than this are never worth a row
-PATIENCE = 4  # asks without a draft that pays before a request is left alone for a while
-IMPATIENCE = 7  # as if so many had been in vain already, where no request's guesses come true at present
 LONGEST_NAP = 32  # rounds, while nothing is offered
 LONGEST_SLEEP = 64  # rounds, while what is offered does not pay
 LONGEST_WAIT = 8  # asks, while others would be delayed by too much: asking in vain delays them as well
-ASKING_SHARE = 0.004  # of the time may go into asking in vain; where it takes less, nobody is left alone
 AWAKE = 8  # rounds that nobody is left alone after a model drafted: it may for all in the same passes
 MEASURED = 2  # last steps of a rest, for the watchdog to compare with what comes after
 BETWEEN_TRIALS = 32  # rounds
@@ -77,7 +74,7 @@ class Controller:
         self._vain: Counter[str] = Counter()
         self._unplanned: Counter[str] = Counter()
         self._in_vain = False
-        self._asking_share = 0.0
+        self._naps = Naps()
         self._step = 0.0
         self._lengths: defaultdict[str, Counter[int]] = defaultdict(Counter)
         self._none: Counter[str] = Counter()
@@ -87,7 +84,7 @@ class Controller:
     def start(self, state: RequestState) -> None:
         account = self._ledger.open(state.id, state.params.max_tokens)
         request = self._requests[state.id] = Tracked(state, self._max_tokens, account)
-        request.missed = round((1.0 - self._ledger.typical) * IMPATIENCE)  # as things go at present
+        self._naps.start(request, self._ledger.typical)
         self._unplanned.clear()
         if request.kind:
             self._kinds[state.id] = request.kind
@@ -135,7 +132,7 @@ class Controller:
         plan = self._plan(offers, drafter, backlogs, frame)
         if plan is None:
             self._vain[drafter] += 1
-            self._unplanned[drafter] = self._round + self._spell(self._vain[drafter], LONGEST_NAP)
+            self._unplanned[drafter] = self._round + self._naps.spell(self._vain[drafter], LONGEST_NAP)
             self._explore(offers, drafter, backlogs, wanted)
             return wanted
         self._vain[drafter] = 0
@@ -182,8 +179,7 @@ class Controller:
         self._step = self._plainly(tally.plain, not tally.decoding)
         cost, drafting = machine.measured(tally, facts.seconds, self._drafting)
         if self._in_vain:
-            share = drafting / cost + 1.0 - self._ahead(not tally.decoding)
-            self._asking_share += (share - self._asking_share) / 16 if self._asking_share else share
+            self._naps.asked_in_vain(drafting / cost + 1.0 - self._ahead(not tally.decoding))
         self._drafting = 0.0
         self._ledger.settle(facts.served, self._step, cost + drafting, machine.costs.saved(tally.plain))
         self._budget.earn((cost + drafting) * machine.drift)
@@ -299,7 +295,7 @@ class Controller:
     def _chosen(self, found: Sequence[Candidate], frame: Frame) -> tuple[Choice, str]:
         """How many tokens of each candidate are verified, and why not those of the others."""
         costs = self._costs(frame, sum(len(candidate.gains) for candidate in found))
-        choice = choose(found, frame, costs, self._drafting, self._asking_share)
+        choice = choose(found, frame, costs, self._drafting, self._naps.asking)
         if choice.indebted and not choice.rate:
             return choice, INDEBTED
         if not choice.rate:
@@ -334,21 +330,9 @@ class Controller:
         return Draft(draft.token_ids[:length], draft.drafter, draft.confidence[:length])
 
     def _miss(self, request: Tracked, reason: str, longest: int) -> None:
-        """No draft this time; a request that has had none for long is left alone for growing spells, if asking costs.
-
-        Spells are powers of two and end where such a number divides the round: requests wake together, so that a model
-        can draft for all of them in the same passes.
-        """
-        request.missed += 1
-        if request.missed > PATIENCE and longest:
-            spell = self._spell(request.missed - PATIENCE, longest)
-            request.wakes = (self._round // spell + 1) * spell
+        """No draft this time; after many of these a request is left alone, for at most so many rounds."""
+        self._naps.miss(request, self._round, longest)
         self._say_none(request, reason)
-
-    def _spell(self, times: int, longest: int) -> int:
-        """Rounds to leave alone what was in vain so many times: a power of two, the longer the more asking costs."""
-        most = min(1 << min(times, 10), longest, math.ceil(self._asking_share / ASKING_SHARE))
-        return 1 << max(most - 1, 0).bit_length()
 
     def _say_none(self, request: Tracked, reason: str) -> None:
         self._none[reason] += 1
