@@ -50,17 +50,25 @@ class Assembler:
     """Lays out the rows of a plan for a backend that wants multiples of `row_tile` rows.
 
     directions  the model knows positions in several directions
+    owners      the backend asks whose each row is
     features    of a request, what stands for its tokens from one index to another: (index behind the first, [rows, width])
     """
 
     def __init__(
-        self, block_size: int, row_tile: int, device: str, directions: bool = False, features: FeaturesOf = _no_features
+        self,
+        block_size: int,
+        row_tile: int,
+        device: str,
+        directions: bool = False,
+        features: FeaturesOf = _no_features,
+        owners: bool = False,
     ) -> None:
         self.block_size = block_size
         self.row_tile = row_tile
         self.device = device
         self.directions = directions
         self.features = features
+        self.owners = owners
 
     def build(self, plan: Plan) -> StepBatch:
         rows: list[SampleRow] = []
@@ -85,7 +93,7 @@ class Assembler:
 
     def lay_out(self, chunks: Sequence[Chunk]) -> Batch:
         """The chunks as one batch."""
-        return build_batch(chunks, self.block_size, self.row_tile, self.device, self.directions)
+        return build_batch(chunks, self.block_size, self.row_tile, self.device, self.directions, self.owners)
 
     def _chunk(self, work: Work) -> Chunk:
         state = work.state

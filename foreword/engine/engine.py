@@ -35,7 +35,7 @@ __all__ = ["Engine"]
 logger = logging.getLogger(__name__)
 
 ENCODING_SHARE = 2  # of the rows of a step: the other part is for those who only wait for their next token
-LOOK_S = 0.2  # between two looks at the time limits of requests
+LOOK_S = 0.2  # between two looks at the time limits of requests, and at the device's memory: to ask for it takes a while
 
 
 class Engine:
@@ -74,6 +74,7 @@ class Engine:
         self.grammars = grammars
         self.stages = stages
         self._device_memory = device_memory
+        self._device_bytes = device_memory()
         self._clock = clock
         self._num_steps = 0
         self._looked_s = clock()
@@ -143,6 +144,7 @@ class Engine:
         now_s = self._clock()
         if now_s - self._looked_s >= LOOK_S:
             self._looked_s = now_s
+            self._device_bytes = self._device_memory()
             self._end_late(now_s)
         events = self._refused
         self._refused = []
@@ -337,7 +339,7 @@ class Engine:
             prefix_cache_queries_total=scheduler.prefix_queries,
             prefix_cache_hits_total=scheduler.prefix_hits,
             preemptions_total=scheduler.num_preemptions,
-            device_memory_bytes=self._device_memory(),
+            device_memory_bytes=self._device_bytes,
             stage_seconds=self.stages.take(),
             drafter_errors=dict(self.drafting.errors),
             drafting=self.drafting.stats(),

@@ -67,15 +67,15 @@ class Parts:
         self.encoder = self._encoder()
         self.guide = self._guide()
         tile, features = model.ops.row_tile, self.encoder.features
-        self.assembler = Assembler(resolved.block_size, tile, resolved.device, model.directions, features)
+        self.assembler = Assembler(resolved.block_size, tile, resolved.device, model.directions, features, model.ops.recordable)
 
     def largest(self) -> LargestSteps:
         """The largest steps that there can be."""
         towers = [model.tower for model in self._loaded.models if model.tower is not None]
         return LargestSteps(self._resolved, self.assembler, self.runner, self.drafting.passes, towers)
 
-    def reserve(self) -> list[RecordedForward]:
-        """Set aside what passes in graphs are computed in; they are returned, if the backend has such."""
+    def reserve(self, captures: bool = True) -> list[RecordedForward]:
+        """Set aside what passes in graphs are computed in; they are returned, if the backend has such. captures: see there."""
         resolved, target = self._resolved, self._loaded.target
         passes = [(self.runner.forward, target, resolved.max_model_len)]
         passes += [(drafter.forward, drafter.model, self._loaded.drafter_len) for drafter in self._model_drafters]
@@ -83,7 +83,7 @@ class Parts:
         for forward, model, length in passes:
             if isinstance(forward, RecordedForward):
                 blocks = -(-length // resolved.block_size)
-                forward.reserve(graph_rows(resolved), blocks, model.directions, resolved.device, resolved.block_size)
+                forward.reserve(graph_rows(resolved), blocks, model.directions, resolved.device, resolved.block_size, captures)
                 recorded.append(forward)
         return recorded
 

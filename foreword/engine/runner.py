@@ -77,7 +77,9 @@ class Runner:
             _check(sampled.token_ids, len(batch.rows), logits.shape[1])
             return _match(batch.plan.work, sampled, scored)
 
-    def _score_prompts(self, batch: StepBatch, logits: Tensor) -> list[tuple[TokenLogprob, ...]]:
+    def _score_prompts(self, batch: StepBatch, logits: Tensor) -> Sequence[tuple[TokenLogprob, ...]]:
+        if not any(batch.prompt_rows):
+            return [()] * len(batch.prompt_rows)
         return [
             self._score(work, rows, logits) if rows else () for work, rows in zip(batch.plan.work, batch.prompt_rows, strict=True)
         ]

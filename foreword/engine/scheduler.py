@@ -231,12 +231,13 @@ class Scheduler:
 
     def _reserve(self, state: RequestState, num_tokens: int, preempted: list[str]) -> bool:
         """Hold blocks for `num_tokens`; the worst rank gives way, be it the request itself."""
-        while self.holdings.missing(state, num_tokens) > self.pool.num_free:
+        while (missing := self.holdings.missing(state, num_tokens)) > self.pool.num_free:
             victim = self.running[-1]
             self._preempt(victim, preempted)
             if victim is state:
                 return False
-        self.holdings.grow(state, num_tokens)
+        if missing > 0:
+            self.holdings.grow(state, num_tokens)
         return True
 
     def _vector_rows(self) -> int:
