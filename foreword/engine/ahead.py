@@ -33,6 +33,7 @@ from foreword.core.draft import Draft, Outcome
 from foreword.core.request import RequestState
 from foreword.drafting.drafting import Drafting
 from foreword.engine.containment import is_device_lost
+from foreword.engine.pictures import to_come
 from foreword.engine.plan import Plan, Work
 from foreword.engine.runner import Runner
 from foreword.engine.scheduler import Scheduler
@@ -186,7 +187,7 @@ class Ahead:
         if self._rest:
             self._rest -= 1
             return None
-        if not states or not all(state.decodes for state in states) or scheduler.would_change:
+        if not states or not all(map(_decodes_text, states)) or scheduler.would_change:
             return None
         num_draft = self._foreseen(states, WORTH_IT)
         if num_draft is None:
@@ -343,6 +344,12 @@ def ahead_of(runner: Runner, scheduler: Scheduler, drafting: Drafting, stages: S
         return forward.rounds(resolved.block_size, sampler.unused_ids, drafter, sampler.hashing)
 
     return Ahead(scheduler, drafting, stages, rounds_of, runner.vocab_size, runner.directions)
+
+
+def _decodes_text(state: RequestState) -> bool:
+    """All that is to be computed is its last token, and that is no piece of a picture, as it may be where a prompt ends with one:
+    rounds know what tokens say, and nothing of what is to be seen."""
+    return state.decodes and not to_come(state, state.num_computed)
 
 
 def _sampling(state: RequestState, vocab_size: int) -> DraftSampling | None:

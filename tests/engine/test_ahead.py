@@ -15,6 +15,7 @@ import torch
 from foreword.config import Config
 from foreword.core.events import Event, Failed, Tokens
 from foreword.core.params import SamplingParams, Speculation
+from foreword.core.pictures import placed
 from foreword.core.request import Request
 from foreword.drafting.model import ModelDrafter
 from foreword.engine.ahead import Ahead
@@ -24,6 +25,7 @@ from foreword.errors import DeadlineExceeded, RequestFailed
 from foreword.kernels.rounds import RoundResult
 from tests.checkpoints import EOS, write_checkpoint
 from tests.engine.rounds import Twin, TwinRounds, run_ahead
+from tests.vision_checkpoints import IMAGE_TOKEN_ID, random_picture, write_vision_checkpoint
 
 LONG = 40  # tokens of an answer that is not over soon
 
@@ -411,3 +413,28 @@ def test_stages_say_where_the_time_goes(engine_of: Callable[..., Engine]) -> Non
     steps(engine, 4)
     assert ahead.num_rounds == 4
     assert set(engine.step().stats.stage_seconds) == {"schedule", "assemble", "forward", "sample", "commit"}
+
+
+@pytest.mark.parametrize("rows", [16, 64])
+def test_a_prompt_that_ends_with_a_picture_is_seen_to_its_end(tmp_path: Path, rows: int) -> None:
+    """Its last token alone is left where the prefix cache knows the others, or where they went into the steps before."""
+    path = write_vision_checkpoint(tmp_path / "model", "llava", seed=5)
+    shown = random_picture(path, 1)
+    text = [40 + i % 7 for i in range(32 + (1 - shown.num_tokens) % 16)]
+
+    def told(ahead: bool) -> list[list[Any]]:
+        options: dict[str, Any] = {"max_num_batched_tokens": rows, "image_cache_memory": "0", "prefix_caching": ahead}
+        defaults = {"kv_cache_memory": "1000tokens", "max_model_len": 160, "max_num_seqs": 4, "threads": 1, "test_mode": True}
+        engine = load(Config(model=str(path), speculate="off", **defaults, **options), unused_ids=(IMAGE_TOKEN_ID,))
+        overlapped = run_ahead(engine) if ahead else None
+        answers = []
+        prompt, pictures = placed([*text, IMAGE_TOKEN_ID], IMAGE_TOKEN_ID, [shown])
+        assert len(prompt) % engine.scheduler.block_size == 1
+        for number in range(2):
+            engine.submit(replace(request(str(number), 6), prompt_ids=prompt, pictures=pictures))
+            events = [event for event in finish(engine) if isinstance(event, Tokens)]
+            answers.append([pair for event in events for pair in zip(event.token_ids, event.hashes, strict=True)])
+        assert overlapped is None or (overlapped.num_rounds > 3 and overlapped.num_errors == 0)
+        return answers
+
+    assert told(ahead=True) == told(ahead=False)
