@@ -26,7 +26,7 @@ from foreword.cli.main import main
 from foreword.engine import load
 from foreword.kernels.fast_math import FastMath
 from foreword.kernels.ops import Ops
-from tests.kernels.triton.interpreted import exact_dots
+from tests.kernels.triton.interpreted import INTERPRETED, exact_dots
 from tests.recordable import Recordable
 
 LIMIT_S = 480.0  # of the whole command
@@ -43,6 +43,7 @@ def recordable(device: str, fast_math: bool = False, *options: Any, **named: Any
     return FastMath() if fast_math else Recordable()
 
 
+@pytest.mark.skipif(not INTERPRETED, reason="kernels are compiled here: there is nothing to rehearse")
 def test_kernels_in_rehearsal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with exact_dots():
         code, found = rehearse(tmp_path / "found.json", *KERNELS)

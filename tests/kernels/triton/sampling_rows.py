@@ -8,10 +8,10 @@ from torch import Tensor
 
 from foreword.kernels.reference_sampling import ReferenceSampling
 from foreword.kernels.triton.sampling import TritonSampling
+from tests.device import DEVICE
 from tests.kernels import rows
 from tests.kernels.rows import KINDS, UNSOUND, make_row, same_bits
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BLOCK = 32
 EXTREMES = (3.4e38, -3.4e38, 1e-45, -1e-45, 0.0, -0.0, 2.0**-126, 1.0, -1.0)
 REFERENCE = ReferenceSampling()

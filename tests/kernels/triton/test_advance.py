@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import fields
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,11 +14,18 @@ from torch import Tensor
 from foreword.core.batch import Batch
 from foreword.kernels.lanes import Field, Guessing, LaneSteps
 from foreword.kernels.triton.advance import TritonLaneSteps
+from tests.device import DEVICE
 from tests.kernels.triton.compiling import Source, compile_all
 
 PLAIN, FUSED = LaneSteps(), TritonLaneSteps()
 BLOCK_SIZE, BLOCKS = 4, 8
 counts, widths, seeds = st.integers(1, 5), st.integers(1, 4), st.integers(0, 2**31)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def on_device() -> Iterator[None]:
+    with torch.device(DEVICE):
+        yield
 
 
 def equal(one: Tensor | None, other: Tensor | None) -> bool:
@@ -28,7 +37,7 @@ def equal(one: Tensor | None, other: Tensor | None) -> bool:
 @given(count=counts, width=widths, seed=seeds, directions=st.booleans(), last=st.booleans())
 @settings(max_examples=25, deadline=None)
 def test_rows(count: int, width: int, seed: int, directions: bool, last: bool) -> None:
-    chance = torch.Generator().manual_seed(seed)
+    chance = torch.Generator(DEVICE).manual_seed(seed)
     tables = torch.randint(1, 99, (count + 1, BLOCKS), generator=chance)
     valid = torch.rand(count, width, generator=chance) < 0.7
     first = torch.randint(0, BLOCKS * BLOCK_SIZE - width, (count,), generator=chance)
@@ -44,8 +53,8 @@ def test_rows(count: int, width: int, seed: int, directions: bool, last: bool) -
 @given(count=counts, seed=seeds)
 @settings(max_examples=25, deadline=None)
 def test_guesses(count: int, seed: int) -> None:
-    states = [guessing(count, torch.Generator().manual_seed(seed)) for _ in range(2)]
-    chance = torch.Generator().manual_seed(seed + 1)
+    states = [guessing(count, torch.Generator(DEVICE).manual_seed(seed)) for _ in range(2)]
+    chance = torch.Generator(DEVICE).manual_seed(seed + 1)
     for _ in range(3):
         token_ids = torch.randint(-1, 9, (count,), generator=chance)
         logits = torch.randn(count, 9, generator=chance)
@@ -79,7 +88,7 @@ def guessing(count: int, chance: torch.Generator) -> Guessing:
 @settings(max_examples=40, deadline=None)
 def test_advance(count: int, num_draft: int, seed: int) -> None:
     """Ids are few, so that guesses come true; the last two requests are nobody."""
-    chance = torch.Generator().manual_seed(seed)
+    chance = torch.Generator(DEVICE).manual_seed(seed)
     tables = [torch.zeros(len(Field), 8, dtype=torch.int64) for _ in range(2)]
     tables[0][:, :7] = torch.randint(0, 4, (len(Field), 7), generator=chance)
     tables[0][Field.ALIVE] = torch.tensor([1, 1, 1, 1, 0, 1, 1, 0])

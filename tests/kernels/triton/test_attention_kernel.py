@@ -6,6 +6,8 @@ import re
 from collections import Counter
 from dataclasses import replace
 
+import torch
+
 from foreword.kernels.triton import attention
 from tests.kernels.triton.compiling import MAX_SHARED, Compiled, Source, compile_all
 
@@ -26,8 +28,10 @@ NUMBERS = {
 }
 
 
-def source(capability: int, columns: int, stored: str = "bf16", dim: int = 128, whole: bool = False, stages: int = 3) -> Source:
-    """As TritonAttention launches it."""
+def source(capability: int, columns: int, stored: str = "bf16", dim: int = 128, whole: bool = False) -> Source:
+    """As TritonAttention launches it on a data center card."""
+    values = 2 if stored == "bf16" else 1
+    stages = attention.num_stages(torch.device("cpu"), 2 * attention.BLOCK_KV * dim * values)
     scales = {} if stored == "bf16" else {"k_scale": "*fp32", "v_scale": "*fp32"}
     shared = {} if whole else {"partials": "*fp32", "tops": "*fp32", "counters": "*i32"}
     arguments = {"q": "*bf16", "k": f"*{stored}", "v": f"*{stored}", **scales, "out": "*bf16", **shared, **POINTERS, **NUMBERS}

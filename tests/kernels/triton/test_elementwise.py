@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
 from foreword.kernels.reference import Reference
 from foreword.kernels.triton.elementwise import gated, softcap
+from tests.device import DEVICE
+
+
+@pytest.fixture(autouse=True, scope="module")
+def on_device() -> Iterator[None]:
+    with torch.device(DEVICE):
+        yield
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 import triton
@@ -10,8 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foreword.kernels.triton.float8 import from_float8, to_float8
+from tests.device import DEVICE
 
 WIDTH = 256
+
+
+@pytest.fixture(autouse=True, scope="module")
+def on_device() -> Iterator[None]:
+    with torch.device(DEVICE):
+        yield
 
 
 @triton.jit

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,7 +12,14 @@ from hypothesis import strategies as st
 from foreword.kernels.reference import Reference
 from foreword.kernels.triton import norm
 from foreword.kernels.triton.norm import rms_norm
+from tests.device import DEVICE
 from tests.kernels.triton.compiling import Source, compile_all
+
+
+@pytest.fixture(autouse=True, scope="module")
+def on_device() -> Iterator[None]:
+    with torch.device(DEVICE):
+        yield
 
 
 @settings(max_examples=15, deadline=None)

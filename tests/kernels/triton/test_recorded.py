@@ -11,10 +11,12 @@ from foreword.core.request import Request, RequestState
 from foreword.kernels.triton.backend import TritonOps
 from tests.checkpoints import write_drafter
 from tests.kernels.test_rounds import UNUSED, Host, blocks_of, copied, lane_of, prompt_pass
-from tests.kernels.triton.interpreted import exact_dots
+from tests.kernels.triton.interpreted import INTERPRETED, exact_dots
 from tests.recordable import BLOCK_SIZE, CONTEXT, Bed
 
 SMALL = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 1, "num_key_value_heads": 1}
+
+pytestmark = pytest.mark.skipif(not INTERPRETED, reason="the bed lies on the CPU, where only the interpreter computes")
 
 
 @pytest.fixture(scope="module")

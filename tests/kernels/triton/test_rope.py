@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -14,11 +15,18 @@ from foreword.core.kv import KVLayer
 from foreword.kernels.ops import Axes
 from foreword.kernels.reference import Reference
 from foreword.kernels.triton.rope import rope, rope_and_cache, write_kv
+from tests.device import DEVICE
 from tests.kernels.triton.compiling import Source, compile_all
 
 REFERENCE = Reference()
 AXES = [None, Axes((4, 4, 4)), Axes((6, 4, 2)), Axes((4, 4, 4), True), Axes((6, 3, 3), True), Axes((8, 3, 1), True)]
 STORED = [torch.float32, torch.int8, torch.float8_e4m3fn]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def on_device() -> Iterator[None]:
+    with torch.device(DEVICE):
+        yield
 
 
 def cache(slots: int, heads: int, dim: int, dtype: torch.dtype) -> KVLayer:
