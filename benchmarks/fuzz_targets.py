@@ -108,7 +108,7 @@ def _index() -> Target:
     def run(data: bytes, folder: Path) -> None:
         _written(folder / "model.safetensors.index.json", data)
         _written(folder / "one.safetensors", sound)
-        weights = FileWeights(folder, "cpu", None)
+        weights = FileWeights(folder)
         for name in weights.names:
             weights.take(name, 2)
         weights.finish()
