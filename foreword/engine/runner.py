@@ -71,6 +71,8 @@ class Runner:
                 self.grammars.prepare(batch.rows)
         with self.stages("forward"):
             logits = self._logits(batch.forward)
+            if not batch.rows and logits.device.type == "cuda":
+                torch.cuda.synchronize()  # nothing of it is read, but what it takes, and its errors, are those of this step
         with self.stages("sample"):
             scored = self._score_prompts(batch, logits)
             sampled = self.sampler(_lines(logits, batch.lines), batch.rows)
@@ -123,7 +125,7 @@ def _outcome(work: Work, sampled: Sampled, line: int, end: int, prompt_logprobs:
     """Keep the drafted prefix that the model itself sampled and one token more, then cut at the end of the answer."""
     state = work.state
     token_ids = sampled.token_ids[line:end]
-    accepted = verify(token_ids, state.draft[: work.num_draft])
+    accepted = verify(token_ids, state.draft[: work.num_draft]) if work.num_draft else 0
     run = token_ids[: accepted + 1]
     if run[-1] < 0 and accepted:  # the next step tells it, by a row that no draft has touched
         run, accepted = run[:-1], accepted - 1

@@ -88,18 +88,21 @@ class Sampler:
         the device once: for the ids.
         """
         assert logits.shape == (len(rows), self._vocab_size)
+        if not rows:
+            return Sampled([], [], [])
         wanted = self._steps(rows)
-        asked = [r for r, row in enumerate(rows) if row.state.params.logprobs is not None] if logprobs else []
+        params = [row.state.params for row in rows]
+        asked = [r for r, one in enumerate(params) if one.logprobs is not None] if logprobs else []
         limited = [r for r, steps in enumerate(wanted) if may_mask_all(steps)]
         tasks = _tasks(wanted, rows, self._vocab_size)
-        greedy = np.array([row.state.params.greedy for row in rows], np.bool_)
+        greedy = np.array([one.greedy for one in params], np.bool_)
         arrays = [*keys_of(rows), greedy, np.array(asked, np.int64), *(array for task in tasks for array in task.gathered)]
         seeds, positions, greedy_rows, asked_rows, *gathered = uploaded(arrays, logits.device)
 
         hashes = [hash_of(line) for line in logits] if self._test_mode else []
         self._mask_unused(logits)
-        params = [rows[r].state.params for r in asked]
-        raw = self._raw(logits.index_select(0, asked_rows), max(one.logprobs or 0 for one in params)) if asked else None
+        wishes = [params[r] for r in asked]
+        raw = self._raw(logits.index_select(0, asked_rows), max(one.logprobs or 0 for one in wishes)) if asked else None
         peaks = _peaks(logits, limited) if limited else None
         for task in tasks:
             count = len(task.gathered)
@@ -108,8 +111,8 @@ class Sampler:
         sampled = self._ops.sample(logits, seeds, positions, greedy_rows)
         found: list[TokenLogprob | None] = [None] * len(rows)
         if raw is not None:
-            scored = self._score(raw, sampled[asked_rows], [one.logprobs or 0 for one in params])
-            chosen = _scores_of(raw, [one.logprob_token_ids for one in params])
+            scored = self._score(raw, sampled[asked_rows], [one.logprobs or 0 for one in wishes])
+            chosen = _scores_of(raw, [one.logprob_token_ids for one in wishes])
             for r, logprob, scores in zip(asked, scored, chosen, strict=True):
                 if logprob.token_id >= 0:
                     found[r] = replace(logprob, asked=scores) if scores else logprob

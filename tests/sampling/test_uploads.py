@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from foreword.core.rows import SampleRow
+from foreword.kernels.reference_sampling import ReferenceSampling
+from foreword.kernels.triton.sampling import TritonSampling
+from foreword.sampling.sampler import BROKEN, NOTHING_LEGAL, Sampler
+from foreword.sampling.uploads import uploaded
+from tests.device import DEVICE
+from tests.pretend_cuda import Pretended
+from tests.sampling.rows import JSON, UNUSED, VOCAB_SIZE, EveryThird, make_row
+
+pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="there is a real GPU")
+
+CUDA = torch.device("cuda")
+ONCE = {"upload": 1, "look": 1}
+MASKS: dict[str, Any] = {"structured": JSON, "grammar": EveryThird(0, free=(1,)), "bad_words_ids": ((3,),), "min_tokens": 9}
+FILTERS = {"temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_p": 0.01, "xtc_probability": 0.5, "xtc_threshold": 0.1}
+PENALTIES = {"repetition_penalty": 1.2, "presence_penalty": 0.5, "logit_bias": {5: 1.0}, "dry_multiplier": 1.0}
+
+
+def test_values_types_and_shapes_arrive() -> None:
+    arrays = [
+        np.array([1, -(1 << 63)]),
+        np.array([True, False, True]),
+        np.zeros(0, np.float32),
+        np.array([[0.1, -np.inf]]),
+        np.arange(5, dtype=np.int32),
+    ]
+    with Pretended() as gpu:
+        there = uploaded(arrays, CUDA)
+        assert gpu.counts == {"upload": 1}
+        for array, tensor in zip(arrays, there, strict=True):
+            assert tensor.device.type == "cuda" and tensor.storage_offset() * tensor.itemsize % 16 == 0
+            expected = torch.from_numpy(array)
+            assert tensor.dtype == expected.dtype and torch.equal(tensor.cpu(), expected)
+        assert not gpu.refused
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [make_row(temperature=0.0)],
+        [make_row(temperature=0.0), make_row(draft=(7, 8), **FILTERS)],
+        [make_row(draft=(1,) * n, temperature=0.0, **MASKS) for n in range(2)],
+        [make_row(output=(9, 6, 9), **PENALTIES, temperature=0.7), make_row(output=(5, 6, 5, 6, 5), **PENALTIES)],
+    ],
+    ids=["greedy", "filters", "masks", "penalties"],
+)
+def test_a_step_is_one_copy_and_one_wait(rows: Sequence[SampleRow]) -> None:
+    """After the first step, which tells the ids that no token has."""
+    logits = 4 * torch.randn(len(rows), VOCAB_SIZE, generator=torch.Generator().manual_seed(0))
+    expected = Sampler(TritonSampling(), VOCAB_SIZE, UNUSED)(logits.clone(), rows).token_ids
+    with Pretended() as gpu:
+        sampler = Sampler(TritonSampling(), VOCAB_SIZE, UNUSED)
+        sampler(logits.to(CUDA, copy=True), rows)
+        there = logits.to(CUDA, copy=True)
+        with gpu.counted() as counts:
+            token_ids = sampler(there, rows).token_ids
+        assert token_ids == expected
+        assert {name: counts[name] for name in ("upload", "look", "blocking upload", "download") if counts[name]} == ONCE
+        assert not gpu.refused
+
+
+def test_a_row_that_is_masked_throughout_is_told_from_a_broken_one() -> None:
+    row = make_row(temperature=0.0, allowed_token_ids=UNUSED)
+    logits = torch.zeros(4, VOCAB_SIZE)
+    logits[1] = -torch.inf
+    logits[2, 70] = torch.nan
+    logits[3, :64] = -torch.inf
+    expected = [NOTHING_LEGAL, BROKEN, BROKEN, NOTHING_LEGAL]
+    assert Sampler(ReferenceSampling(), VOCAB_SIZE, UNUSED)(logits.clone(), [row] * 4).token_ids == expected
+    with Pretended():
+        assert Sampler(TritonSampling(), VOCAB_SIZE, UNUSED)(logits.to(CUDA, copy=True), [row] * 4).token_ids == expected
