@@ -116,6 +116,10 @@ class Tape(TorchDispatchMode):
         self.calls.append(_Call(func, args, kwargs or {}, new))
         return result
 
+    def note(self, run: Callable[[], None]) -> None:
+        """What does its work beside torch: done again as it is."""
+        self.calls.append(_Call(run, (), {}, ()))
+
     def replay(self) -> None:
         """Memory of results may have held anything meanwhile."""
         for call in self.calls:

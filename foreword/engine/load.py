@@ -157,7 +157,11 @@ class _Loader:
     def measure(self, loaded: Loaded, estimate: DeviceMemory, facts: Sequence[ModelFacts]) -> Loaded:
         """Choose the size of the KV cache, and with it the context. What is measured on has a block of cache, and is dropped."""
         parts = Parts(self.config, replace(self.resolved, num_blocks=1), self.unused_ids, loaded)
-        memory = measured(CudaMeter(), estimate, parts.largest())
+        parts.reserve(captures=False)
+        meter = CudaMeter()
+        memory = measured(meter, estimate, parts.largest())
+        del parts
+        meter.reset()  # it has cycles, which would keep its memory for a while
         self.resolved = fitted(self.resolved, self.config, memory, facts)
         longest = self.resolved.max_model_len
         length = min(longest, facts[-1].context)

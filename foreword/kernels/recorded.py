@@ -64,14 +64,17 @@ class RecordedForward:
         return 0 if self._graphs is None else self._graphs.bytes
 
     @torch.inference_mode()
-    def reserve(self, max_rows: int, max_blocks: int, directions: bool, device: str, block_size: int) -> None:
+    def reserve(
+        self, max_rows: int, max_blocks: int, directions: bool, device: str, block_size: int, captures: bool = True
+    ) -> None:
         """Passes of up to so many rows are captured; drafts and rounds are of at most so many requests.
 
         max_blocks  of the longest block table
         directions  batches have rope_positions
+        captures    else everything goes operation by operation for now
         """
         self._limits = limits = Limits(max_rows, max_blocks, directions, torch.device(device))
-        self._graphs = Graphs(limits.device, self._eager)
+        self._graphs = Graphs(limits.device, self._eager or not captures)
         self._block_size = block_size
         self._sizes = buckets(max_rows)
         self._tables = torch.full((max_rows + 1, max_blocks), SCRATCH_BLOCK, dtype=torch.int64, device=device)
