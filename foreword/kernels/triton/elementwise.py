@@ -25,7 +25,7 @@ def _gated(gate_up, out, stride, WIDTH: tl.constexpr, ACTIVATION: tl.constexpr, 
     tl.store(out + row * WIDTH + column, (activate(gate, ACTIVATION) * up).to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["size"])
 def _softcap(x, out, cap, size, BLOCK: tl.constexpr):
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = place < size

@@ -40,7 +40,7 @@ def _keep_above(logits, stride, V, row, part, peak, floor, BLOCK: tl.constexpr):
         tl.store(logits + row * stride + ids, -float("inf"), mask=(values > -float("inf")) & ~kept)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["p"])
 def _keep_min_p(logits, stride, V, p, peaks, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if is_asked(p, row, V, MIN_P):
@@ -67,7 +67,7 @@ def _moments(logits, stride, V, peaks, counts, sums, squares, WIDTH: tl.constexp
         tl.store(squares + row * count + part, tl.sum(steps * steps))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["n"])
 def _keep_top_n_sigma(logits, stride, V, n, peaks, counts, sums, squares, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     row, part, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     peak = part_max(peaks, row, parts, WIDTH)
@@ -95,7 +95,7 @@ def _reaching(values, peak, threshold, masses, row, count, WIDTH: tl.constexpr):
     return (mass(below_top(values, peak)).to(tl.float64) >= bound) & (values > -float("inf"))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["seeds", "positions", "chances", "thresholds"])
 def _last_reaching(
     logits, stride, V, seeds, positions, chances, thresholds, peaks, masses, last, WIDTH: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
@@ -110,7 +110,7 @@ def _last_reaching(
             tl.store(last + row * count + part, tl.max(depths))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["seeds", "positions", "chances", "thresholds"])
 def _exclude_top(
     logits, stride, V, seeds, positions, chances, thresholds, peaks, masses, last, WIDTH: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip

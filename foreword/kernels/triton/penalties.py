@@ -40,7 +40,7 @@ def _penalize(logits, stride, V, starts, ids, penalties, IDS: tl.constexpr):
         tl.store(logits + row * stride + token_ids, penalized, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["by"])
 def _divide(logits, stride, V, by, BLOCK: tl.constexpr):
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     divisor = tl.load(by + row)

@@ -2,6 +2,8 @@
 
 A row of logits is shared by programs of BLOCK ids each. What one of them finds goes into *parts* [R, parts of a row]; the
 programs of the next launch put a row's parts together again. Maxima and sums of whole numbers are the same in any order.
+
+What there is one of for each row may lie anywhere, as a line of a table of requests: kernels are not compiled anew for that.
 """
 
 from __future__ import annotations
@@ -129,7 +131,7 @@ def below_top(values, peak):
     return values.to(tl.float64) - value_of(peak).to(tl.float64)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["bounds"])
 def _peaks(logits, stride, V, bounds, peaks, FILTER: tl.constexpr, BLOCK: tl.constexpr):
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if is_asked(bounds, row, V, FILTER):
@@ -137,7 +139,7 @@ def _peaks(logits, stride, V, bounds, peaks, FILTER: tl.constexpr, BLOCK: tl.con
         tl.store(peaks + row * tl.num_programs(1) + part, tl.max(ranks(values)))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["bounds"])
 def _masses(logits, stride, V, bounds, peaks, masses, FILTER: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     row, part, count = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     if is_asked(bounds, row, V, FILTER):

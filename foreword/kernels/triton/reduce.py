@@ -27,7 +27,7 @@ def _log_sum(peaks, masses, out, count, WIDTH: tl.constexpr):
     tl.store(out + row, result)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["K"])
 def _first_of_parts(logits, stride, V, found, K, BLOCK: tl.constexpr):
     """found int64 [R, parts, K]: the first entries of each part, in order."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -39,7 +39,7 @@ def _first_of_parts(logits, stride, V, found, K, BLOCK: tl.constexpr):
         left = tl.where(left == first, NO_ENTRY, left)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count", "K"])
 def _first_of_rows(found, out, count, K, WIDTH: tl.constexpr):
     """out int64 [R, K], of found [R, count]."""
     row = tl.program_id(0).to(tl.int64)
@@ -62,12 +62,13 @@ def log_sum_exp(logits: Tensor, block: int) -> Tensor:
     return out
 
 
-def top_ids(logits: Tensor, k: int, block: int) -> Tensor:
-    """As `Ops.top_ids`, for few ids: each is one more search of what is left."""
+def top_ids(logits: Tensor, k: int, most: int, block: int) -> Tensor:
+    """As `Ops.top_ids`, for few ids, at most `most`: each is one more search of what is left. One kernel serves every k: requests
+    choose it, and nobody waits for a compiler then."""
     shape = logits.shape[0], num_parts(logits, block)
     found = torch.empty(*shape, k, dtype=torch.int64, device=logits.device)
     out = torch.empty(shape[0], k, dtype=torch.int64, device=logits.device)
     _first_of_parts[shape](logits, logits.stride(0), logits.shape[1], found, k, BLOCK=block, **EXACT)
-    count = shape[1] * k
-    _first_of_rows[shape[:1]](found, out, count, k, WIDTH=triton.next_power_of_2(count), **EXACT)
+    width = triton.next_power_of_2(shape[1] * most)
+    _first_of_rows[shape[:1]](found, out, shape[1] * k, k, WIDTH=width, **EXACT)
     return out

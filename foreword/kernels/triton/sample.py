@@ -13,7 +13,7 @@ from foreword.kernels.triton.ranks import EXACT, MASKED_RANK, entries, entry_id,
 __all__ = ["sample"]
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["seeds", "positions", "greedy"])
 def _best_of_parts(logits, stride, V, seeds, positions, greedy, peaks, best, BLOCK: tl.constexpr):
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     ids, values = load_values(logits, stride, V, row, part, BLOCK)

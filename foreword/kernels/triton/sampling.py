@@ -41,7 +41,7 @@ class TritonSampling(ReferenceSampling):
         assert 0 <= k <= logits.shape[1]
         if not 0 < k <= MAX_TOP_IDS:
             return super().top_ids(logits, k)
-        return top_ids(logits, k, self.sampling_block)
+        return top_ids(logits, k, MAX_TOP_IDS, self.sampling_block)
 
     def keep_allowed(self, logits: Tensor, masks: Tensor) -> None:
         _check(logits)

@@ -79,7 +79,7 @@ def _found(sums, bounds, row, DIGITS: tl.constexpr, FILTER: tl.constexpr):
     return prefix, need
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["p"])
 def _add_shares(logits, stride, V, p, peaks, shares, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     """shares int64 [R, parts]: mass times distance from the top, rounded for each id."""
     row, part, count = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
@@ -95,7 +95,7 @@ def _add_shares(logits, stride, V, p, peaks, shares, WIDTH: tl.constexpr, BLOCK:
         tl.store(shares + row * count + part, total)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["bounds"])
 def _add_by_digit(
     logits, stride, V, bounds, peaks, masses, shares, sums, last_sums,
     PLACE: tl.constexpr, FILTER: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
@@ -120,7 +120,7 @@ def _add_by_digit(
                 tl.store(last_sums + (row * count + part) * RADIX + every, by_digit)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["bounds"])
 def _keep_run(
     logits, stride, V, bounds, peaks, masses, shares, sums, last_sums,
     FILTER: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
