@@ -224,6 +224,8 @@ class Pretended(TorchFunctionMode):
     @contextmanager
     def _capture(self, graph: _Graph, pool: object = None, capture_error_mode: str = "global") -> Iterator[None]:
         assert self.capturing is None
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
         self.capturing = graph.tape
         replay = graph.replay
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from foreword.cli import check, env
 from foreword.config import Config
@@ -21,6 +22,7 @@ from foreword.engine import largest
 from foreword.engine import load as loading
 from foreword.engine.engine import Engine
 from foreword.engine.load import load
+from foreword.kernels.graphs import Graphs
 from foreword.kernels.ops import Ops
 from foreword.kernels.reference import Reference
 from foreword.kernels.triton.backend import TritonOps
@@ -286,3 +288,82 @@ def test_check_and_env(model: Path, capability: tuple[int, int]) -> None:
         backends = env.facts()["backends"]
     assert any("Pretended GPU" in text for text in told)
     assert backends["triton"].startswith("no: " if capability == VOLTA else "available: ")
+
+
+def test_what_a_graph_took_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What warming up left in the allocator's hands is none of it."""
+    held = Counter[str]()
+    with Pretended() as gpu:
+        monkeypatch.setattr("foreword.kernels.graphs.WARM_UPS", 2)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000 - held.total(), 1000))
+        monkeypatch.setattr(torch.cuda, "empty_cache", lambda: held.pop("cached", None))
+        graphs = Graphs(torch.device("cuda"))
+
+        def run() -> None:
+            held["cached" if gpu.capturing is None else "captured"] += 10
+
+        graphs.record(run)
+    assert held == {"captured": 10} and graphs.bytes == 10
+
+
+def test_the_pretence_is_as_strict_as_a_card() -> None:
+    """Tensors of the host meet those of the device only where torch lets them."""
+    with Pretended() as gpu:
+        there, here = torch.arange(6, device="cuda"), torch.arange(6)
+        assert there.is_cuda and there.device == torch.device("cuda:0") and there.view(2, 3)[1].is_cuda and not here.is_cuda
+        assert (there + torch.tensor(2)).is_cuda and torch.zeros_like(there).is_cuda and there.to("cpu").device.type == "cpu"
+        for refused in (
+            lambda: there + here,
+            lambda: torch.cat((there, here)),
+            lambda: here[there],
+            lambda: there.index_select(0, here),
+            lambda: there.numpy(),
+            lambda: there.data_ptr(),
+        ):
+            with pytest.raises(RuntimeError):
+                refused()
+        assert len(gpu.refused) == 6
+
+
+@pytest.mark.parametrize(
+    ("does", "counted"),
+    [
+        (lambda there: there.tolist(), {"look": 1}),
+        (lambda there: bool((there > 1).any()), {"look": 1}),
+        (lambda there: there[there > 1], {"look": 1}),
+        (lambda there: there.cpu(), {"look": 1}),
+        (lambda there: there[[0, 1]], {"blocking upload": 1}),
+        (lambda there: torch.tensor([1, 2], device="cuda"), {"blocking upload": 1}),
+        (lambda there: there.copy_(torch.zeros(6, dtype=torch.int64)), {"blocking upload": 1}),
+        (lambda there: there.copy_(torch.zeros(6, dtype=torch.int64).pin_memory(), non_blocking=True), {"upload": 1}),
+        (lambda there: there[1:3].add_(1).clamp(max=2), {}),
+    ],
+)
+def test_what_waits_is_counted(does: Callable[[torch.Tensor], object], counted: dict[str, int]) -> None:
+    """And cannot be part of a graph."""
+    with Pretended() as gpu:
+        there = torch.arange(6, device="cuda")
+        with gpu.counted() as found:
+            does(there)
+        assert found == counted
+        graph = torch.cuda.CUDAGraph()
+        if counted:
+            with pytest.raises(RuntimeError), torch.cuda.graph(graph):
+                does(there)
+
+
+def test_copies_are_done_when_they_were_awaited() -> None:
+    with Pretended() as gpu:
+        there, into = torch.arange(6, device="cuda"), torch.empty(6, dtype=torch.int64, pin_memory=True)
+        into.copy_(there, non_blocking=True)
+        done = torch.cuda.Event()
+        done.record()
+        there.fill_(7)
+        assert into.tolist() != list(range(6)), "it is not there yet"
+        done.synchronize()
+        assert into.tolist() == list(range(6))
+        source = torch.zeros(6, dtype=torch.int64).pin_memory()
+        there.copy_(source, non_blocking=True)
+        source.fill_(1)
+        torch.cuda.synchronize()
+        assert gpu.refused == ["pinned memory was changed before it was copied"]

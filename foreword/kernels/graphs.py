@@ -48,6 +48,8 @@ class Graphs:
     def _captured(self, run: Callable[[], None]) -> Callable[[], None]:
         self._warm_up(run)
         self._pool = self._pool or torch.cuda.graph_pool_handle()
+        torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()  # as a capture does: what is free before and behind it can be compared
         before, _ = torch.cuda.mem_get_info(self._device)
         graph = torch.cuda.CUDAGraph()
         # Threads that have nothing to do with this may call CUDA meanwhile.
