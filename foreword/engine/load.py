@@ -43,6 +43,8 @@ __all__ = ["FIT_DRAFTER", "load", "this_machine"]
 Progress = Callable[[int, int], None]
 SAMPLES, SAMPLE_BYTES = 64, 1 << 16  # of a weight file, evenly spread, the first and the last bytes among them
 FIT_DRAFTER = (10, 50)  # how many times smaller a draft model usually pays
+USUAL_ROWS = (6, 12, 24, 512)  # of prompts: attention has tiles of several widths
+DEEP = 300  # more than one split of a context
 
 
 def load(
@@ -115,7 +117,8 @@ class _Loader:
         runner, drafting = parts.runner, parts.drafting
         self.record(parts)
         with self.timing("warmup"):
-            runner.warm_up(parts.assembler.lay_out([Chunk([0], 0, [SCRATCH_BLOCK], 1)]))
+            for chunks in self.usual():
+                runner.warm_up(parts.assembler.lay_out(chunks))
         if not drafting.off and self.resolved.draft_length == "adaptive":
             with self.timing("calibration"):
                 drafting.timings = self.timings or self.timed(parts)
@@ -182,6 +185,19 @@ class _Loader:
             self.num_graphs = sum(forward.num_graphs for forward in recorded)
         if self.resolved.memory is not None:
             told(self.resolved.memory, sum(forward.graph_bytes for forward in recorded))
+
+    def usual(self) -> Iterator[list[Chunk]]:
+        """Batches on the scratch block: one row, and on devices whose kernels are compiled by the shape of what they get,
+        prompts of several sizes deep in a context, alone and beside a row that decodes."""
+        resolved = self.resolved
+        blocks = [SCRATCH_BLOCK] * -(-resolved.max_model_len // resolved.block_size)
+        row = Chunk([0], 0, blocks, 1)
+        yield [row]
+        for size in USUAL_ROWS if self.ops.recordable else ():
+            start = min(resolved.max_model_len - size, DEEP)
+            if start >= 0 and size < resolved.max_num_batched_tokens:
+                prompt = Chunk([0] * size, start, blocks, 1)
+                yield from ([prompt], [row, prompt])
 
     def timed(self, parts: Parts) -> Timings:
         resolved = self.resolved

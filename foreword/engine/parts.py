@@ -92,7 +92,7 @@ class Parts:
         forward, sampler, resolved = self.runner.ahead, self.runner.sampler, self._resolved
         if not isinstance(forward, RecordedForward) or not resolved.overlap or self._config.trace is not None:
             return []
-        lender = self.drafting.lender
+        lender = self.drafting.lender if resolved.draft_length == "fixed" else None
         drafted = [] if lender is None else [(lender.ahead, resolved.num_speculative_tokens)]
         options = (resolved.block_size, sampler.unused_ids)
         return [(forward.rounds(*options, drafter, sampler.hashing), guesses) for drafter, guesses in [(None, 0), *drafted]]

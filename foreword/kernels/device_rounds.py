@@ -133,13 +133,14 @@ class DeviceRounds:
 
     @torch.inference_mode()
     def prepare(self, most: int, num_draft: int, progress: Callable[[int, int], None] | None = None) -> None:
-        """Record what rounds of up to `most` requests without filters need, the largest first; `progress` gets sizes done and
-        in all."""
-        sizes = [size for size in self._sizes if size <= bucket_of(most, self._sizes)]
-        for done, size in enumerate(reversed(sizes), start=1):
-            self._passes(size, num_draft, Level.PLAIN)
+        """Record what rounds of up to `most` requests need, with filters and without, the largest first; `progress` gets what is
+        done and how much there is in all."""
+        sizes = [size for size in reversed(self._sizes) if size <= bucket_of(most, self._sizes)]
+        wanted = [(size, level) for size in sizes for level in Level]
+        for done, (size, level) in enumerate(wanted, start=1):
+            self._passes(size, num_draft, level)
             if progress is not None:
-                progress(done, len(sizes))
+                progress(done, len(wanted))
 
     @torch.inference_mode()
     def begin(self, lanes: Sequence[RoundLane]) -> None:

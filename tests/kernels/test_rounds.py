@@ -321,7 +321,7 @@ def test_what_is_recorded_before_a_run_changes_nothing(beds: Beds) -> None:
     rounds.launch([0], 2)
     told: list[tuple[int, int]] = []
     rounds.prepare(3, 4, lambda done, total: told.append((done, total)))
-    assert told == [(1, 3), (2, 3), (3, 3)], "of 4, 2 and 1 requests"
+    assert told == [(done, 6) for done in range(1, 7)], "of 4, 2 and 1 requests, with filters and without"
     rounds.launch([0], MAX_GUESSES + 1)
     assert rounds.collect() == host.round([0], 2)
     assert rounds.collect() == host.round([0], MAX_GUESSES + 1)

@@ -236,9 +236,9 @@ def attend(
                 total = tl.zeros([NQ], tl.float32)
                 values = tl.zeros([BLOCK_D, NQ], tl.float32)
                 for split in tl.range(0, num_splits, num_stages=3):
-                    next_top = tl.load(tops + (base + split) * (2 * NQ) + column)
-                    next_total = tl.load(tops + (base + split) * (2 * NQ) + NQ + column)
-                    part = tl.load(partials + (base + split) * (D * NQ) + inner, mask=kept, other=0.0)
+                    next_top = tl.load(tops + (base + split) * (2 * NQ) + column, cache_modifier=".cg")
+                    next_total = tl.load(tops + (base + split) * (2 * NQ) + NQ + column, cache_modifier=".cg")
+                    part = tl.load(partials + (base + split) * (D * NQ) + inner, mask=kept, other=0.0, cache_modifier=".cg")
                     top, total, values = _merge(top, total, values, next_top, next_total, part)
                 _write(out, places, exists, valid, total, values, D, BLOCK_D)
                 tl.store(counters + pair, 0)
