@@ -43,6 +43,11 @@ LOOKS = frozenset(
      "masked_select", "unique", "bincount", "repeat_interleave", "argwhere", "is_nonzero", "__format__", "__repr__"}
 )  # fmt: skip
 REFUSED = frozenset({"numpy", "__array__", "data_ptr", "from_numpy", "__dlpack__"})  # of a tensor on the device
+# What has no kernel for float8 on a GPU, whatever there is for a CPU.
+NOT_IN_FLOAT8 = frozenset(
+    {"index_select", "index_copy_", "gather", "scatter_", "where", "abs", "take_along_dim"}
+    | {f"__{name}__" for name in ("add", "sub", "mul", "truediv", "lt", "gt", "le", "ge", "eq", "ne")}
+)
 ALIKE = frozenset(
     {"cat", "stack", "gather", "index_select", "matmul", "__matmul__", "mm", "bmm", "linear", "scatter_", "index_copy_"}
 )
@@ -279,6 +284,8 @@ class Pretended(TorchFunctionMode):
                 raise self._refusal(f"{name}() of a tensor on the device")
             if name in LOOKS and not (name == "repeat_interleave" and isinstance((args[1:] or (None,))[0], int)):
                 self._look(name)
+            if name in NOT_IN_FLOAT8 and any(one.dtype == torch.float8_e4m3fn for one in tensors):
+                raise self._refusal(f"{name}() of float8")
             strangers = [one for one in tensors if not _is_there(one) and (one.dim() > 0 or name in ALIKE)]
             if strangers:
                 raise self._refusal(f"{name}(): tensors of the device and of the host, {[tuple(one.shape) for one in strangers]}")
