@@ -95,7 +95,7 @@ def test_no_key_is_in_what_the_server_says(server: ServerProcess, path: Path, ca
 def test_a_request_has_the_time_that_it_asked_for(server: ServerProcess, path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     key = new_key(path, capsys, "hasty")
     reload(server, key)
-    body = {"prompt": "a", "max_tokens": 3000, "ignore_eos": True, "timeout": 0.05}
+    body = {"prompt": "a", "max_tokens": 3000, "ignore_eos": True, "timeout": 0.05, "speculation": {"method": "off"}}
     reply = httpx.post(f"{server.url}/v1/completions", headers={"x-api-key": key}, json=body, timeout=60)
     assert (reply.status_code, reply.json()["error"]["code"]) == (408, "deadline_exceeded")
     streamed = httpx.post(f"{server.url}/v1/completions", headers={"x-api-key": key}, json={**body, "stream": True}, timeout=60)
