@@ -15,18 +15,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from foreword.core.positions import RopePositions
+from foreword.core.uploads import uploaded
 
-__all__ = ["SCRATCH_BLOCK", "Batch", "Chunk", "Features", "build_batch", "owners_of", "pack"]
+__all__ = ["SCRATCH_BLOCK", "Batch", "Chunk", "Features", "build_batch", "owners_of"]
+
+Ints = NDArray[np.int64]
 
 EVERYWHERE_ALIKE = RopePositions(())  # of a request without pictures
-ALIGNMENT = 2  # int64 values: kernels compiled for addresses that are multiples of 16 bytes are the ones that load widely
 SCRATCH_BLOCK = 0  # never given to a request: rows of padding write and read here
 
 
@@ -116,12 +118,12 @@ def build_batch(
     width = max((len(chunk.blocks) for chunk in chunks), default=1)
     tables = [[*chunk.blocks, *[SCRATCH_BLOCK] * (width - len(chunk.blocks))] for chunk in chunks]
     tables.append([SCRATCH_BLOCK] * width)
-    columns = [torch.tensor(values, dtype=torch.int64) for values in (token_ids, positions, slots, tables, sampled)]
+    columns = [np.array(values, np.int64) for values in (token_ids, positions, slots, tables, sampled)]
     if directions:
         columns.append(_rope_positions(chunks, padding))
     if owners:
         columns.append(_owners(starts, len(token_ids)))
-    placed = iter(_placed(columns, device))
+    placed = iter(uploaded(columns, torch.device(device)))
     return Batch(
         token_ids=next(placed),
         positions=next(placed),
@@ -139,43 +141,20 @@ def build_batch(
 
 def owners_of(batch: Batch) -> Tensor:
     """int64 [T]: request of each row, B of padding"""
-    return _placed([_owners(batch.row_starts, len(batch.token_ids))], batch.token_ids.device.type)[0]
+    return uploaded([_owners(batch.row_starts, len(batch.token_ids))], batch.token_ids.device)[0]
 
 
-def pack(columns: Sequence[Tensor], memory: Tensor) -> list[Tensor]:
-    """Copy int64 tensors one behind the other into one, each at a multiple of ALIGNMENT; they are then these views of it."""
-    places = accumulate((_aligned(column.numel()) for column in columns), initial=0)
-    views = [memory[place : place + column.numel()].view(column.shape) for place, column in zip(places, columns, strict=False)]
-    for view, column in zip(views, columns, strict=True):
-        view.copy_(column)
-    return views
-
-
-def _placed(columns: Sequence[Tensor], device: str) -> list[Tensor]:
-    """On the device: all by one copy from pinned memory, which nobody waits for."""
-    if device == "cpu":
-        return list(columns)
-    host = torch.empty(sum(_aligned(column.numel()) for column in columns), dtype=torch.int64, pin_memory=True)
-    views = pack(columns, host)
-    there = host.to(device, non_blocking=True)
-    return [there[view.storage_offset() :][: view.numel()].view(view.shape) for view in views]
-
-
-def _aligned(size: int) -> int:
-    return -(-size // ALIGNMENT) * ALIGNMENT
-
-
-def _owners(starts: Sequence[int], num_rows: int) -> Tensor:
-    """int64 [T]"""
+def _owners(starts: Sequence[int], num_rows: int) -> Ints:
+    """[T]"""
     sizes = np.diff(np.array([*starts, num_rows]))
-    return torch.from_numpy(np.repeat(np.arange(len(starts)), sizes))
+    return np.repeat(np.arange(len(starts)), sizes)
 
 
-def _rope_positions(chunks: Sequence[Chunk], padding: int) -> Tensor:
-    """int64 [T, 3]"""
+def _rope_positions(chunks: Sequence[Chunk], padding: int) -> Ints:
+    """[T, 3]"""
     parts = [(chunk.positions or EVERYWHERE_ALIKE).rows(chunk.start, chunk.start + len(chunk.token_ids)) for chunk in chunks]
     parts.append(np.zeros((padding, 3), np.int64))
-    return torch.from_numpy(np.concatenate(parts))
+    return np.concatenate(parts)
 
 
 def _features(chunks: Sequence[Chunk], starts: Sequence[int], device: str) -> Features | None:

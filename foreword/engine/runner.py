@@ -13,6 +13,7 @@ from foreword.core.batch import Batch
 from foreword.core.draft import Outcome
 from foreword.core.events import TokenLogprob
 from foreword.core.request import RequestState
+from foreword.core.uploads import uploaded
 from foreword.engine.assemble import PromptRow, StepBatch
 from foreword.engine.plan import Work
 from foreword.engine.pooling import Pooler
@@ -23,7 +24,6 @@ from foreword.kernels.rounds import RunsAhead
 from foreword.models.base import Model
 from foreword.sampling.sampler import NOTHING_LEGAL, Sampled, Sampler
 from foreword.sampling.steps import masking_fields
-from foreword.sampling.uploads import uploaded
 from foreword.sampling.verify import verify
 
 __all__ = ["Runner"]

@@ -19,10 +19,25 @@ from foreword.core.batch import SCRATCH_BLOCK, Batch
 from foreword.kernels.matching import match
 from foreword.kernels.ops import DraftSampling, Ops
 
-__all__ = ["STATE", "Field", "Guessing", "LaneSteps", "Level", "Limits", "Lines", "level_of", "pack", "sample", "upload"]
+__all__ = [
+    "STATE",
+    "Field",
+    "Guessing",
+    "LaidOut",
+    "LaneSteps",
+    "Level",
+    "Limits",
+    "Lines",
+    "level_of",
+    "pack",
+    "sample",
+    "upload",
+]
 
 NO_LIMIT = 1 << 40  # of top_k
 SIGN = 1 << 63
+
+LaidOut = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]
 
 
 class Field(IntEnum):
@@ -176,23 +191,38 @@ class LaneSteps:
         last       the last row of each request is sampled, not every one
         """
         count, width = token_ids.shape
+        ids, positions, slots, owners, places = self._laid_out(token_ids, first, valid, tables, shifts, block_size, directions)
+        return Batch(
+            token_ids=ids,
+            positions=positions,
+            slots=slots,
+            block_tables=tables,
+            row_starts=tuple(range(0, count * width + 1, width)),
+            ends=(),
+            sample_rows=torch.arange(width - 1 if last else 0, count * width, width if last else 1, device=token_ids.device),
+            block_size=block_size,
+            rope_positions=places,
+            owners=owners,
+        )
+
+    def _laid_out(
+        self, token_ids: Tensor, first: Tensor, valid: Tensor, tables: Tensor, shifts: Tensor, block_size: int, directions: bool
+    ) -> LaidOut:
+        """Of rows(): token ids, positions, slots and owners int64 [n * w], and places int64 [n * w, 3] where there are
+        directions."""
+        count, width = token_ids.shape
         device = token_ids.device
         requests = torch.arange(count, device=device)[:, None]
         positions = torch.where(valid, first[:, None] + torch.arange(width, device=device), 0)
         blocks = tables[:-1].gather(1, positions // block_size)
-        slots = blocks * block_size + positions % block_size
+        slots = torch.where(valid, blocks * block_size + positions % block_size, SCRATCH_BLOCK * block_size)
         places = torch.where(valid, positions + shifts[:, None], 0).view(-1, 1) if directions else None
-        return Batch(
-            token_ids=torch.where(valid, token_ids, 0).view(-1),
-            positions=positions.view(-1),
-            slots=torch.where(valid, slots, SCRATCH_BLOCK * block_size).view(-1),
-            block_tables=tables,
-            row_starts=tuple(range(0, count * width + 1, width)),
-            ends=(),
-            sample_rows=torch.arange(width - 1 if last else 0, count * width, width if last else 1, device=device),
-            block_size=block_size,
-            rope_positions=None if places is None else places.expand(-1, 3).contiguous(),
-            owners=torch.where(valid, requests, count).view(-1),
+        return (
+            torch.where(valid, token_ids, 0).view(-1),
+            positions.view(-1),
+            slots.view(-1),
+            torch.where(valid, requests, count).view(-1),
+            None if places is None else places.expand(-1, 3).contiguous(),
         )
 
     def guess(self, state: Guessing, token_ids: Tensor, logits: Tensor, log_sum: Tensor) -> None:

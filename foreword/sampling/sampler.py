@@ -13,10 +13,10 @@ from torch import Tensor
 from foreword.core.events import TokenLogprob
 from foreword.core.request import RequestState
 from foreword.core.rows import SampleRow
+from foreword.core.uploads import Arrays, uploaded
 from foreword.kernels.hashes import hash_of
 from foreword.kernels.ops import Ops
 from foreword.sampling.steps import PIPELINE, Step, keys_of, may_mask_all, spans, steps_of
-from foreword.sampling.uploads import Arrays, uploaded
 
 __all__ = ["BROKEN", "NOTHING_LEGAL", "Sampled", "Sampler"]
 

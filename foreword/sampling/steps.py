@@ -20,8 +20,8 @@ from torch import Tensor
 from foreword.core.ledger import WORD_BITS, Floats, Ids
 from foreword.core.request import Request
 from foreword.core.rows import SampleRow
+from foreword.core.uploads import Arrays
 from foreword.kernels.ops import DraftSampling, Ops
-from foreword.sampling.uploads import Arrays
 
 __all__ = ["PIPELINE", "Step", "filters_of", "is_plain", "keys_of", "masking_fields", "may_mask_all", "spans", "steps_of"]
 

@@ -2,10 +2,8 @@
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
-from foreword.core.batch import Chunk, build_batch, owners_of, pack
+from foreword.core.batch import Chunk, build_batch, owners_of
 
 
 def test_rows_stand_where_they_belong() -> None:
@@ -32,14 +30,3 @@ def test_rows_know_their_request(row_tile: int) -> None:
     assert batch.owners.tolist() == [0, 0, 0, 1, 2, 2] + [3] * (row_tile == 8) * 2
     assert torch.equal(owners_of(build_batch(chunks, 4, row_tile, "cpu")), batch.owners)
     assert batch.rope_positions.shape == (len(batch.token_ids), 3)
-
-
-@given(shapes=st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=2), min_size=1, max_size=6))
-def test_tensors_that_share_one_memory(shapes: list[list[int]]) -> None:
-    """Nothing overlaps, and each begins where wide loads are allowed."""
-    columns = [torch.arange(torch.Size(shape).numel()).view(shape) + 100 * n for n, shape in enumerate(shapes)]
-    memory = torch.full((sum(column.numel() + 1 for column in columns),), -1)
-    views = pack(columns, memory)
-    for view, column in zip(views, columns, strict=True):
-        assert torch.equal(view, column) and view.storage_offset() % 2 == 0
-    assert int((memory >= 0).sum()) == sum(column.numel() for column in columns)

@@ -12,9 +12,9 @@ from foreword.core.params import SamplingParams
 from foreword.core.request import Request, RequestState
 from foreword.core.rows import SampleRow
 from foreword.core.structured import StructuredOutput
+from foreword.core.uploads import uploaded
 from foreword.kernels.ops import Ops
 from foreword.sampling.steps import Step
-from foreword.sampling.uploads import uploaded
 
 VOCAB_SIZE = 300
 UNUSED = (297, 299)

@@ -3,7 +3,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -11,7 +10,6 @@ from foreword.core.rows import SampleRow
 from foreword.kernels.reference_sampling import ReferenceSampling
 from foreword.kernels.triton.sampling import TritonSampling
 from foreword.sampling.sampler import BROKEN, NOTHING_LEGAL, Sampler
-from foreword.sampling.uploads import uploaded
 from tests.device import DEVICE
 from tests.pretend_cuda import Pretended
 from tests.sampling.rows import JSON, UNUSED, VOCAB_SIZE, EveryThird, make_row
@@ -23,24 +21,6 @@ ONCE = {"upload": 1, "look": 1}
 MASKS: dict[str, Any] = {"structured": JSON, "grammar": EveryThird(0, free=(1,)), "bad_words_ids": ((3,),), "min_tokens": 9}
 FILTERS = {"temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_p": 0.01, "xtc_probability": 0.5, "xtc_threshold": 0.1}
 PENALTIES = {"repetition_penalty": 1.2, "presence_penalty": 0.5, "logit_bias": {5: 1.0}, "dry_multiplier": 1.0}
-
-
-def test_values_types_and_shapes_arrive() -> None:
-    arrays = [
-        np.array([1, -(1 << 63)]),
-        np.array([True, False, True]),
-        np.zeros(0, np.float32),
-        np.array([[0.1, -np.inf]]),
-        np.arange(5, dtype=np.int32),
-    ]
-    with Pretended() as gpu:
-        there = uploaded(arrays, CUDA)
-        assert gpu.counts == {"upload": 1}
-        for array, tensor in zip(arrays, there, strict=True):
-            assert tensor.device.type == "cuda" and tensor.storage_offset() * tensor.itemsize % 16 == 0
-            expected = torch.from_numpy(array)
-            assert tensor.dtype == expected.dtype and torch.equal(tensor.cpu(), expected)
-        assert not gpu.refused
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from foreword.core.batch import Batch
-from foreword.kernels.lanes import Guessing, LaneSteps
+from foreword.kernels.lanes import Guessing, LaidOut, LaneSteps
 
 __all__ = ["TritonLaneSteps"]
 
@@ -104,17 +103,9 @@ def advance_kernel(
 class TritonLaneSteps(LaneSteps):
     """Three launches where torch has dozens, each of which takes longer to begin than to run."""
 
-    def rows(
-        self,
-        token_ids: Tensor,
-        first: Tensor,
-        valid: Tensor,
-        tables: Tensor,
-        shifts: Tensor,
-        block_size: int,
-        directions: bool,
-        last: bool,
-    ) -> Batch:
+    def _laid_out(
+        self, token_ids: Tensor, first: Tensor, valid: Tensor, tables: Tensor, shifts: Tensor, block_size: int, directions: bool
+    ) -> LaidOut:
         count, width = token_ids.shape
         assert tables.is_contiguous()
         tokens, positions, slots, owners = (first.new_empty(count * width) for _ in range(4))
@@ -138,18 +129,7 @@ class TritonLaneSteps(LaneSteps):
             BLOCK_SIZE=block_size,
             num_warps=1,
         )
-        return Batch(
-            token_ids=tokens,
-            positions=positions,
-            slots=slots,
-            block_tables=tables,
-            row_starts=tuple(range(0, count * width + 1, width)),
-            ends=(),
-            sample_rows=torch.arange(width - 1 if last else 0, count * width, width if last else 1, device=first.device),
-            block_size=block_size,
-            rope_positions=places,
-            owners=owners,
-        )
+        return tokens, positions, slots, owners, places
 
     def guess(self, state: Guessing, token_ids: Tensor, logits: Tensor, log_sum: Tensor) -> None:
         count = len(token_ids)
