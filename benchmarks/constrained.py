@@ -19,7 +19,7 @@ import time
 from collections.abc import Sequence
 
 from foreword import LLM, SamplingParams, StructuredOutput
-from foreword.cli.bench_common import rotated, show, show_json
+from foreword.cli.bench_common import rotate, print_table, print_json
 
 SCHEMA = {
     "type": "array",
@@ -37,7 +37,7 @@ SCHEMA = {
         "additionalProperties": False,
     },
 }
-KINDS = {
+CONSTRAINTS = {
     "plain": None,
     "JSON schema": StructuredOutput("json_schema", json.dumps(SCHEMA)),
     "regex": StructuredOutput("regex", "([a-zA-Z ]+[,.\n])*"),
@@ -53,14 +53,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows: list[list[str]] = []
     results = []
     for concurrent in map(int, args.concurrent.split(",")):
-        times = _times(llm, concurrent, args.tokens, args.rounds)
+        times = _token_times(llm, concurrent, args.tokens, args.rounds)
         for kind, seconds in times.items():
             ratio = statistics.median(own / plain for own, plain in zip(seconds, times["plain"], strict=True))
             each = statistics.median(seconds) * 1000
             rows.append([str(concurrent), kind, f"{each:.3f}", f"{ratio:.3f}"])
             results.append({"concurrent": concurrent, "kind": kind, "ms_per_token": each, "ratio": ratio})
-    show("What a grammar costs", ("requests", "kind", "ms a token", "to plain"), rows)
-    show_json({"bench": "constrained", "model": args.model, "tokens": args.tokens, "results": results})
+    print_table("What a grammar costs", ("requests", "kind", "ms a token", "to plain"), rows)
+    print_json({"bench": "constrained", "model": args.model, "tokens": args.tokens, "results": results})
     return 0
 
 
@@ -74,12 +74,12 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def _times(llm: LLM, concurrent: int, tokens: int, rounds: int) -> dict[str, list[float]]:
+def _token_times(llm: LLM, concurrent: int, tokens: int, rounds: int) -> dict[str, list[float]]:
     """Seconds a token of one request, by kind and round; the first round, in which grammars are compiled, does not count."""
-    times: dict[str, list[float]] = {kind: [] for kind in KINDS}
+    times: dict[str, list[float]] = {kind: [] for kind in CONSTRAINTS}
     for number in range(rounds + 1):
-        for kind in rotated(list(KINDS), number):
-            seconds = _seconds(llm, KINDS[kind], concurrent, tokens, number)
+        for kind in rotate(list(CONSTRAINTS), number):
+            seconds = _seconds(llm, CONSTRAINTS[kind], concurrent, tokens, number)
             if number:
                 times[kind].append(seconds)
     return times

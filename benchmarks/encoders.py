@@ -25,7 +25,7 @@ import transformers
 from transformers.utils import logging as transformers_logging
 
 from foreword.config import Config
-from foreword.encoders.local import load_local
+from foreword.encoders.local import load_local_encoder
 from tests.encoders.checkpoints import wordpiece, write_tokenizer
 
 SHAPES = {
@@ -37,7 +37,7 @@ BATCHES = {1: 16, 32: 32}  # texts at once: texts in all
 
 
 @dataclass(frozen=True, slots=True)
-class Side:
+class BenchSide:
     """What is measured."""
 
     encode: Callable[[Sequence[list[int]]], object]
@@ -48,11 +48,11 @@ def main() -> None:
     options = _options()
     with tempfile.TemporaryDirectory() as made:
         path = options.model or _random_checkpoint(Path(made), options.shape)
-        ours = load_local(Config(embedding_model=str(path), threads=options.threads))
+        ours = load_local_encoder(Config(embedding_model=str(path), threads=options.threads))
         theirs = transformers.AutoModel.from_pretrained(path, dtype=torch.float32).eval()
         sides = {
-            "ours": Side(ours.encode, options.torch_threads),
-            "theirs": Side(lambda texts: _mean(theirs, texts), options.threads),
+            "ours": BenchSide(ours.encode, options.torch_threads),
+            "theirs": BenchSide(lambda texts: _mean(theirs, texts), options.threads),
         }
         vocab_size = ours.info.vocab_size
         rows = [_measure(sides, vocab_size, batch, count, options.rounds) for batch, count in BATCHES.items()]
@@ -78,7 +78,7 @@ def _random_checkpoint(path: Path, shape: str) -> Path:
     return path
 
 
-def _measure(sides: Mapping[str, Side], vocab_size: int, batch: int, count: int, rounds: int) -> dict[str, float]:
+def _measure(sides: Mapping[str, BenchSide], vocab_size: int, batch: int, count: int, rounds: int) -> dict[str, float]:
     texts = _texts(count, vocab_size)
     tokens = sum(map(len, texts))
     best = dict.fromkeys(sides, float("inf"))
@@ -104,7 +104,7 @@ def _texts(count: int, vocab_size: int) -> list[list[int]]:
     return [[rng.randrange(5, vocab_size) for _ in range(length)] for length in lengths]
 
 
-def _seconds(side: Side, texts: Sequence[list[int]], batch: int) -> float:
+def _seconds(side: BenchSide, texts: Sequence[list[int]], batch: int) -> float:
     torch.set_num_threads(side.torch_threads)
     started = time.perf_counter()
     for first in range(0, len(texts), batch):

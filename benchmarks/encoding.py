@@ -23,20 +23,20 @@ from random import Random
 from types import MappingProxyType
 from typing import Any
 
-from foreword.cli.bench_common import percentile, show, show_json
-from foreword.cli.terminal import tracked
+from foreword.cli.bench_common import percentile, print_table, print_json
+from foreword.cli.terminal import track_progress
 from foreword.config import Config
-from foreword.core.events import Tokens
+from foreword.core.events import TokenEvent
 from foreword.core.params import SamplingParams
-from foreword.core.pictures import Picture, placed
+from foreword.core.pictures import PromptImage, expand_placeholders
 from foreword.core.request import Request
 from foreword.engine.engine import Engine
 from foreword.engine.load import load
-from tests.vision_checkpoints import random_picture, write_vision_checkpoint
+from tests.vision_checkpoints import random_image, write_vision_checkpoint
 
 TEXT_TOKENS = 16  # around a picture
 CONTEXT = 32  # tokens of a stream when it begins
-NOTHING_STEPS = 20
+BASELINE_STEPS = 20
 KINDS = ("nothing", "text", "pictures")
 SHAPES: Mapping[str, Mapping[str, Mapping[str, Any]]] = MappingProxyType(
     {
@@ -59,7 +59,7 @@ PATCH = 14
 
 
 @dataclass(slots=True)
-class Measured:
+class StreamTimings:
     """gaps_s of all streams; prompts_s of whole prompts; share of the time that was spent on encoding."""
 
     gaps_s: list[float] = field(default_factory=list)
@@ -68,7 +68,7 @@ class Measured:
     seconds: float = 0.0
 
 
-class Traffic:
+class StreamTraffic:
     """Streams that never end, and what comes beside them."""
 
     def __init__(self, engine: Engine, streams: int, seed: int) -> None:
@@ -78,21 +78,21 @@ class Traffic:
         self._num_prompts = 0
         for name in self._streams:
             engine.submit(self._request(name, self._text(CONTEXT), None))
-        while any(not state.decodes for state in engine.scheduler.states.values()) or not engine.scheduler.running:
+        while any(not state.is_decoding for state in engine.scheduler.states.values()) or not engine.scheduler.running:
             engine.step()
 
-    def beside_nothing(self, steps: int) -> Measured:
-        measured = Measured()
+    def run_baseline(self, steps: int) -> StreamTimings:
+        measured = StreamTimings()
         for _ in range(steps):
             self._step(measured)
         return measured
 
-    def beside(self, prompt_ids: Sequence[int], pictures: Sequence[Picture]) -> Measured:
+    def run_alongside(self, prompt_ids: Sequence[int], images: Sequence[PromptImage]) -> StreamTimings:
         """Until one prompt has its first token."""
-        measured = Measured()
+        measured = StreamTimings()
         self._num_prompts += 1
         name = f"prompt {self._num_prompts}"
-        self._engine.submit(self._request(name, prompt_ids, 1, pictures))
+        self._engine.submit(self._request(name, prompt_ids, 1, images))
         while name in self._engine.scheduler.states:
             self._step(measured)
         measured.prompts_s.append(measured.seconds)
@@ -102,19 +102,19 @@ class Traffic:
         for name in self._streams:
             self._engine.remove(name)
 
-    def _step(self, measured: Measured) -> None:
+    def _step(self, measured: StreamTimings) -> None:
         started = time.perf_counter()
         report = self._engine.step()
         seconds = time.perf_counter() - started
-        told = {event.request_id for event in report.events if isinstance(event, Tokens)}
+        told = {event.request_id for event in report.events if isinstance(event, TokenEvent)}
         assert self._streams <= told, "a stream without its token"
         measured.gaps_s.append(seconds)
         measured.seconds += seconds
         measured.encode_s += report.stats.stage_seconds.get("encode", 0.0)
 
-    def _request(self, name: str, ids: Sequence[int], max_tokens: int | None, pictures: Sequence[Picture] = ()) -> Request:
+    def _request(self, name: str, ids: Sequence[int], max_tokens: int | None, images: Sequence[PromptImage] = ()) -> Request:
         params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True, on_runaway="off")
-        return Request(name, tuple(ids), params, 0, pictures=tuple(pictures))
+        return Request(name, tuple(ids), params, 0, images=tuple(images))
 
     def _text(self, count: int) -> list[int]:
         return [self._chance.randrange(1, 250) for _ in range(count)]
@@ -125,24 +125,24 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as made:
         path = _checkpoint(Path(made) / "model", options.shape)
         engine = _engine(path, options)
-        rows = [_measured(engine, path, side, options) for side in options.sides]
+        rows = [_measure(engine, path, side, options) for side in options.sides]
     _show(rows)
-    show_json({"shape": options.shape, "streams": options.streams, "rows_per_step": options.rows, "sides": rows})
+    print_json({"shape": options.shape, "streams": options.streams, "rows_per_step": options.rows, "sides": rows})
 
 
-def _measured(engine: Engine, path: Path, side: int, options: argparse.Namespace) -> dict[str, Any]:
+def _measure(engine: Engine, path: Path, side: int, options: argparse.Namespace) -> dict[str, Any]:
     """The figures of pictures of one size."""
-    found = {kind: Measured() for kind in KINDS}
-    traffic = Traffic(engine, options.streams, seed=side)
+    found = {kind: StreamTimings() for kind in KINDS}
+    traffic = StreamTraffic(engine, options.streams, seed=side)
     num_tokens = 0
-    for number in tracked(range(options.rounds + 1), f"{side} x {side}", options.rounds + 1):
+    for number in track_progress(range(options.rounds + 1), f"{side} x {side}", options.rounds + 1):
         prompt_ids, pictures = _prompt(engine, path, side, seed=number)
         num_tokens = len(prompt_ids)
         text = [1 + 7 * (i + number) % 240 for i in range(num_tokens)]
         pieces = {
-            "pictures": traffic.beside(prompt_ids, pictures),
-            "text": traffic.beside(text, ()),
-            "nothing": traffic.beside_nothing(NOTHING_STEPS),
+            "pictures": traffic.run_alongside(prompt_ids, pictures),
+            "text": traffic.run_alongside(text, ()),
+            "nothing": traffic.run_baseline(BASELINE_STEPS),
         }
         if number:  # the first is not counted: what is made once is made there
             _add(found, pieces)
@@ -150,14 +150,14 @@ def _measured(engine: Engine, path: Path, side: int, options: argparse.Namespace
     return {"side": side, "tokens": num_tokens, **{kind: _figures(found[kind]) for kind in KINDS}}
 
 
-def _prompt(engine: Engine, path: Path, side: int, seed: int) -> tuple[tuple[int, ...], tuple[Picture, ...]]:
+def _prompt(engine: Engine, path: Path, side: int, seed: int) -> tuple[tuple[int, ...], tuple[PromptImage, ...]]:
     placeholder = engine.info.image_token_id
     assert placeholder is not None
     half = [1 + seed % 200] * (TEXT_TOKENS // 2)
-    return placed([*half, placeholder, *half], placeholder, [random_picture(path, seed, side, side)])
+    return expand_placeholders([*half, placeholder, *half], placeholder, [random_image(path, seed, side, side)])
 
 
-def _add(found: Mapping[str, Measured], pieces: Mapping[str, Measured]) -> None:
+def _add(found: Mapping[str, StreamTimings], pieces: Mapping[str, StreamTimings]) -> None:
     for kind, piece in pieces.items():
         found[kind].gaps_s += piece.gaps_s
         found[kind].prompts_s += piece.prompts_s
@@ -165,7 +165,7 @@ def _add(found: Mapping[str, Measured], pieces: Mapping[str, Measured]) -> None:
         found[kind].seconds += piece.seconds
 
 
-def _figures(measured: Measured) -> dict[str, float]:
+def _figures(measured: StreamTimings) -> dict[str, float]:
     gaps = measured.gaps_s
     figures = {"p50_ms": percentile(gaps, 50), "p99_ms": percentile(gaps, 99), "max_ms": max(gaps)}
     if measured.prompts_s:
@@ -183,7 +183,7 @@ def _show(rows: Sequence[Mapping[str, Any]]) -> None:
             times = [f"{one[name]:.1f} ms" if name in one else "" for name in ("p50_ms", "p99_ms", "max_ms", "prompt_ms")]
             ratios = [f"{one[name] / text[name]:.2f}" if name in one else "" for name in ("max_ms", "prompt_ms")]
             lines.append([kind, *times, f"{one['encoding']:.0%}", *ratios])
-        show(f"{row['side']} x {row['side']} pixels, {row['tokens']} tokens", columns, lines)
+        print_table(f"{row['side']} x {row['side']} pixels, {row['tokens']} tokens", columns, lines)
 
 
 def _checkpoint(path: Path, shape: str) -> Path:
@@ -198,7 +198,7 @@ def _engine(path: Path, options: argparse.Namespace) -> Engine:
         model=str(path), threads=options.threads, max_num_batched_tokens=options.rows, max_num_seqs=options.streams + 1,
         max_model_len=8192, kv_cache_memory="30000tokens", speculate="off", prefix_caching=False, image_cache_memory="0",
     )  # fmt: skip
-    return load(config, unused_ids=())
+    return load(config, never_sampled_ids=())
 
 
 def _options() -> argparse.Namespace:

@@ -30,15 +30,15 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import seed as seeded
 from schemathesis import GenerationMode
 
-from foreword.cli.bench_common import show, show_json
+from foreword.cli.bench_common import print_table, print_json
 from foreword.cli.server_process import ServerProcess
 from foreword.config import Config
 
 __all__ = ["Findings", "fuzz"]
 
 WORKERS, TIMEOUT_S = 4, 60.0
-QUIET_S = 2.5  # the engine checks its own bookkeeping when it has had nothing to do for a second
-SERVED = Config(max_model_len=256, kv_cache_memory="20000tokens", log_level="error", log_interval=0)
+IDLE_S = 2.5  # the engine checks its own bookkeeping when it has had nothing to do for a second
+SERVER_CONFIG = Config(max_model_len=256, kv_cache_memory="20000tokens", log_level="error", log_interval=0)
 PROBE = {"messages": [{"role": "user", "content": "What is a draft?"}], "temperature": 1.0, "seed": 7, "max_tokens": 60}
 
 
@@ -46,7 +46,7 @@ def _numbers(low: float, high: float) -> dict[str, Any]:
     return {"anyOf": [{"type": "number", "minimum": low, "maximum": high}, {"type": "null"}]}
 
 
-def _whole(low: int, high: int) -> dict[str, Any]:
+def _integers(low: int, high: int) -> dict[str, Any]:
     """As an enumeration: to JSON schema 1.0 is a whole number too."""
     return {"enum": [None, *range(low, high + 1)]}
 
@@ -60,7 +60,7 @@ IDS = {"type": "array", "items": {"enum": [*range(300)]}, "minItems": 1, "maxIte
 TEXT = {"type": "string", "minLength": 1, "maxLength": 40}
 TEXTS = {"type": "array", "items": TEXT, "minItems": 1, "maxItems": 3}
 # Values with which a request has a chance; fields that are not here keep what the document says of them, or are left out.
-NARROW: Mapping[str, dict[str, Any]] = {
+NARROWED_FIELDS: Mapping[str, dict[str, Any]] = {
     "role": {"enum": ["system", "developer", "user", "assistant"]},
     "content": TEXT,
     "messages": {"type": "array", "items": {"$ref": "#/components/schemas/Message"}, "minItems": 1, "maxItems": 3},
@@ -71,13 +71,13 @@ NARROW: Mapping[str, dict[str, Any]] = {
     "documents": TEXTS,
     "text_1": TEXT,
     "text_2": {"anyOf": [TEXT, TEXTS]},
-    "max_tokens": _whole(1, 40),
-    "max_completion_tokens": _whole(1, 40),
-    "min_tokens": _whole(0, 1),
-    "n": _whole(1, 3),
+    "max_tokens": _integers(1, 40),
+    "max_completion_tokens": _integers(1, 40),
+    "min_tokens": _integers(0, 1),
+    "n": _integers(1, 3),
     "temperature": _numbers(0, 3),
     "top_p": _numbers(0.01, 1),
-    "top_k": _whole(-1, 50),
+    "top_k": _integers(-1, 50),
     "min_p": _numbers(0, 1),
     "typical_p": _numbers(0.01, 1),
     "presence_penalty": _numbers(-2, 2),
@@ -86,10 +86,10 @@ NARROW: Mapping[str, dict[str, Any]] = {
     "dry_multiplier": _numbers(0, 3),
     "xtc_probability": _numbers(0, 1),
     "xtc_threshold": _numbers(0, 0.5),
-    "seed": _whole(0, 9),
-    "priority": _whole(-3, 3),
-    "dimensions": _whole(1, 8),
-    "top_n": _whole(1, 3),
+    "seed": _integers(0, 9),
+    "priority": _integers(-3, 3),
+    "dimensions": _integers(1, 8),
+    "top_n": _integers(1, 3),
     "stop": {"anyOf": [{"type": "string", "minLength": 1, "maxLength": 3}, {"type": "null"}]},
     "bad_words": {"anyOf": [{"type": "array", "items": {"enum": ["a", "the", "."]}, "maxItems": 2}, {"type": "null"}]},
     "stream": _one_of(True, False),
@@ -105,12 +105,12 @@ NARROW: Mapping[str, dict[str, Any]] = {
     ),
 }
 # What the document cannot say: fields that are needed, and fields that those exclude.
-NEEDED: Mapping[str, tuple[str, ...]] = {
+REQUIRED_FIELDS: Mapping[str, tuple[str, ...]] = {
     "Message": ("role", "content"),
     "ScoreBody": ("text_1", "text_2"),
     "TokenizeBody": ("messages",),
 }
-EXCLUDED: Mapping[str, tuple[str, ...]] = {"ScoreBody": ("documents",), "TokenizeBody": ("prompt",)}
+EXCLUDED_FIELDS: Mapping[str, tuple[str, ...]] = {"ScoreBody": ("documents",), "TokenizeBody": ("prompt",)}
 
 
 @dataclass(slots=True)
@@ -134,7 +134,7 @@ def fuzz(url: str, requests: int, seed: int = 0) -> Findings:
     kinds = [
         (document, GenerationMode.POSITIVE),
         (document, GenerationMode.NEGATIVE),
-        (narrowed(document), GenerationMode.POSITIVE),
+        (narrow_schema(document), GenerationMode.POSITIVE),
     ]
     jobs = [
         (op, mode) for doc, mode in kinds for op in _operations(doc) if op.method == "post" or mode is GenerationMode.POSITIVE
@@ -144,18 +144,18 @@ def fuzz(url: str, requests: int, seed: int = 0) -> Findings:
     with ThreadPoolExecutor(WORKERS) as threads:  # only asking is for threads: bodies are made up in this one
         for number, (operation, mode) in enumerate(jobs):
             count = -(-requests // posts) if operation.method == "post" else 5
-            _make_up(operation, mode, count, seed + number, partial(threads.submit, _ask, url, findings), findings)
+            _generate_requests(operation, mode, count, seed + number, partial(threads.submit, _ask, url, findings), findings)
     return findings
 
 
-def narrowed(document: Mapping[str, Any]) -> dict[str, Any]:
+def narrow_schema(document: Mapping[str, Any]) -> dict[str, Any]:
     """The document with the values of NARROW; bodies keep the fields named there, and those that they must have."""
     narrow = copy.deepcopy(dict(document))
     for kind, schema in narrow["components"]["schemas"].items():
-        schema["required"] = list(dict.fromkeys((*schema.get("required", ()), *NEEDED.get(kind, ()))))
-        kept = {*NARROW, *schema["required"]} - {*EXCLUDED.get(kind, ())}
+        schema["required"] = list(dict.fromkeys((*schema.get("required", ()), *REQUIRED_FIELDS.get(kind, ()))))
+        kept = {*NARROWED_FIELDS, *schema["required"]} - {*EXCLUDED_FIELDS.get(kind, ())}
         schema["properties"] = {
-            name: NARROW.get(name, value) for name, value in schema.get("properties", {}).items() if name in kept
+            name: NARROWED_FIELDS.get(name, value) for name, value in schema.get("properties", {}).items() if name in kept
         }
     return narrow
 
@@ -164,7 +164,7 @@ def _operations(document: Mapping[str, Any]) -> list[Any]:
     return [found.ok() for found in schemathesis.openapi.from_dict(dict(document)).get_all_operations()]
 
 
-def _make_up(operation: Any, mode: GenerationMode, count: int, seed: int, ask: Callable[[Any], Any], findings: Findings) -> None:
+def _generate_requests(operation: Any, mode: GenerationMode, count: int, seed: int, ask: Callable[[Any], Any], findings: Findings) -> None:
     """`count` requests of one route, each handed to `ask`."""
     phases = [Phase.generate]
 
@@ -209,9 +209,9 @@ def probe(url: str) -> str:
     return str(reply.json()["choices"][0]["message"]["content"])
 
 
-def disorder(url: str, before: str) -> str | None:
+def find_damage(url: str, before: str) -> str | None:
     """What is wrong with the engine afterwards, or None."""
-    time.sleep(QUIET_S)
+    time.sleep(IDLE_S)
     lines = httpx.get(f"{url}/metrics").text.splitlines()
     open_ = [line for line in lines if line.startswith(("foreword_requests_running ", "foreword_requests_waiting "))]
     if len(open_) != 2 or not all(line.endswith(" 0.0") for line in open_):
@@ -228,10 +228,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(arguments)
     began = time.perf_counter()
-    with nullcontext(args) if args.url else ServerProcess(SERVED) as server:
+    with nullcontext(args) if args.url else ServerProcess(SERVER_CONFIG) as server:
         before = probe(server.url)
         findings = fuzz(server.url, args.requests, args.seed)
-        wrong = disorder(server.url, before)
+        wrong = find_damage(server.url, before)
     failures = [*findings.failures, *([wrong] if wrong else [])]
     _show(findings, time.perf_counter() - began)
     for failure in failures:
@@ -243,9 +243,9 @@ def _show(findings: Findings, seconds: float) -> None:
     statuses = sorted({status for _, status in findings.statuses})
     paths = sorted({path for path, _ in findings.statuses})
     rows = [[path, *(str(findings.statuses[path, status]) for status in statuses)] for path in paths]
-    show("Requests made up from the OpenAPI document", ("route", *map(str, statuses)), rows)
+    print_table("Requests made up from the OpenAPI document", ("route", *map(str, statuses)), rows)
     total = sum(findings.statuses.values())
-    show_json({"bench": "fuzz_api", "requests": total, "failures": len(findings.failures), "seconds": round(seconds, 1)})
+    print_json({"bench": "fuzz_api", "requests": total, "failures": len(findings.failures), "seconds": round(seconds, 1)})
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ Mutate = Callable[[Random, bytes, bytes], bytes]  # (source of chance, an input,
 
 NUMBERS = (0, 1, 2, 3, 7, 8, 31, 32, 127, 128, 255, 256, 65535, 65536, 2**24 + 1, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**62)
 LARGE = (2**63 - 1, 2**63, 2**64 - 1)
-SIGNS = (b"[", b"{", b'"', b"\\", b"(", b"<", b"\x00", b"\xff", b"\xed\xa0\x80", b"\n", b"\r", b"\xe2\x80\xa8", b" ")
+TOKENS = (b"[", b"{", b'"', b"\\", b"(", b"<", b"\x00", b"\xff", b"\xed\xa0\x80", b"\n", b"\r", b"\xe2\x80\xa8", b" ")
 VALUES: tuple[Any, ...] = (
     *(None, True, False, 0, 1, 2, -1, 3, 64, 1000, 0.0, -0.0, 0.5, 1e-45, 1e308, -1e308),
     *(2**24 + 1, 2**31, 2**53 + 1, 2**63, 2**64, -(2**63), 10**30, 10**400, float("nan"), float("inf"), float("-inf")),
@@ -24,15 +24,15 @@ VALUES: tuple[Any, ...] = (
     *([], {}, [[]], [{}], [None], [1, "x"], {"": None}, {"a": {"b": []}}, {"type": "x"}, {"content": 1}),
 )
 DIGITS = re.compile(rb"-?\d+")
-DEEP = 200_000  # brackets of an input that is nothing else
-MOST_BYTES = 1 << 18  # of an input
+MAX_NESTING = 200_000  # brackets of an input that is nothing else
+MAX_BYTES = 1 << 18  # of an input
 
 
 def change_bytes(random: Random, data: bytes, other: bytes) -> bytes:
     """One to four changes that know nothing of the format."""
     for _ in range(random.choice((1, 1, 1, 2, 4))):
         data = random.choice(BYTE_CHANGES)(random, data, other)
-    return data[:MOST_BYTES]
+    return data[:MAX_BYTES]
 
 
 def change_json(random: Random, data: bytes, other: bytes) -> bytes:
@@ -47,7 +47,7 @@ def change_json(random: Random, data: bytes, other: bytes) -> bytes:
     for _ in range(random.choice((1, 1, 2, 3))):
         _change_value(random, root, donor)
     try:
-        return json.dumps(root[0], ensure_ascii=random.random() < 0.5).encode("utf-8", "surrogatepass")[:MOST_BYTES]
+        return json.dumps(root[0], ensure_ascii=random.random() < 0.5).encode("utf-8", "surrogatepass")[:MAX_BYTES]
     except (ValueError, RecursionError):  # a number too long to be written, or a value too deep
         return change_bytes(random, data, other)
 
@@ -94,30 +94,30 @@ def _parts(data: bytes) -> tuple[bytes, bytes]:
     return data[8:end], data[end:]
 
 
-def _place(random: Random, data: bytes) -> int:
+def _random_offset(random: Random, data: bytes) -> int:
     """Anywhere, or rather near the beginning, where headers are."""
     return min(int(len(data) ** random.random()) if random.random() < 0.5 else random.randrange(len(data) + 1), len(data))
 
 
 def _set_byte(random: Random, data: bytes, other: bytes) -> bytes:
-    place = _place(random, data)
+    place = _random_offset(random, data)
     return data[:place] + bytes([random.randrange(256)]) + data[place + 1 :]
 
 
 def _flip(random: Random, data: bytes, other: bytes) -> bytes:
-    place = _place(random, data)
+    place = _random_offset(random, data)
     return data[:place] + bytes(byte ^ 1 << random.randrange(8) for byte in data[place : place + 1]) + data[place + 1 :]
 
 
 def _set_number(random: Random, data: bytes, other: bytes) -> bytes:
-    place, size = _place(random, data), random.choice((1, 2, 4, 8))
+    place, size = _random_offset(random, data), random.choice((1, 2, 4, 8))
     number = random.choice((*NUMBERS, *LARGE, len(data), place)) & (1 << 8 * size) - 1
     return data[:place] + number.to_bytes(size, "little") + data[place + size :]
 
 
 def _add_number(random: Random, data: bytes, other: bytes) -> bytes:
     """A number that stands there already becomes a little more or less."""
-    place, size = _place(random, data), random.choice((1, 2, 4, 8))
+    place, size = _random_offset(random, data), random.choice((1, 2, 4, 8))
     number = int.from_bytes(data[place : place + size], "little") + random.choice((-2, -1, 1, 2))
     return data[:place] + (number & (1 << 8 * size) - 1).to_bytes(size, "little") + data[place + size :]
 
@@ -133,32 +133,32 @@ def _set_digits(random: Random, data: bytes, other: bytes) -> bytes:
 
 
 def _cut_out(random: Random, data: bytes, other: bytes) -> bytes:
-    place = _place(random, data)
+    place = _random_offset(random, data)
     return data[:place] + data[place + random.choice((1, 2, 4, 8, 64, random.randrange(1, 512))) :]
 
 
 def _truncate(random: Random, data: bytes, other: bytes) -> bytes:
-    return data[: _place(random, data)]
+    return data[: _random_offset(random, data)]
 
 
 def _repeat(random: Random, data: bytes, other: bytes) -> bytes:
-    place = _place(random, data)
+    place = _random_offset(random, data)
     part = data[place : place + random.choice((1, 4, 8, 32, 200))]
     return data[:place] + part * random.choice((1, 1, 2, 50)) + data[place:]
 
 
 def _insert(random: Random, data: bytes, other: bytes) -> bytes:
-    place = _place(random, data)
-    sign = random.choice(SIGNS) * random.choice((1, 1, 1, 2, 120, 3000))
+    place = _random_offset(random, data)
+    sign = random.choice(TOKENS) * random.choice((1, 1, 1, 2, 120, 3000))
     return data[:place] + sign + data[place:]
 
 
 def _splice(random: Random, data: bytes, other: bytes) -> bytes:
-    return data[: _place(random, data)] + other[_place(random, other) :]
+    return data[: _random_offset(random, data)] + other[_random_offset(random, other) :]
 
 
 def _transplant(random: Random, data: bytes, other: bytes) -> bytes:
-    place, origin = _place(random, data), _place(random, other)
+    place, origin = _random_offset(random, data), _random_offset(random, other)
     return data[:place] + other[origin : origin + random.randrange(1, 64)] + data[place:]
 
 
@@ -166,8 +166,8 @@ def _nest(random: Random, data: bytes, other: bytes) -> bytes:
     """Rarely: nothing but brackets."""
     if random.random() < 0.95:
         return _insert(random, data, other)
-    place = _place(random, data)
-    return data[:place] + random.choice((b"[", b'{"a":', b"(")) * DEEP
+    place = _random_offset(random, data)
+    return data[:place] + random.choice((b"[", b'{"a":', b"(")) * MAX_NESTING
 
 
 BYTE_CHANGES: Sequence[Mutate] = (
@@ -178,7 +178,7 @@ BYTE_CHANGES: Sequence[Mutate] = (
 
 def _change_value(random: Random, root: list[Any], donor: Any) -> None:
     """Change one value, name or element below `root`, in place."""
-    spots = list(_spots(root))
+    spots = list(_value_positions(root))
     holder, key = random.choice(spots)
     match random.randrange(8):
         case 0:
@@ -190,15 +190,15 @@ def _change_value(random: Random, root: list[Any], donor: Any) -> None:
             owner, name = random.choice(spots)
             holder[key] = copy.deepcopy(owner[name])
         case 5:
-            owner, name = random.choice(list(_spots([donor])))
+            owner, name = random.choice(list(_value_positions([donor])))
             holder[key] = copy.deepcopy(owner[name])
         case 6 if isinstance(holder, dict):
             holder[random.choice((str(key) + "s", "", "x", *holder))] = holder.pop(key)
         case _:
-            holder[key] = _slightly(random, holder[key])
+            holder[key] = _change_slightly(random, holder[key])
 
 
-def _slightly(random: Random, value: Any) -> Any:
+def _change_slightly(random: Random, value: Any) -> Any:
     """Nearly the same value."""
     if isinstance(value, bool) or value is None:
         return not value
@@ -211,7 +211,7 @@ def _slightly(random: Random, value: Any) -> Any:
     return random.choice((list(value), list(value.values()), [value], str(list(value))))
 
 
-def _spots(root: Any) -> list[tuple[Any, Any]]:
+def _value_positions(root: Any) -> list[tuple[Any, Any]]:
     """(holder, key or index) of every value below `root`."""
     found: list[tuple[Any, Any]] = []
     open_ = [root]

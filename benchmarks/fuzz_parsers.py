@@ -29,18 +29,18 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from benchmarks.fuzz_mutate import shrink
-from foreword.cli.bench_common import show, show_json
+from foreword.cli.bench_common import print_table, print_json
 
 WORKER = (sys.executable, "-m", "benchmarks.fuzz_worker")
-PATIENCE_S = 120.0  # for one input, on a machine that others use too
+INPUT_TIMEOUT_S = 120.0  # for one input, on a machine that others use too
 GROWTH = 1.05  # memory of the last third over that of the second, at most
 GROWTH_BYTES = 8 << 20  # so much may come and go
-LONGEST_SHOWN = 400
+MAX_SHOWN_CHARS = 400
 CRASH_ATTEMPTS = 60  # processes that make an input shorter which ends them
 
 
 @dataclass(slots=True)
-class Tally:
+class ParserTally:
     """Of one parser: what its workers reported, those that died included."""
 
     inputs: int = 0
@@ -52,7 +52,7 @@ class Tally:
     memory: tuple[int, ...] = ()
     findings: dict[str, bytes] = field(default_factory=dict)
 
-    def take(self, report: Mapping[str, Any]) -> None:
+    def add_report(self, report: Mapping[str, Any]) -> None:
         self.inputs += report["inputs"]
         self.accepted += report["accepted"]
         self.refused += report["refused"]
@@ -69,41 +69,41 @@ class Tally:
         return self.memory[2] / self.memory[1]
 
 
-def fuzz(name: str, args: argparse.Namespace) -> Tally:
+def fuzz(name: str, args: argparse.Namespace) -> ParserTally:
     """Workers for one parser, one after the other, until all inputs were tried or the time is over."""
-    tally, ends = Tally(), time.monotonic() + (args.seconds or float("inf"))
+    tally, ends = ParserTally(), time.monotonic() + (args.seconds or float("inf"))
     seed = args.seed
     while (left := args.inputs - tally.inputs) > 0 and time.monotonic() < ends and seed < args.seed + args.deaths:
         seconds = None if args.seconds is None else ends - time.monotonic()
         with TemporaryDirectory(prefix="fuzz-") as folder:
-            report, why = _work(name, left, seed, seconds, Path(folder))
+            report, why = _run_worker(name, left, seed, seconds, Path(folder))
             if report is not None:
-                tally.take(report)
+                tally.add_report(report)
                 break
             count, data = _last_input(Path(folder))
         tally.inputs += count
-        tally.findings[why] = shrink(data, partial(_ends_the_process, name), CRASH_ATTEMPTS)
+        tally.findings[why] = shrink(data, partial(_crashes, name), CRASH_ATTEMPTS)
         seed += 1
     if tally.growth > GROWTH:
         tally.findings[f"memory grows: {[size >> 20 for size in tally.memory]} MiB at the thirds"] = b""
     return tally
 
 
-def _work(name: str, inputs: int, seed: int, seconds: float | None, folder: Path) -> tuple[dict[str, Any] | None, str]:
+def _run_worker(name: str, inputs: int, seed: int, seconds: float | None, folder: Path) -> tuple[dict[str, Any] | None, str]:
     """The worker's report, or None and what became of it."""
     limit = [] if seconds is None else ["--seconds", str(seconds)]
     command = [*WORKER, name, "--inputs", str(inputs), "--seed", str(seed), "--folder", str(folder), *limit]
     with (folder / "log").open("wb") as log, (folder / "report").open("wb") as report:
         # A panic of the tokenizers library would load its symbols, once, which looks like a leak.
         process = subprocess.Popen(command, stdout=report, stderr=log, env={**os.environ, "RUST_BACKTRACE": "0"})
-        hung = not _ends(process, folder)
+        hung = not _wait_for_end(process, folder)
     if process.returncode == 0:
         return json.loads((folder / "report").read_bytes()), ""
     last = (folder / "log").read_text(errors="replace").strip().splitlines()[-1:]
-    return None, f"no end within {PATIENCE_S:g} s" if hung else f"the process ended with {process.returncode}: {last}"
+    return None, f"no end within {INPUT_TIMEOUT_S:g} s" if hung else f"the process ended with {process.returncode}: {last}"
 
 
-def _ends(process: subprocess.Popen[bytes], folder: Path) -> bool:
+def _wait_for_end(process: subprocess.Popen[bytes], folder: Path) -> bool:
     """Wait for the end; False if one input took too long, and the process was killed for it."""
     while True:
         try:
@@ -111,7 +111,7 @@ def _ends(process: subprocess.Popen[bytes], folder: Path) -> bool:
             return True
         except subprocess.TimeoutExpired:
             current = folder / "current"
-            if current.exists() and time.time() - current.stat().st_mtime > PATIENCE_S:
+            if current.exists() and time.time() - current.stat().st_mtime > INPUT_TIMEOUT_S:
                 process.kill()
                 process.wait()
                 return False
@@ -126,13 +126,13 @@ def _last_input(folder: Path) -> tuple[int, bytes]:
     return struct.unpack_from("<Q", raw)[0], raw[8:]
 
 
-def _ends_the_process(name: str, data: bytes) -> bool:
+def _crashes(name: str, data: bytes) -> bool:
     with TemporaryDirectory(prefix="fuzz-") as folder:
         file = Path(folder) / "input"
         file.write_bytes(data)
         command = [*WORKER, name, "--replay", str(file), "--folder", folder]
         try:
-            return subprocess.run(command, capture_output=True, timeout=PATIENCE_S).returncode not in (0, 1)
+            return subprocess.run(command, capture_output=True, timeout=INPUT_TIMEOUT_S).returncode not in (0, 1)
         except subprocess.TimeoutExpired:
             return True
 
@@ -148,7 +148,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return subprocess.run([*WORKER, *args.names, "--replay", args.replay]).returncode
     names = args.names or _names()
     began = time.perf_counter()
-    tallies: dict[str, Tally] = {}
+    tallies: dict[str, ParserTally] = {}
     with ThreadPoolExecutor(args.jobs) as threads:
         for name, tally in zip(names, threads.map(lambda name: fuzz(name, args), names), strict=True):
             tallies[name] = tally
@@ -172,16 +172,16 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def _findings(tallies: Mapping[str, Tally], folder: Path | None) -> Iterator[str]:
+def _findings(tallies: Mapping[str, ParserTally], folder: Path | None) -> Iterator[str]:
     for name, tally in tallies.items():
         for number, (what, data) in enumerate(tally.findings.items()):
-            yield f"{name}: {what}\n    input: {data[:LONGEST_SHOWN]!r}"
+            yield f"{name}: {what}\n    input: {data[:MAX_SHOWN_CHARS]!r}"
             if folder is not None:
                 folder.mkdir(parents=True, exist_ok=True)
                 (folder / f"{name}-{number}").write_bytes(data)
 
 
-def _show(tallies: Mapping[str, Tally], seconds: float) -> None:
+def _show(tallies: Mapping[str, ParserTally], seconds: float) -> None:
     columns = ("parser", "inputs", "taken", "refused", "findings", "kept", "lines", "slowest s", "memory MiB")
     rows = [
         [
@@ -192,8 +192,8 @@ def _show(tallies: Mapping[str, Tally], seconds: float) -> None:
         ]
         for name, tally in tallies.items()
     ]
-    show("Inputs that lie", columns, rows)
-    show_json(
+    print_table("Inputs that lie", columns, rows)
+    print_json(
         {
             "bench": "fuzz_parsers",
             "inputs": sum(tally.inputs for tally in tallies.values()),

@@ -15,74 +15,74 @@ from PIL import Image
 from PIL.Image import Resampling
 
 from benchmarks.fuzz_mutate import change_json
-from benchmarks.fuzz_targets import Target
+from benchmarks.fuzz_targets import FuzzTarget
 from foreword.errors import CheckpointError, InvalidRequest, Overloaded
-from foreword.media.decode import Refused, decode
+from foreword.media.decode import ImageError, decode
 from foreword.media.fetch import Fetcher
 from foreword.media.limits import MediaLimits
 from foreword.media.llava_next import LlavaNextProcessor
 from foreword.media.processor import read_processor
-from foreword.media.source import Source
-from foreword.media.tower import TowerFacts
-from foreword.media.workers import Workers
+from foreword.media.source import ImageSource
+from foreword.media.tower import VisionTowerInfo
+from foreword.media.workers import ImageDecodePool
 
-__all__ = ["picture_targets"]
+__all__ = ["image_targets"]
 
 MAX_PIXELS = 1 << 20
-PROCESSOR = LlavaNextProcessor(7, "<picture>", TowerFacts(28, 4, 0), ((28, 56), (56, 28), (56, 56)), Resampling.BICUBIC)
+PROCESSOR = LlavaNextProcessor(7, "<picture>", VisionTowerInfo(28, 4, 0), ((28, 56), (56, 28), (56, 56)), Resampling.BICUBIC)
 SIZES = ((1, 1), (30, 40), (200, 1), (1, 200), (777, 333))
 FILES = ("config.json", "preprocessor_config.json", "processor_config.json", "tokenizer.json")
 
 
-def picture_targets() -> Mapping[str, Callable[[], Target]]:
+def image_targets() -> Mapping[str, Callable[[], FuzzTarget]]:
     """By name; each is made where it is needed."""
     return {
-        "picture": _picture,
-        "picture-worker": _picture_worker,
-        "picture-url": _picture_url,
-        "picture-options": _picture_options,
+        "picture": _image_target,
+        "picture-worker": _image_worker_target,
+        "picture-url": _image_url_target,
+        "picture-options": _image_options_target,
     }
 
 
-def _picture() -> Target:
+def _image_target() -> FuzzTarget:
     """From bytes to pixels, in the process that fuzzes: what ends it is found here."""
 
     def run(data: bytes, folder: Path) -> None:
-        PROCESSOR.prepare(decode(data, MAX_PIXELS))
+        PROCESSOR.preprocess(decode(data, MAX_PIXELS))
 
-    return Target(_seeds(), run, (Refused,), ("media/",))
+    return FuzzTarget(_seeds(), run, (ImageError,), ("media/",))
 
 
-def _picture_worker() -> Target:
+def _image_worker_target() -> FuzzTarget:
     """The same as a server does it: whatever becomes of the worker, its parent goes on."""
-    workers = Workers(PROCESSOR, MediaLimits(max_pixels=MAX_PIXELS), num_workers=1)
+    workers = ImageDecodePool(PROCESSOR, MediaLimits(max_pixels=MAX_PIXELS), num_workers=1)
 
     def run(data: bytes, folder: Path) -> None:
-        workers.prepare(data, "x")
+        workers.preprocess(data, "x")
 
-    return Target(_seeds(), run, (InvalidRequest, Overloaded), ("media/",), share=0.3, close=workers.close)
+    return FuzzTarget(_seeds(), run, (InvalidRequest, Overloaded), ("media/",), share=0.3, close=workers.close)
 
 
-def _picture_url() -> Target:
+def _image_url_target() -> FuzzTarget:
     """Addresses: nothing is resolved or connected to."""
     patch = mock.patch.object(socket, "getaddrinfo", side_effect=socket.gaierror)
     patch.start()
-    fetcher = Fetcher(MediaLimits(max_bytes=10_000, hosts=("a.test", ".b.test", "::1"), local_path=Path(__file__).parent))
+    fetcher = Fetcher(MediaLimits(max_bytes=10_000, allowed_hosts=("a.test", ".b.test", "::1"), local_path=Path(__file__).parent))
 
     def run(data: bytes, folder: Path) -> None:
-        fetcher.fetch(Source("x", data.decode("utf-8", "surrogateescape")))
+        fetcher.fetch(ImageSource("x", data.decode("utf-8", "surrogateescape")))
 
     def close() -> None:
         fetcher.close()
         patch.stop()
 
-    image = base64.b64encode(_file(Image.new("RGB", (2, 2)), "PNG")).decode()
+    image = base64.b64encode(_encode_image(Image.new("RGB", (2, 2)), "PNG")).decode()
     urls = [f"data:image/png;base64,{image}", "data:,%41b", f"file://{__file__}", "https://a.test/x?y#z", "http://x.b.test:80"]
     more = ["http://[::1]:8/", "http://u:p@a.test/", "http://A.TEST./%00", "http://ä.b.test/"]
-    return Target([url.encode() for url in (*urls, *more)], run, (InvalidRequest,), ("media/",), close=close)
+    return FuzzTarget([url.encode() for url in (*urls, *more)], run, (InvalidRequest,), ("media/",), close=close)
 
 
-def _picture_options() -> Target:
+def _image_options_target() -> FuzzTarget:
     """The files of a checkpoint that `read_processor` reads, as one JSON object by name."""
 
     def run(data: bytes, folder: Path) -> None:
@@ -100,7 +100,7 @@ def _picture_options() -> Target:
             assert processor is not None
             processor.layout(*size)
 
-    return Target(_options(), run, (CheckpointError,), ("media/",), change_json)
+    return FuzzTarget(_options(), run, (CheckpointError,), ("media/",), change_json)
 
 
 def _options() -> list[bytes]:
@@ -145,18 +145,18 @@ def _seeds() -> list[bytes]:
     palette = image.quantize(8)
     frames: dict[str, Any] = {"save_all": True, "append_images": [image.rotate(180)]}
     return [
-        *(_file(image.convert(mode), "PNG") for mode in ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")),
-        *(_file(clear, kind, exif=turned) for kind in ("PNG", "WEBP")),
-        *(_file(image, "PNG", **options) for options in ({"interlace": 1}, {"icc_profile": bytes(99)}, frames)),
-        *(_file(image.convert(mode), "JPEG", progressive=mode == "L", exif=turned) for mode in ("L", "RGB", "CMYK")),
-        *(_file(image, kind, **frames) for kind in ("MPO", "WEBP", "GIF")),
-        *(_file(clear, "WEBP", **options) for options in ({"lossless": True}, {"quality": 10})),
-        _file(palette, "GIF", transparency=2),
-        _file(palette, "PNG", transparency=bytes(range(0, 240, 30))),
+        *(_encode_image(image.convert(mode), "PNG") for mode in ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")),
+        *(_encode_image(clear, kind, exif=turned) for kind in ("PNG", "WEBP")),
+        *(_encode_image(image, "PNG", **options) for options in ({"interlace": 1}, {"icc_profile": bytes(99)}, frames)),
+        *(_encode_image(image.convert(mode), "JPEG", progressive=mode == "L", exif=turned) for mode in ("L", "RGB", "CMYK")),
+        *(_encode_image(image, kind, **frames) for kind in ("MPO", "WEBP", "GIF")),
+        *(_encode_image(clear, "WEBP", **options) for options in ({"lossless": True}, {"quality": 10})),
+        _encode_image(palette, "GIF", transparency=2),
+        _encode_image(palette, "PNG", transparency=bytes(range(0, 240, 30))),
     ]
 
 
-def _file(image: Image.Image, kind: str, **options: Any) -> bytes:
+def _encode_image(image: Image.Image, image_format: str, **options: Any) -> bytes:
     file = io.BytesIO()
-    image.save(file, kind, **options)
+    image.save(file, image_format, **options)
     return file.getvalue()

@@ -19,25 +19,25 @@ from foreword.cli.options import read_config
 from foreword.core.structured import StructuredOutput
 from foreword.core.vocabulary import Vocabulary
 from foreword.encoders.loader import load_encoder
-from foreword.encoders.recipe import read_recipe
+from foreword.encoders.recipe import read_pooling_config
 from foreword.errors import CheckpointError, ConfigError, InvalidRequest, Overloaded
 from foreword.grammar.check import GrammarChecker
-from foreword.grammar.compile import grammar_text
-from foreword.kernels.reference import Reference
+from foreword.grammar.compile import to_llguidance
+from foreword.kernels.reference import ReferenceOps
 from foreword.models.base import Precision
 from foreword.models.gguf.reader import open_gguf
-from foreword.models.loader import load_model, read_facts
+from foreword.models.loader import load_model, read_model_info
 from foreword.models.safetensors import SafetensorsFile
 from foreword.models.weights import FileWeights
-from foreword.prepare import read_vocabulary
+from foreword.prepare import read_tokenizer
 from foreword.serve.key_file import read_key_file
-from foreword.text.gguf import tokenizer_of
+from foreword.text.gguf import build_gguf_tokenizer
 from foreword.text.template import ChatTemplate
 from foreword.text.tokenizer import Tokenizer
 from tests.checkpoints import write_checkpoint
-from tests.gguf_files import Raw, write_gguf
+from tests.gguf_files import RawGGUF, write_gguf
 
-__all__ = ["Target", "file_targets"]
+__all__ = ["FuzzTarget", "file_targets"]
 
 SMALL: Mapping[str, Any] = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_key_value_heads": 2}
 POSITIONS = 16  # of models that are loaded
@@ -45,12 +45,12 @@ MESSAGES = [{"role": "user", "content": "Hello ü"}]
 UNICODE = ("utf-8", "surrogateescape")
 
 
-def _nothing() -> None:
+def _noop() -> None:
     """Most have nothing to free."""
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class FuzzTarget:
     """A parser.
 
     run      gives it an input; there is a folder to write to. What it raises beside `refusals` is a finding
@@ -65,10 +65,10 @@ class Target:
     modules: tuple[str, ...]
     change: Mutate = change_bytes
     share: float = 1.0
-    close: Callable[[], None] = _nothing
+    close: Callable[[], None] = _noop
 
 
-def file_targets() -> Mapping[str, Callable[[], Target]]:
+def file_targets() -> Mapping[str, Callable[[], FuzzTarget]]:
     """By name; each is made where it is needed."""
     return {
         "safetensors": _safetensors,
@@ -85,9 +85,9 @@ def file_targets() -> Mapping[str, Callable[[], Target]]:
     }
 
 
-def _safetensors() -> Target:
+def _safetensors() -> FuzzTarget:
     def run(data: bytes, folder: Path) -> None:
-        path = _written(folder / "x.safetensors", data)
+        path = _write(folder / "x.safetensors", data)
         file = SafetensorsFile(path)
         for name in file.entries:
             file.tensor(name).sum()
@@ -98,46 +98,46 @@ def _safetensors() -> Target:
         "b": {"dtype": "BF16", "shape": [4], "data_offsets": [24, 32]},
     }
     more = {"__metadata__": {"format": "pt"}, **entries, "c": {"dtype": "F16", "shape": [], "data_offsets": [32, 34]}}
-    seeds = [_framed(json.dumps(header).encode(), 34) for header in (entries, more, {})]
-    return Target(seeds, run, (CheckpointError,), ("models/safetensors.py", "models/mapped.py"), change_safetensors)
+    seeds = [_with_header(json.dumps(header).encode(), 34) for header in (entries, more, {})]
+    return FuzzTarget(seeds, run, (CheckpointError,), ("models/safetensors.py", "models/mapped.py"), change_safetensors)
 
 
-def _index() -> Target:
+def _index() -> FuzzTarget:
     """The index of a checkpoint in several files, and one of these files."""
 
     def run(data: bytes, folder: Path) -> None:
-        _written(folder / "model.safetensors.index.json", data)
-        _written(folder / "one.safetensors", sound)
+        _write(folder / "model.safetensors.index.json", data)
+        _write(folder / "one.safetensors", sound)
         weights = FileWeights(folder)
         for name in weights.names:
-            weights.take(name, 2)
-        weights.finish()
+            weights.tensor(name, 2)
+        weights.check_all_read()
 
-    sound = _framed(b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}', 8)
+    sound = _with_header(b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}', 8)
     seeds = [b'{"metadata": {"total_size": 8}, "weight_map": {"a": "one.safetensors"}}']
-    return Target(seeds, run, (CheckpointError,), ("models/weights.py", "models/safetensors.py"), change_json)
+    return FuzzTarget(seeds, run, (CheckpointError,), ("models/weights.py", "models/safetensors.py"), change_json)
 
 
-def _gguf() -> Target:
+def _gguf() -> FuzzTarget:
     """From the first byte to a model and a tokenizer."""
 
     def run(data: bytes, folder: Path) -> None:
-        path = _written(folder / "x.gguf", data)
+        path = _write(folder / "x.gguf", data)
         gguf = open_gguf(path)
-        read_vocabulary(path)
-        read_facts(path, gguf_dequantize=True)
+        read_tokenizer(path)
+        read_model_info(path, gguf_dequantize=True)
         if gguf.tensors:
-            load_model(path, Reference(), Precision.of("float32"), "cpu", POSITIONS, gguf_dequantize=True)
+            load_model(path, ReferenceOps(), Precision.from_dtypes("float32"), "cpu", POSITIONS, gguf_dequantize=True)
 
-    seeds = [Raw.small().bytes()]
+    seeds = [RawGGUF.sample().bytes()]
     with TemporaryDirectory() as folder:
         for family in ("llama", "gemma2", "phi3"):
             checkpoint = write_checkpoint(Path(folder) / family, family, **SMALL)
             seeds.append(write_gguf(checkpoint, Path(folder) / f"{family}.gguf").read_bytes())
-    return Target(seeds, run, (CheckpointError,), ("models/gguf/", "text/gguf"), share=0.5)
+    return FuzzTarget(seeds, run, (CheckpointError,), ("models/gguf/", "text/gguf"), share=0.5)
 
 
-def _gguf_metadata() -> Target:
+def _gguf_metadata() -> FuzzTarget:
     """Values of any type and length, as the header may hold them."""
 
     def run(data: bytes, folder: Path) -> None:
@@ -146,8 +146,8 @@ def _gguf_metadata() -> Target:
         except (ValueError, RecursionError):
             return
         metadata = {str(key): value for key, value in values.items()} if isinstance(values, dict) else {}
-        tokenizer = tokenizer_of({key: kept for key, value in metadata.items() if (kept := _as_gguf(value)) is not None}, "x")
-        _use(tokenizer)
+        tokenizer = build_gguf_tokenizer({key: kept for key, value in metadata.items() if (kept := _to_gguf_value(value)) is not None}, "x")
+        _exercise(tokenizer)
 
     seeds = []
     with TemporaryDirectory() as folder:
@@ -158,13 +158,13 @@ def _gguf_metadata() -> Target:
     pieces = ["<unk>", "<s>", "</s>", "<0x41>", "▁", "a", "b", "ab", "▁a", "▁ab"]
     spm = {"model": "llama", "tokens": pieces, "scores": [float(-i) for i in range(10)], "token_type": [2, 3, 3, 6] + [1] * 6}
     seeds.append(json.dumps({f"tokenizer.ggml.{key}": value for key, value in spm.items()}).encode())
-    return Target(seeds, run, (CheckpointError, InvalidRequest), ("text/",), change_json)
+    return FuzzTarget(seeds, run, (CheckpointError, InvalidRequest), ("text/",), change_json)
 
 
-def _as_gguf(value: Any) -> Any:
+def _to_gguf_value(value: Any) -> Any:
     """The value if the format can say it, lists with what is like their first element; None if not."""
     if isinstance(value, list):
-        kept = [item for item in map(_as_gguf, value) if item is not None and not isinstance(item, list)]
+        kept = [item for item in map(_to_gguf_value, value) if item is not None and not isinstance(item, list)]
         return [item for item in kept if type(item) is type(kept[0])]
     if isinstance(value, str):
         return value.encode("utf-8", "replace").decode()
@@ -173,16 +173,16 @@ def _as_gguf(value: Any) -> Any:
     return max(min(value, 2**64 - 1), -(2**63)) if isinstance(value, int) else None
 
 
-def _config() -> Target:
+def _config() -> FuzzTarget:
     """config.json beside the weights of another one."""
 
     def run(data: bytes, folder: Path) -> None:
-        _written(folder / "config.json", data)
-        _written(folder / "model.safetensors", weights)
-        _written(folder / "tokenizer.json", tokenizer)
-        read_facts(folder)
-        read_vocabulary(folder)
-        load_model(folder, Reference(), Precision.of("float32"), "cpu", POSITIONS)
+        _write(folder / "config.json", data)
+        _write(folder / "model.safetensors", weights)
+        _write(folder / "tokenizer.json", tokenizer)
+        read_model_info(folder)
+        read_tokenizer(folder)
+        load_model(folder, ReferenceOps(), Precision.from_dtypes("float32"), "cpu", POSITIONS)
 
     seeds = []
     with TemporaryDirectory() as folder:
@@ -195,15 +195,15 @@ def _config() -> Target:
         weights = (checkpoint / "model.safetensors").read_bytes()
         tokenizer = (checkpoint / "tokenizer.json").read_bytes()
     modules = ("models/", "prepare.py", "layers/")
-    return Target(seeds, run, (CheckpointError,), modules, change_json, share=0.5)
+    return FuzzTarget(seeds, run, (CheckpointError,), modules, change_json, share=0.5)
 
 
-def _tokenizer() -> Target:
+def _tokenizer() -> FuzzTarget:
     """All files beside a model that say how it reads and writes, as one JSON object by name."""
 
     def run(data: bytes, folder: Path) -> None:
-        _spread(data, folder, ("tokenizer.json",))
-        _use(Tokenizer.from_directory(folder))
+        _write_files(data, folder, ("tokenizer.json",))
+        _exercise(Tokenizer.from_directory(folder))
 
     seeds = []
     with TemporaryDirectory() as folder:
@@ -222,26 +222,26 @@ def _tokenizer() -> Target:
         backend.decoder = decoders.Metaspace()
         seeds.append({"tokenizer.json": json.loads(backend.to_str())})
     texts = [json.dumps(seed).encode() for seed in seeds]
-    return Target(texts, run, (CheckpointError, InvalidRequest), ("text/",), change_json, share=0.7)
+    return FuzzTarget(texts, run, (CheckpointError, InvalidRequest), ("text/",), change_json, share=0.7)
 
 
-def _use(tokenizer: Tokenizer) -> None:
+def _exercise(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("Hello ü <eos> <|im_end|>")
     tokenizer.decode(ids)
     tokenizer.vocabulary()
-    tokenizer.spelling()
-    ChatTemplate.of(tokenizer).render(MESSAGES)
+    tokenizer.token_search()
+    ChatTemplate.from_tokenizer(tokenizer).render(MESSAGES)
 
 
-def _encoder() -> Target:
+def _encoder() -> FuzzTarget:
     """The files of a sentence-transformers checkpoint, as one JSON object by name."""
 
     def run(data: bytes, folder: Path) -> None:
         (folder / "1_Pooling").mkdir(exist_ok=True)
-        _spread(data, folder, ("config.json",))
-        read_recipe(folder)
+        _write_files(data, folder, ("config.json",))
+        read_pooling_config(folder)
         with suppress(CheckpointError):  # it has no weights
-            load_encoder(folder, Reference())
+            load_encoder(folder, ReferenceOps())
 
     config = {"model_type": "bert", "vocab_size": 30, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
     config |= {"intermediate_size": 8, "max_position_embeddings": 16, "type_vocab_size": 2, "layer_norm_eps": 1e-12}
@@ -256,56 +256,56 @@ def _encoder() -> Target:
     }
     kinds = ("bert", "roberta", "distilbert", "mpnet", "modernbert")
     seeds = [json.dumps(files | {"config.json": config | {"model_type": kind}}).encode() for kind in kinds]
-    return Target(seeds, run, (CheckpointError,), ("encoders/", "models/config.py"), change_json, share=0.5)
+    return FuzzTarget(seeds, run, (CheckpointError,), ("encoders/", "models/config.py"), change_json, share=0.5)
 
 
-def _options() -> Target:
+def _options() -> FuzzTarget:
     """A file of options, and vLLM's --speculative-config within it."""
 
     def run(data: bytes, folder: Path) -> None:
-        read_config(Namespace(config=str(_written(folder / "x.yaml", data))), environ={})
+        read_config(Namespace(config=str(_write(folder / "x.yaml", data))), environ={})
 
     values = {"max-model-len": 64, "kv-cache-memory": "1GiB", "log_interval": 1.5, "enforce_eager": True, "api_key": "a,b"}
     vllm = {"speculative_config": '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}'}
     seeds = [json.dumps(values).encode(), json.dumps(vllm).encode(), b"max-num-seqs: 3\nspeculate: suffix,ngram\nseed: 0x10\n"]
-    return Target(seeds, run, (ConfigError,), ("config.py", "cli/options.py"), change_json)
+    return FuzzTarget(seeds, run, (ConfigError,), ("config.py", "cli/options.py"), change_json)
 
 
-def _keys() -> Target:
+def _keys() -> FuzzTarget:
     """A file of API keys."""
 
     def run(data: bytes, folder: Path) -> None:
-        read_key_file(_written(folder / "keys.yaml", data))
+        read_key_file(_write(folder / "keys.yaml", data))
 
     hash_ = f"sha256:{'a' * 32}:{'b' * 64}"
     key: dict[str, Any] = {"name": "alice", "hash": hash_, "admin": True, "models": ["a"], "expires": "2027-01-01T00:00:00Z"}
     key |= {"requests_per_minute": 60, "tokens_per_minute": 1000, "max_concurrency": 2, "priority": 1}
     seeds = [json.dumps({"keys": [key, {"name": "bob", "hash": hash_.replace("b", "c")}]}).encode()]
     seeds.append(f"keys:\n  - name: x\n    hash: {hash_}\n    expires: 2027-01-01\n".encode())
-    return Target(seeds, run, (ConfigError,), ("serve/key_file.py",), change_json, share=0.5)
+    return FuzzTarget(seeds, run, (ConfigError,), ("serve/key_file.py",), change_json, share=0.5)
 
 
-def _grammar() -> Target:
-    return Target(
+def _grammar() -> FuzzTarget:
+    return FuzzTarget(
         _grammar_seeds(), lambda data, _: _check_text(data), (InvalidRequest,), ("grammar/", "core/structured"), change_lines
     )
 
 
-def _grammar_worker() -> Target:
+def _grammar_worker() -> FuzzTarget:
     """The same in the process that may fall; it is slow to start again."""
     vocabulary = Vocabulary((*(bytes([byte]) for byte in range(256)), b"</s>"), (256,), (256,))
     checker = GrammarChecker(lambda: vocabulary, num_workers=1)
 
     def run(data: bytes, folder: Path) -> None:
         kind, _, text = data.decode(*UNICODE).partition("\n")
-        checker.check_now(StructuredOutput(kind, text))
+        checker.check_sync(StructuredOutput(kind, text))
 
-    return Target(_grammar_seeds(), run, (InvalidRequest, Overloaded), ("grammar/",), change_lines, 0.05, checker.close)
+    return FuzzTarget(_grammar_seeds(), run, (InvalidRequest, Overloaded), ("grammar/",), change_lines, 0.05, checker.close)
 
 
 def _check_text(data: bytes) -> None:
     kind, _, text = data.decode(*UNICODE).partition("\n")
-    grammar_text(StructuredOutput(kind, text))
+    to_llguidance(StructuredOutput(kind, text))
 
 
 def _grammar_seeds() -> list[bytes]:
@@ -326,16 +326,16 @@ def _grammar_seeds() -> list[bytes]:
     return [f"{kind}\n{text}".encode() for kind, of in texts.items() for text in of]
 
 
-def _written(path: Path, data: bytes) -> Path:
+def _write(path: Path, data: bytes) -> Path:
     path.write_bytes(data)
     return path
 
 
-def _framed(header: bytes, num_bytes: int) -> bytes:
+def _with_header(header: bytes, num_bytes: int) -> bytes:
     return len(header).to_bytes(8, "little") + header + bytes(num_bytes)
 
 
-def _spread(data: bytes, folder: Path, needed: Sequence[str]) -> None:
+def _write_files(data: bytes, folder: Path, needed: Sequence[str]) -> None:
     """Write the files of a JSON object, texts as they are; files of earlier inputs are gone. Without an object: one file."""
     for file in folder.rglob("*.js*"):
         file.unlink()
@@ -346,12 +346,12 @@ def _spread(data: bytes, folder: Path, needed: Sequence[str]) -> None:
     except (ValueError, RecursionError):
         files = None
     if not isinstance(files, dict):
-        _written(folder / needed[0], data)
+        _write(folder / needed[0], data)
         return
     for name, value in files.items():
         if name in NAMES:
             text = value if isinstance(value, str) else json.dumps(value)
-            _written(folder / name, text.encode("utf-8", "surrogatepass"))
+            _write(folder / name, text.encode("utf-8", "surrogatepass"))
 
 
 NAMES = frozenset(

@@ -13,21 +13,21 @@ from typing import Any
 import httpx
 
 from benchmarks.fuzz_mutate import change_bytes, change_lines
-from benchmarks.fuzz_targets import Target
-from foreword.cli.answers import Remote
-from foreword.cli.batch_file import Job, Output, read_lines
-from foreword.cli.bench_serve import measure_round
-from foreword.cli.bench_speculate_prompts import Script
-from foreword.cli.bench_speculate_remote import converse
+from benchmarks.fuzz_targets import FuzzTarget
+from foreword.cli.answers import HTTPBackend
+from foreword.cli.batch_file import BatchLine, BatchOutput, read_lines
+from foreword.cli.bench_serve import measure_repetition
+from foreword.cli.bench_speculate_prompts import Conversation
+from foreword.cli.bench_speculate_remote import run_conversation
 from foreword.cli.bench_speculate_round import AUTO
-from foreword.cli.run_batch import Caller, Tally, answer_all
+from foreword.cli.run_batch import BatchClient, BatchSummary, answer_all
 from foreword.config import Config
 from foreword.core.params import SamplingParams
 from foreword.errors import ConfigError, ForewordError
-from foreword.metrics.recorder import Recorder
+from foreword.metrics.recorder import MetricsRecorder
 from foreword.serve.app import create_app
-from tests.fakes import FakeClient
-from tests.pictures import image_part, png, processor, seeing_tokenizer
+from tests.fakes import FakeEngineClient
+from tests.pictures import image_part, png, image_processor, image_tokenizer
 
 __all__ = ["traffic_targets"]
 
@@ -36,7 +36,7 @@ PARAMS = SamplingParams(max_tokens=4)
 CHAT = "/v1/chat/completions"
 
 
-def traffic_targets() -> Mapping[str, Callable[[], Target]]:
+def traffic_targets() -> Mapping[str, Callable[[], FuzzTarget]]:
     """By name; each is made where it is needed."""
     return {"bodies": _bodies, "batch": _batch, "stream": _stream, "reply": _reply}
 
@@ -45,10 +45,10 @@ class _Application:
     """The server's application for a model that sees, with a fake engine behind it, in an event loop of its own."""
 
     def __init__(self) -> None:
-        self.client = FakeClient()
+        self.client = FakeEngineClient()
         config = Config(max_body_mb=1)
-        recorder = Recorder(config.drafter_names())
-        self.app = create_app(config, self.client, seeing_tokenizer(), recorder, "fake", processor=processor())
+        recorder = MetricsRecorder(config.drafter_names())
+        self.app = create_app(config, self.client, image_tokenizer(), recorder, "fake", processor=image_processor())
         self.loop = asyncio.new_event_loop()
         self.http = httpx.AsyncClient(base_url=URL, transport=httpx.ASGITransport(self.app))
         self.loop.run_until_complete(self.client.start())
@@ -78,7 +78,7 @@ class _Application:
 PATHS = (CHAT, "/v1/completions", "/tokenize", "/detokenize", "/v1/embeddings", "/v1/rerank", "/v1/score")
 
 
-def _bodies() -> Target:
+def _bodies() -> FuzzTarget:
     """A path, and below it a body."""
     application = _Application()
 
@@ -113,10 +113,10 @@ def _bodies() -> Target:
     ]
     seeds = [f"{path}\n{json.dumps(body)}".encode() for path, body in bodies]
     modules = ("serve/", "core/params.py", "text/", "conversation.py", "media/")
-    return Target(seeds, run, (), modules, change_lines, 0.5, application.close)
+    return FuzzTarget(seeds, run, (), modules, change_lines, 0.5, application.close)
 
 
-def _batch() -> Target:
+def _batch() -> FuzzTarget:
     """Lines of requests, and the same as lines of answers."""
 
     def run(data: bytes, folder: Path) -> None:
@@ -124,8 +124,8 @@ def _batch() -> Target:
         source.write_bytes(data)
         output.write_bytes(data)
         items = list(read_lines(source))
-        with Output(output) as answers:
-            sum(answers.has(item) for item in items)
+        with BatchOutput(output) as answers:
+            sum(answers.contains(item) for item in items)
 
     line = {"custom_id": "a", "method": "POST", "url": CHAT, "body": {"messages": []}}
     answer = {"id": "x", "custom_id": "a", "response": {"status_code": 200, "request_id": "r", "body": {}}, "error": None}
@@ -134,19 +134,19 @@ def _batch() -> Target:
         b"".join(json.dumps(one).encode() + b"\n" for one in lines)
         for lines in ([line, line | {"custom_id": "b"}], [answer, bad])
     ]
-    return Target(seeds, run, (ConfigError,), ("cli/batch_file.py",), change_lines)
+    return FuzzTarget(seeds, run, (ConfigError,), ("cli/batch_file.py",), change_lines)
 
 
-def _stream() -> Target:
+def _stream() -> FuzzTarget:
     """What a server sends to all of our clients, in pieces that its bytes decide."""
     loop = asyncio.new_event_loop()
 
     def run(data: bytes, folder: Path) -> None:
-        transport = httpx.MockTransport(lambda request: _streamed(request, data))
+        transport = httpx.MockTransport(lambda request: _stream_of(request, data))
         loop.run_until_complete(_stream_to_benches(transport))
         for prompt in ("x", [{"role": "user", "content": "x"}]):
             try:
-                list(Remote(URL, None, "m", transport).stream(prompt, PARAMS))
+                list(HTTPBackend(URL, None, "m", transport).stream(prompt, PARAMS))
             except ForewordError as error:
                 assert str(error)
 
@@ -159,21 +159,21 @@ def _stream() -> Target:
     ]
     seeds += [seeds[0].replace("\n", "\r\n"), ": hello\nevent: x\nid: 1\ndata:{\ndata: }\n\n"]
     modules = ("cli/stream.py", "cli/answers.py", "cli/bench_serve.py", "cli/bench_speculate_remote.py")
-    return Target([seed.encode() for seed in seeds], run, (), modules, change_bytes, 0.5, loop.close)
+    return FuzzTarget([seed.encode() for seed in seeds], run, (), modules, change_bytes, 0.5, loop.close)
 
 
 async def _stream_to_benches(transport: httpx.MockTransport) -> None:
-    script = Script(("x",), max_tokens=4)
+    script = Conversation(("x",), max_tokens=4)
     async with httpx.AsyncClient(base_url=URL, transport=transport) as http:
-        await measure_round(http, [{"model": "m"}], 1)
-        await converse(http, "m", 0, script, AUTO)
+        await measure_repetition(http, [{"model": "m"}], 1)
+        await run_conversation(http, "m", 0, script, AUTO)
 
 
-def _streamed(request: httpx.Request, data: bytes) -> httpx.Response:
-    return httpx.Response(200, stream=_Pieces(data))
+def _stream_of(request: httpx.Request, data: bytes) -> httpx.Response:
+    return httpx.Response(200, stream=_ChunkedStream(data))
 
 
-class _Pieces(httpx.SyncByteStream, httpx.AsyncByteStream):
+class _ChunkedStream(httpx.SyncByteStream, httpx.AsyncByteStream):
     """Bytes in pieces of 1 to 64."""
 
     def __init__(self, data: bytes) -> None:
@@ -192,7 +192,7 @@ class _Pieces(httpx.SyncByteStream, httpx.AsyncByteStream):
             yield piece
 
 
-def _reply() -> Target:
+def _reply() -> FuzzTarget:
     """A status and below it what a server answers to those of our clients that want a whole answer."""
     loop = asyncio.new_event_loop()
 
@@ -201,9 +201,9 @@ def _reply() -> Target:
         status = int(head) if head.isdigit() and head in (b"200", b"400", b"404") else 200
         transport = httpx.MockTransport(lambda request: httpx.Response(status, content=body))
         try:
-            remote = Remote(URL, None, None, transport)
+            remote = HTTPBackend(URL, None, None, transport)
         except ForewordError:
-            remote = Remote(URL, None, "m", transport)
+            remote = HTTPBackend(URL, None, "m", transport)
         try:
             remote.answer("x", PARAMS)
         except ForewordError as error:
@@ -218,11 +218,11 @@ def _reply() -> Target:
         {"error": {"message": "no"}},
     ]
     seeds = [f"{200 if number < 2 else 400}\n{json.dumps(body)}".encode() for number, body in enumerate(bodies)]
-    return Target(seeds, run, (), ("cli/answers.py", "cli/run_batch.py"), change_lines, 0.5, loop.close)
+    return FuzzTarget(seeds, run, (), ("cli/answers.py", "cli/run_batch.py"), change_lines, 0.5, loop.close)
 
 
 async def _ask_batch(transport: httpx.MockTransport, output: Path) -> None:
     output.unlink(missing_ok=True)
     async with httpx.AsyncClient(base_url=URL, transport=transport) as http:
-        with Output(output) as answers:
-            await answer_all(Caller(http), iter([Job(1, "a", CHAT, {})]), answers, Tally(), 1)
+        with BatchOutput(output) as answers:
+            await answer_all(BatchClient(http), iter([BatchLine(1, "a", CHAT, {})]), answers, BatchSummary(), 1)

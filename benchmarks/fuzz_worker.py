@@ -25,17 +25,17 @@ from typing import Any
 
 import foreword
 from benchmarks.fuzz_mutate import shrink
-from benchmarks.fuzz_pictures import picture_targets
-from benchmarks.fuzz_targets import Target, file_targets
+from benchmarks.fuzz_pictures import image_targets
+from benchmarks.fuzz_targets import FuzzTarget, file_targets
 from benchmarks.fuzz_traffic import traffic_targets
 
-__all__ = ["TARGETS", "Report", "fuzz", "outcome"]
+__all__ = ["TARGETS", "Report", "fuzz", "run_target"]
 
-TARGETS = {**file_targets(), **picture_targets(), **traffic_targets()}
+TARGETS = {**file_targets(), **image_targets(), **traffic_targets()}
 PACKAGE = Path(foreword.__file__).parent
 INPUT_CPU_S = 4.0  # for one input
 MEMORY_BYTES = 2 << 30  # beyond what the process has when it is ready
-MOST_KEPT = 2000  # inputs that reached new lines
+MAX_KEPT = 2000  # inputs that reached new lines
 ADDRESS = re.compile(r"0x[0-9a-f]{6,}")
 
 
@@ -56,7 +56,7 @@ class Report:
     findings: dict[str, bytes] = field(default_factory=dict)
 
 
-class Lines:
+class LineCoverage:
     """Lines of the parser's modules that were ever executed."""
 
     def __init__(self, modules: Sequence[str]) -> None:
@@ -64,7 +64,7 @@ class Lines:
         self.seen: set[tuple[object, int]] = set()
 
     @contextmanager
-    def watched(self) -> Iterator[None]:
+    def trace(self) -> Iterator[None]:
         before = sys.gettrace()
         sys.settrace(self._call)
         try:
@@ -80,9 +80,9 @@ class Lines:
         return self._line
 
 
-def fuzz(target: Target, inputs: int, seed: int, folder: Path, seconds: float = float("inf")) -> tuple[Report, Lines]:
+def fuzz(target: FuzzTarget, inputs: int, seed: int, folder: Path, seconds: float = float("inf")) -> tuple[Report, LineCoverage]:
     """Try changed inputs; `folder` holds the current one, so that whoever outlives this process knows it."""
-    report, lines, random = Report(), Lines(target.modules), Random(seed)
+    report, lines, random = Report(), LineCoverage(target.modules), Random(seed)
     ends = time.monotonic() + seconds
     kept = list(target.seeds)
     scratch = folder / "scratch"
@@ -91,7 +91,7 @@ def fuzz(target: Target, inputs: int, seed: int, folder: Path, seconds: float = 
         (folder / "current").write_bytes(struct.pack("<Q", number) + data)
         before = len(lines.seen)
         _try(target, data, scratch, report, lines)
-        if len(lines.seen) > before and len(kept) < MOST_KEPT:
+        if len(lines.seen) > before and len(kept) < MAX_KEPT:
             kept.append(data)
         if number in (inputs // 3, 2 * inputs // 3):
             report.memory.append(resident_bytes())
@@ -102,7 +102,7 @@ def fuzz(target: Target, inputs: int, seed: int, folder: Path, seconds: float = 
     return report, lines
 
 
-def _inputs(target: Target, kept: list[bytes], random: Random, most_cuts: int) -> Iterator[bytes]:
+def _inputs(target: FuzzTarget, kept: list[bytes], random: Random, most_cuts: int) -> Iterator[bytes]:
     """The sound ones, these cut off everywhere or in so many places, then changed ones without end."""
     yield from target.seeds
     step = max(sum(map(len, target.seeds)) // max(most_cuts, 1), 1)
@@ -112,33 +112,33 @@ def _inputs(target: Target, kept: list[bytes], random: Random, most_cuts: int) -
         yield target.change(random, random.choice(kept), random.choice(kept))
 
 
-def _try(target: Target, data: bytes, scratch: Path, report: Report, lines: Lines) -> None:
+def _try(target: FuzzTarget, data: bytes, scratch: Path, report: Report, lines: LineCoverage) -> None:
     started = time.process_time()
-    with lines.watched():
-        what = outcome(target, data, scratch)
+    with lines.trace():
+        what = run_target(target, data, scratch)
     report.inputs += 1
     report.slowest_s = max(report.slowest_s, time.process_time() - started)
     report.accepted += what == ""
     report.refused += what is None
     if what and what not in report.findings:
-        report.findings[what] = shrink(data, lambda shorter: outcome(target, shorter, scratch) == what)
+        report.findings[what] = shrink(data, lambda shorter: run_target(target, shorter, scratch) == what)
 
 
-def outcome(target: Target, data: bytes, scratch: Path) -> str | None:
+def run_target(target: FuzzTarget, data: bytes, scratch: Path) -> str | None:
     """Empty for success, None for a refusal, else what went wrong and where."""
     try:
-        with _limited():
+        with _cpu_limit():
             target.run(data, scratch)
     except target.refusals as error:
         return None if str(error) else f"{type(error).__name__} without words"
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        return _described(error)
+        return _describe(error)
     return ""
 
 
-def _described(error: BaseException) -> str:
+def _describe(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     ours = [frame for frame in frames if frame.filename.startswith(str(PACKAGE))] or list(frames)
     place = ours[-1] if ours else None
@@ -151,7 +151,7 @@ def _described(error: BaseException) -> str:
 
 
 @contextmanager
-def _limited() -> Iterator[None]:
+def _cpu_limit() -> Iterator[None]:
     """Raises OutOfTime after so much processor time."""
 
     def stop(number: int, frame: FrameType | None) -> None:
@@ -204,13 +204,13 @@ def main() -> int:
     return 0
 
 
-def _replay(target: Target, file: Path) -> int:
-    with TemporaryDirectory(prefix="fuzz-") as folder, suppress(*target.refusals), _limited():
+def _replay(target: FuzzTarget, file: Path) -> int:
+    with TemporaryDirectory(prefix="fuzz-") as folder, suppress(*target.refusals), _cpu_limit():
         target.run(file.read_bytes(), Path(folder))
     return 0
 
 
-def _as_json(report: Report, lines: Lines) -> Mapping[str, Any]:
+def _as_json(report: Report, lines: LineCoverage) -> Mapping[str, Any]:
     names = ("inputs", "accepted", "refused", "kept", "slowest_s", "memory")
     findings = {what: data.hex() for what, data in report.findings.items()}
     return {name: getattr(report, name) for name in names} | {"lines": len(lines.seen), "findings": findings}

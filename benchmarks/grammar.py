@@ -29,17 +29,17 @@ from typing import Any, Protocol
 import torch
 from llguidance import LLExecutor, LLMatcher
 
-from foreword.cli.bench_common import show, show_json
+from foreword.cli.bench_common import print_table, print_json
 from foreword.core.params import SamplingParams
 from foreword.core.request import Request, RequestState
 from foreword.core.rows import SampleRow
 from foreword.core.structured import StructuredOutput
 from foreword.core.vocabulary import Vocabulary
 from foreword.errors import InvalidRequest
-from foreword.grammar.compiled import Compiled
-from foreword.grammar.grammars import Grammars
+from foreword.grammar.compiled import CompiledGrammar
+from foreword.grammar.grammars import GrammarManager
 from foreword.grammar.masks import compute_masks
-from foreword.grammar.tokens import Tokens
+from foreword.grammar.tokens import GrammarVocab
 from foreword.text.tokenizer import Tokenizer
 
 PERSON = {
@@ -123,15 +123,15 @@ class LlGuidance:
     name = "llguidance"
 
     def __init__(self, vocabulary: Vocabulary, vocab_size: int) -> None:
-        self._tokens = Tokens(vocabulary, vocab_size)
+        self._tokens = GrammarVocab(vocabulary, vocab_size)
         self._executor = LLExecutor(1)
-        self._masks = torch.zeros(256, self._tokens.num_words, dtype=torch.int32)
+        self._masks = torch.zeros(256, self._tokens.num_mask_words, dtype=torch.int32)
 
-    def compile(self, structured: StructuredOutput) -> Compiled:
-        return Compiled(structured, self._tokens)
+    def compile(self, structured: StructuredOutput) -> CompiledGrammar:
+        return CompiledGrammar(structured, self._tokens)
 
-    def matcher(self, compiled: Compiled) -> LLMatcher:
-        return compiled.matcher()
+    def matcher(self, compiled: CompiledGrammar) -> LLMatcher:
+        return compiled.new_matcher()
 
     def accept(self, matcher: LLMatcher, token_id: int) -> None:
         assert matcher.consume_token(token_id)
@@ -141,15 +141,15 @@ class LlGuidance:
         return 0.0
 
 
-class Foreword:
+class ForewordMasks:
     """As the engine does it: rows are prepared, then asked for."""
 
     name = "foreword"
 
     def __init__(self, vocabulary: Vocabulary, vocab_size: int) -> None:
-        self._tokens = Tokens(vocabulary, vocab_size)
-        self._grammars = Grammars(vocab_size)
-        self._grammars.know(vocabulary)
+        self._tokens = GrammarVocab(vocabulary, vocab_size)
+        self._grammars = GrammarManager(vocab_size)
+        self._grammars.set_vocabulary(vocabulary)
         self._eos = vocabulary.eos_ids
 
     def compile(self, structured: StructuredOutput) -> StructuredOutput:
@@ -158,14 +158,14 @@ class Foreword:
 
     def matcher(self, compiled: StructuredOutput) -> RequestState:
         request = Request("r", (0,), SamplingParams(structured=compiled), 0, eos_token_ids=self._eos)
-        return RequestState(request, 0, 1 << 20, self._grammars.begin(request).result())
+        return RequestState(request, 0, 1 << 20, self._grammars.compile(request).result())
 
     def accept(self, matcher: RequestState, token_id: int) -> None:
         matcher.append([token_id])
 
     def masks(self, matchers: Sequence[RequestState]) -> float:
         begin = time.perf_counter()
-        self._grammars.prepare([SampleRow(state) for state in matchers])
+        self._grammars.start_masks([SampleRow(state) for state in matchers])
         asked = time.perf_counter() - begin
         for state in matchers:
             assert state.grammar is not None
@@ -188,7 +188,7 @@ class XGrammar:
 
     def compile(self, structured: StructuredOutput) -> Any:
         text, compiler = structured.text, self._compiler
-        match structured.kind:
+        match structured.constraint_type:
             case "json_schema":
                 return compiler.compile_json_schema(text, any_whitespace=True, max_whitespace_cnt=64)
             case "json_object":
@@ -214,7 +214,7 @@ class XGrammar:
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
+class MaskTimings:
     """Microseconds a mask over a text, or a step of many rows; the longest of the first, cold pass; asked: of the caller."""
 
     times: tuple[float, ...]
@@ -238,12 +238,12 @@ class Figures:
         return dict(zip(names, map(float, self.row()), strict=True))
 
 
-def follow(engine: Engine, compiled: Any, ids: Sequence[int], rows: int, repeats: int) -> Figures:
+def time_masks(engine: Engine, compiled: Any, ids: Sequence[int], rows: int, repeats: int) -> MaskTimings:
     """Masks before every token of a text, for `rows` requests that are spread over it."""
     passes: list[list[float]] = []
     asked: list[float] = []
     for _ in range(repeats + 1):
-        matchers = list(_spread(engine, compiled, ids, rows))
+        matchers = list(_spread_over_text(engine, compiled, ids, rows))
         times: list[float] = []
         for step in range(len(ids) if rows == 1 else min(len(ids), 16)):
             begin = time.perf_counter()
@@ -256,10 +256,10 @@ def follow(engine: Engine, compiled: Any, ids: Sequence[int], rows: int, repeats
                     matchers[index] = (engine.matcher(compiled), -step - 1)
         passes.append(times)
     warm = [value for times in passes[1:] for value in times]
-    return Figures(tuple(warm), max(passes[0]), statistics.median(asked))
+    return MaskTimings(tuple(warm), max(passes[0]), statistics.median(asked))
 
 
-def _spread(engine: Engine, compiled: Any, ids: Sequence[int], rows: int) -> Iterator[tuple[Any, int]]:
+def _spread_over_text(engine: Engine, compiled: Any, ids: Sequence[int], rows: int) -> Iterator[tuple[Any, int]]:
     for row in range(rows):
         place = row * len(ids) // rows
         matcher = engine.matcher(compiled)
@@ -275,8 +275,8 @@ def measure(engine: Engine, case: Case, ids: Sequence[int], rows: int, repeats: 
     except Exception as error:
         return {"case": case.name, "engine": engine.name, "error": str(error)[:200]}
     compile_ms = (time.perf_counter() - begin) * 1e3
-    one = follow(engine, compiled, ids, 1, repeats)
-    many = follow(engine, compiled, ids, rows, repeats)
+    one = time_masks(engine, compiled, ids, 1, repeats)
+    many = time_masks(engine, compiled, ids, rows, repeats)
     return {"case": case.name, "engine": engine.name, "compile_ms": round(compile_ms, 2), "one": one, "many": many}
 
 
@@ -284,14 +284,14 @@ def memory_mb() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
-def acceptance(vocabulary: Vocabulary, tokenizer: Tokenizer) -> list[list[str]]:
+def forced_token_agreement(vocabulary: Vocabulary, tokenizer: Tokenizer) -> list[list[str]]:
     """Tokens that a grammar forces along a text, and how many of them the tokenizer itself would put there."""
-    grammars = Grammars(tokenizer.vocab_size)
-    grammars.know(vocabulary)
+    grammars = GrammarManager(tokenizer.vocab_size)
+    grammars.set_vocabulary(vocabulary)
     lines: list[list[str]] = []
     for case in CASES:
         request = Request("r", (0,), SamplingParams(structured=case.structured), 0, eos_token_ids=vocabulary.eos_ids)
-        grammar, ids = grammars.begin(request).result(), tokenizer.encode(case.text, add_special_tokens=False)
+        grammar, ids = grammars.compile(request).result(), tokenizer.encode(case.text, add_special_tokens=False)
         drafted = accepted = place = 0
         while place < len(ids):
             forced = grammar.forced(8)
@@ -307,7 +307,7 @@ def acceptance(vocabulary: Vocabulary, tokenizer: Tokenizer) -> list[list[str]]:
     return lines
 
 
-HOSTILE = {
+ADVERSARIAL = {
     "left recursion": StructuredOutput("gbnf", 'root ::= root "a" | "a"'),
     "nothing but itself": StructuredOutput("gbnf", "root ::= root"),
     "brackets, 10,000 deep": StructuredOutput("gbnf", "root ::= " + "(" * 10_000 + '"a"' + ")" * 10_000),
@@ -326,10 +326,10 @@ HOSTILE = {
     ),
     "10,000 values of an enum": StructuredOutput("json_schema", json.dumps({"enum": [f"value {n}" for n in range(10_000)]})),
 }
-HOSTILE_S = 10.0
+ADVERSARIAL_TIMEOUT_S = 10.0
 
 
-def hostile(engine: Callable[[Vocabulary, int], Engine], name: str, vocabulary: Vocabulary, vocab_size: int) -> str:
+def run_adversarial(engine: Callable[[Vocabulary, int], Engine], name: str, vocabulary: Vocabulary, vocab_size: int) -> str:
     """What becomes of a process that compiles it and computes a mask."""
     ours, theirs = multiprocessing.Pipe()
     process = multiprocessing.get_context("fork").Process(
@@ -339,7 +339,7 @@ def hostile(engine: Callable[[Vocabulary, int], Engine], name: str, vocabulary: 
     theirs.close()
     try:
         ours.recv()  # it has read the vocabulary
-        outcome = str(ours.recv()) if ours.poll(HOSTILE_S) else f"more than {HOSTILE_S:g} s"
+        outcome = str(ours.recv()) if ours.poll(ADVERSARIAL_TIMEOUT_S) else f"more than {ADVERSARIAL_TIMEOUT_S:g} s"
     except EOFError:
         process.join()
         outcome = f"the process dies ({process.exitcode})"
@@ -354,7 +354,7 @@ def _compile_alone(engine: Callable[[Vocabulary, int], Engine], name: str, vocab
     pipe.send("ready")
     before, begin = memory_mb(), time.perf_counter()
     try:
-        made.masks([made.matcher(made.compile(HOSTILE[name]))])
+        made.masks([made.matcher(made.compile(ADVERSARIAL[name]))])
         said = "taken"
     except InvalidRequest:
         said = "refused"
@@ -373,20 +373,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     tokenizer = Tokenizer.from_directory(options.tokenizer)
     vocabulary = tokenizer.vocabulary()
-    engines: list[Callable[[Vocabulary, int], Engine]] = [LlGuidance, Foreword]
+    engines: list[Callable[[Vocabulary, int], Engine]] = [LlGuidance, ForewordMasks]
     if importlib.util.find_spec("xgrammar") is not None:
         engines.append(XGrammar)
     results = _masks(engines, tokenizer, vocabulary, options)
     if options.rates:
-        show("Tokens that are forced", ("constraint", "tokens of the text", "forced", "right"), acceptance(vocabulary, tokenizer))
+        print_table("Tokens that are forced", ("constraint", "tokens of the text", "forced", "right"), forced_token_agreement(vocabulary, tokenizer))
     if options.hostile:
-        names = [engine.name for engine in engines if engine is not Foreword]  # type: ignore[attr-defined]
+        names = [engine.name for engine in engines if engine is not ForewordMasks]  # type: ignore[attr-defined]
         table = [
-            [name, *(hostile(engine, name, vocabulary, tokenizer.vocab_size) for engine in engines if engine is not Foreword)]
-            for name in HOSTILE
+            [name, *(run_adversarial(engine, name, vocabulary, tokenizer.vocab_size) for engine in engines if engine is not ForewordMasks)]
+            for name in ADVERSARIAL
         ]
-        show("Hostile, each in a process of its own", ("constraint", *names), table)
-    show_json({"vocabulary": tokenizer.vocab_size, "rows": options.rows, "results": results})
+        print_table("Hostile, each in a process of its own", ("constraint", *names), table)
+    print_json({"vocabulary": tokenizer.vocab_size, "rows": options.rows, "results": results})
     return 0
 
 
@@ -421,7 +421,7 @@ def _masks(engines: Sequence[Callable[..., Engine]], tokenizer: Tokenizer, vocab
         *(f"1 row {p}" for p in places),
         *(f"{options.rows} rows {p}" for p in places),
     )
-    show(f"Masks over {tokenizer.vocab_size:,} tokens, microseconds", columns, lines)
+    print_table(f"Masks over {tokenizer.vocab_size:,} tokens, microseconds", columns, lines)
     return results
 
 

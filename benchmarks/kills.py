@@ -32,21 +32,21 @@ from typing import Any
 
 import httpx
 
-from foreword.cli.bench_common import percentile, show, show_json
+from foreword.cli.bench_common import percentile, print_table, print_json
 from foreword.cli.options import ENGINE_GROUPS, add_config_options, read_config
 from foreword.cli.server_process import ServerProcess
 from foreword.cli.terminal import loading_bar
 
 SPAWNER = b"foreword.engine.spawner"
-LOOK_S = 0.01
-LOADING_EVERY = 8  # kills, of which one does not wait until the engine is ready
+POLL_S = 0.01
+KILL_LOADING_EVERY = 8  # kills, of which one does not wait until the engine is ready
 COUNTS = ("prompt_tokens", "completion_tokens", "total_tokens")  # what was found in a cache depends on who came before
 SCHEMA = {
     "type": "object",
     "properties": {"name": {"type": "string", "maxLength": 60}, "tags": {"type": "array", "items": {"type": "string"}}},
     "required": ["name", "tags"],
 }
-KINDS: tuple[Mapping[str, Any], ...] = (
+REQUEST_KINDS: tuple[Mapping[str, Any], ...] = (
     {"temperature": 0},
     {"temperature": 0.8},
     {"temperature": 0, "logprobs": True, "top_logprobs": 2},
@@ -87,7 +87,7 @@ class Answer:
 
 
 @dataclass(slots=True)
-class Findings:
+class KillFindings:
     """What clients saw. heard: time.monotonic() of everything that came; different: numbers of cases."""
 
     answered: int = 0
@@ -104,53 +104,53 @@ class Clients:
     def __init__(self, http: httpx.AsyncClient, args: argparse.Namespace) -> None:
         self.http = http
         self.args = args
-        self.found = Findings()
+        self.findings = KillFindings()
         self.over = False
         self._quiet: dict[int, Answer] = {}
 
-    async def quiet(self) -> None:
+    async def record_reference(self) -> None:
         """What each case is answered where nothing happens."""
         cases = range(self.args.streams)
         answers = await asyncio.gather(*(self._ask(case) for case in cases))
         self._quiet = dict(zip(cases, answers, strict=True))
-        self.found.heard.clear()
+        self.findings.heard.clear()
         for answer in answers:
             assert answer.error is None, answer.error
 
-    async def loud(self) -> None:
+    async def run_under_kills(self) -> None:
         await asyncio.gather(*(self._client(case) for case in range(self.args.streams)))
 
     async def _client(self, case: int) -> None:
         while not self.over:
             answer = await self._ask(case)
-            self.found.answered += 1
-            self.found.tokens += (answer.usage or {}).get("completion_tokens", 0)
+            self.findings.answered += 1
+            self.findings.tokens += (answer.usage or {}).get("completion_tokens", 0)
             if answer.error is not None:
-                self.found.errors[answer.error] += 1
+                self.findings.errors[answer.error] += 1
             elif answer != self._quiet[case]:
-                self.found.different.append(case)
+                self.findings.different.append(case)
 
     async def _ask(self, case: int) -> Answer:
         answer = Answer()
         try:
-            async with self.http.stream("POST", "/v1/chat/completions", json=body_of(case, self.args.max_tokens)) as response:
+            async with self.http.stream("POST", "/v1/chat/completions", json=request_body(case, self.args.max_tokens)) as response:
                 if response.status_code != 200:
                     answer.error = f"{response.status_code} {(await response.aread())[:200]!r}"
                 async for line in response.aiter_lines():
                     if line.startswith("data: {"):
-                        self.found.heard.append(time.monotonic())
+                        self.findings.heard.append(time.monotonic())
                         answer.add(json.loads(line[6:]))
         except httpx.HTTPError as error:
             answer.error = repr(error)
         return answer
 
 
-def body_of(case: int, max_tokens: int) -> dict[str, Any]:
+def request_body(case: int, max_tokens: int) -> dict[str, Any]:
     """The request of one case; the same number is the same request."""
-    topic = TOPICS[case // len(KINDS) % len(TOPICS)]
+    topic = TOPICS[case // len(REQUEST_KINDS) % len(TOPICS)]
     messages = [{"role": "user", "content": f"Tell me a story about {topic}, part {case}."}]
     common = {"stream": True, "stream_options": {"include_usage": True}, "max_tokens": max_tokens, "seed": case}
-    return {"messages": messages, "model": "demo", **common, **KINDS[case % len(KINDS)]}
+    return {"messages": messages, "model": "demo", **common, **REQUEST_KINDS[case % len(REQUEST_KINDS)]}
 
 
 class Killer:
@@ -166,7 +166,7 @@ class Killer:
         last = None
         for number in range(self._args.kills):
             pid = await self._next_engine(last)
-            if number % LOADING_EVERY != LOADING_EVERY - 1:
+            if number % KILL_LOADING_EVERY != KILL_LOADING_EVERY - 1:
                 await self._ready()
             await asyncio.sleep(self._random.random() * self._args.pause)
             kills.append(time.monotonic())
@@ -178,17 +178,17 @@ class Killer:
 
     async def _next_engine(self, last: int | None) -> int:
         while True:
-            pid = engine_of(self._server_pid)
+            pid = find_engine(self._server_pid)
             if pid is not None and pid != last:
                 return pid
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_S)
 
     async def _ready(self) -> None:
         while (await self._http.get("/health")).status_code != 200:
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_S)
 
 
-def engine_of(server_pid: int) -> int | None:
+def find_engine(server_pid: int) -> int | None:
     """The process that the spawner below a server forked; None while there is none."""
     for pid in _children(server_pid):
         with contextlib.suppress(OSError):
@@ -203,7 +203,7 @@ def _children(pid: int) -> Iterator[int]:
             yield from map(int, file.read_text().split())
 
 
-def pauses(kills: list[float], heard: list[float]) -> list[float]:
+def longest_pauses(kills: list[float], heard: list[float]) -> list[float]:
     """Seconds of the longest silence of all streams together that begins between a kill and the next."""
     ends = [*kills[1:], float("inf")]
     times = sorted(heard)
@@ -215,18 +215,18 @@ def pauses(kills: list[float], heard: list[float]) -> list[float]:
     return found
 
 
-async def _run(server: ServerProcess, args: argparse.Namespace) -> tuple[Findings, float]:
+async def _run(server: ServerProcess, args: argparse.Namespace) -> tuple[KillFindings, float]:
     limits = httpx.Limits(max_connections=args.streams + 4)
     async with httpx.AsyncClient(base_url=server.url, timeout=None, limits=limits) as http:
         clients = Clients(http, args)
-        await clients.quiet()
-        asking = asyncio.create_task(clients.loud())
-        await Killer(server.pid, http, args).run(clients.found.kills)
+        await clients.record_reference()
+        asking = asyncio.create_task(clients.run_under_kills())
+        await Killer(server.pid, http, args).run(clients.findings.kills)
         clients.over = True
         await asking
         scrape = (await http.get("/metrics")).text
     restarts = next(float(line.split()[1]) for line in scrape.splitlines() if line.startswith("foreword_engine_restarts_total "))
-    return clients.found, restarts
+    return clients.findings, restarts
 
 
 def main() -> int:
@@ -234,7 +234,7 @@ def main() -> int:
     config = replace(read_config(args), port=0, served_model_name="demo", log_level="error")
     with ServerProcess(config) as server, loading_bar(f"{args.kills} kills under {args.streams} streams"):
         found, restarts = asyncio.run(_run(server, args))
-        said = server.read() if found.errors else []
+        said = server.read_log() if found.errors else []
     print("\n".join(said), file=sys.stderr)
     return _report(args, found, restarts)
 
@@ -250,27 +250,27 @@ def _parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _report(args: argparse.Namespace, found: Findings, restarts: float) -> int:
-    silences = pauses(found.kills, found.heard)
-    good = not found.errors and not found.different and found.answered > 0
+def _report(args: argparse.Namespace, findings: KillFindings, restarts: float) -> int:
+    silences = longest_pauses(findings.kills, findings.heard)
+    good = not findings.errors and not findings.different and findings.answered > 0
     figures = {
-        "kills": len(found.kills),
+        "kills": len(findings.kills),
         "restarts": restarts,
-        "answered": found.answered,
-        "tokens": found.tokens,
-        "errors": sum(found.errors.values()),
-        "different": len(found.different),
+        "answered": findings.answered,
+        "tokens": findings.tokens,
+        "errors": sum(findings.errors.values()),
+        "different": len(findings.different),
         "pause_median_s": statistics.median(silences) if silences else None,
         "pause_p95_s": percentile(silences, 95),
         "pause_max_s": max(silences, default=None),
     }
     rows = [[name, f"{value:.3g}" if isinstance(value, float) else str(value)] for name, value in figures.items()]
-    show(f"kills under {args.streams} streams", ("figure", "value"), rows)
-    for error, count in found.errors.most_common():
+    print_table(f"kills under {args.streams} streams", ("figure", "value"), rows)
+    for error, count in findings.errors.most_common():
         print(f"error, {count} times: {error}", file=sys.stderr)
-    if found.different:
-        print(f"cases answered differently: {found.different[:20]}", file=sys.stderr)
-    show_json({"bench": "kills", "streams": args.streams, **figures, "holds": good})
+    if findings.different:
+        print(f"cases answered differently: {findings.different[:20]}", file=sys.stderr)
+    print_json({"bench": "kills", "streams": args.streams, **figures, "holds": good})
     return 0 if good else 1
 
 

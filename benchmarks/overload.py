@@ -31,9 +31,9 @@ from random import Random
 from typing import Any
 from urllib.parse import urlsplit
 
-from benchmarks.raw_http import Broken, Connection, Reply
-from benchmarks.soak import Reading, memory_growth
-from foreword.cli.bench_common import percentile, show, show_json
+from benchmarks.raw_http import ConnectionBroken, RawConnection, RawResponse
+from benchmarks.soak import SoakReading, memory_growth
+from foreword.cli.bench_common import percentile, print_table, print_json
 from foreword.cli.bench_speculate_remote import RemoteTarget
 from foreword.cli.options import ENGINE_GROUPS, add_config_options, read_config
 from foreword.cli.server_process import ServerProcess
@@ -43,12 +43,12 @@ from foreword.config import Config
 from foreword.errors import ForewordError
 
 WARM_S, MEASURED_S = 3.0, 10.0  # of what the server can do
-PLACES = 64  # requests that may be open where the options do not say
+QUEUE_SLOTS = 64  # requests that may be open where the options do not say
 QUEUE_S = 10.0  # that a request may wait, where the options do not say
-FIRST_S = 5.0  # beyond the queue, until the first token is there
+MAX_TTFT_S = 5.0  # beyond the queue, until the first token is there
 ANSWER_S = 60.0  # beyond the queue, until all of it is
 HEALTH_S = 5.0  # for /health to answer
-PATIENCE_S = 0.3  # of a client that goes away in the middle
+DISCONNECT_AFTER_S = 0.3  # of a client that goes away in the middle
 READINGS = 60
 GROWTH = 1.05
 WORDS = ("draft", "token", "model", "guess", "cache", "engine", "answer", "step", "queue", "prompt", "row", "block")
@@ -56,13 +56,13 @@ PATH = "/v1/chat/completions"
 
 
 @dataclass(slots=True)
-class Findings:
+class OverloadFindings:
     """What clients saw. first_s, total_s: of requests that were answered."""
 
     asked: int = 0
     answered: int = 0
     refused: int = 0
-    left: int = 0
+    disconnected: int = 0
     tokens: int = 0
     seconds: float = 0.0
     wrong: Counter[str] = field(default_factory=Counter)
@@ -71,10 +71,10 @@ class Findings:
     refused_s: list[float] = field(default_factory=list)
     unhealthy: Counter[str] = field(default_factory=Counter)
     health_s: list[float] = field(default_factory=list)
-    readings: list[Reading] = field(default_factory=list)
+    readings: list[SoakReading] = field(default_factory=list)
 
 
-class Load:
+class LoadGenerator:
     """Clients of one server."""
 
     def __init__(self, server: ServerProcess, config: Config) -> None:
@@ -83,44 +83,44 @@ class Load:
         self._config = config
         self._model = RemoteTarget(server.url, None).model
         self._numbers = iter(range(1 << 62))
-        self._found = Findings()
+        self._findings = OverloadFindings()
 
-    async def run(self, clients: int, seconds: float, interval_s: float = 0.0) -> Findings:
+    async def run(self, clients: int, seconds: float, interval_s: float = 0.0) -> OverloadFindings:
         """So many clients for so long; each asks once in `interval_s` on the average, or as soon as it has its answer."""
-        self._found, ends = Findings(), time.monotonic() + seconds
+        self._findings, ends = OverloadFindings(), time.monotonic() + seconds
         watching = [asyncio.create_task(watch) for watch in (self._read(seconds), self._ask_health(ends))]
         await asyncio.gather(*(self._client(number, ends, interval_s) for number in range(clients)))
-        self._found.seconds = seconds  # answers that came later were asked before
+        self._findings.seconds = seconds  # answers that came later were asked before
         await asyncio.gather(*watching)
-        return self._found
+        return self._findings
 
     async def _client(self, number: int, ends: float, interval_s: float) -> None:
         random = Random(number)
         next_s = time.monotonic() + random.random() * interval_s
-        with contextlib.closing(Connection(self._host, self._port)) as connection:
+        with contextlib.closing(RawConnection(self._host, self._port)) as connection:
             while time.monotonic() < ends:
                 await asyncio.sleep(max(next_s - time.monotonic(), 0.0))
                 next_s += random.expovariate(1.0) * interval_s
                 if time.monotonic() < ends:
                     await self._ask(connection, next(self._numbers))
 
-    async def _ask(self, connection: Connection, number: int) -> None:
-        found, body, leaves = self._found, _body(self._model, number), number % 20 == 19
+    async def _ask(self, connection: RawConnection, number: int) -> None:
+        found, body, leaves = self._findings, _body(self._model, number), number % 20 == 19
         found.asked += 1
         try:
-            async with asyncio.timeout(PATIENCE_S if leaves else self._config.queue_timeout + ANSWER_S):
+            async with asyncio.timeout(DISCONNECT_AFTER_S if leaves else self._config.queue_timeout + ANSWER_S):
                 await self._answer(connection, body)
                 return
         except TimeoutError:
-            found.left += leaves
+            found.disconnected += leaves
             found.wrong["no answer in time"] += not leaves
-        except (Broken, OSError, EOFError, ForewordError, ValueError) as error:
+        except (ConnectionBroken, OSError, EOFError, ForewordError, ValueError) as error:
             found.wrong[f"{type(error).__name__}: {error}"[:120]] += 1
         connection.close()
 
-    async def _answer(self, connection: Connection, body: Mapping[str, Any]) -> None:
-        found, began = self._found, time.monotonic()
-        reply = await connection.ask("POST", PATH, body)
+    async def _answer(self, connection: RawConnection, body: Mapping[str, Any]) -> None:
+        found, began = self._findings, time.monotonic()
+        reply = await connection.request("POST", PATH, body)
         if reply.status == 429:
             await reply.body()
             found.refused += 1
@@ -137,30 +137,30 @@ class Load:
         found.total_s.append(time.monotonic() - began)
 
     async def _ask_health(self, ends: float) -> None:
-        with contextlib.closing(Connection(self._host, self._port)) as connection:
+        with contextlib.closing(RawConnection(self._host, self._port)) as connection:
             while time.monotonic() < ends:
                 began = time.monotonic()
                 try:
                     async with asyncio.timeout(HEALTH_S):
-                        reply = await connection.ask("GET", "/health")
+                        reply = await connection.request("GET", "/health")
                         await reply.body()
-                    self._found.unhealthy[f"status {reply.status}"] += reply.status != 200
-                except (TimeoutError, Broken, OSError) as error:
-                    self._found.unhealthy[type(error).__name__] += 1
+                    self._findings.unhealthy[f"status {reply.status}"] += reply.status != 200
+                except (TimeoutError, ConnectionBroken, OSError) as error:
+                    self._findings.unhealthy[type(error).__name__] += 1
                     connection.close()
-                self._found.health_s.append(time.monotonic() - began)
+                self._findings.health_s.append(time.monotonic() - began)
                 await asyncio.sleep(0.5)
 
     async def _read(self, seconds: float) -> None:
         for _ in range(READINGS):
             await asyncio.sleep(seconds / READINGS)
-            self._found.readings.append(Reading(await asyncio.to_thread(proportional_bytes, self._pid), 0, 0))
+            self._findings.readings.append(SoakReading(await asyncio.to_thread(proportional_bytes, self._pid), 0, 0))
 
 
-async def _streamed(reply: Reply) -> float | None:
+async def _streamed(reply: RawResponse) -> float | None:
     """When the first text came. Raises ForewordError where the stream does not end as it should."""
     first_s, open_, reader = None, True, EventReader()
-    async for piece in reply.pieces():
+    async for piece in reply.iter_body():
         for choice in (choice for chunk in reader.feed(piece) for choice in choices_of(chunk)):
             first_s = first_s or (time.monotonic() if text_of(choice) else None)
             open_ = open_ and choice.get("finish_reason") is None
@@ -169,7 +169,7 @@ async def _streamed(reply: Reply) -> float | None:
     return first_s
 
 
-async def _whole(reply: Reply) -> None:
+async def _whole(reply: RawResponse) -> None:
     if any(choice["finish_reason"] is None for choice in json.loads(await reply.body())["choices"]):
         raise ForewordError("an answer without a finish_reason")
 
@@ -199,16 +199,16 @@ def proportional_bytes(pid: int) -> int:
     return own + sum(proportional_bytes(int(child)) for child in children.split())
 
 
-def verdicts(found: Findings, factor: float, capacity: float, queue_s: float) -> dict[str, tuple[bool, str]]:
+def verdicts(findings: OverloadFindings, factor: float, capacity: float, queue_s: float) -> dict[str, tuple[bool, str]]:
     """What was demanded: whether it holds, and by which figure."""
-    growth, load = memory_growth(found.readings), found.asked / max(found.seconds, 1e-9) / max(capacity, 1e-9)
-    longest = max(found.first_s, default=math.inf)
-    wrong = sum(found.wrong.values())
+    growth, load = memory_growth(findings.readings), findings.asked / max(findings.seconds, 1e-9) / max(capacity, 1e-9)
+    longest = max(findings.first_s, default=math.inf)
+    wrong = sum(findings.wrong.values())
     return {
         "load": (load >= 0.8 * factor, f"{load:.1f}x of {capacity:.1f} requests/s"),
-        "answered or refused with 429": (not wrong and found.answered > 0 and found.refused > 0, f"{wrong} were not"),
-        "first token in time": (longest <= queue_s + FIRST_S, f"{longest:.1f} s of {queue_s + FIRST_S:g} s"),
-        "/health says yes": (not sum(found.unhealthy.values()), f"{len(found.health_s)} times"),
+        "answered or refused with 429": (not wrong and findings.answered > 0 and findings.refused > 0, f"{wrong} were not"),
+        "first token in time": (longest <= queue_s + MAX_TTFT_S, f"{longest:.1f} s of {queue_s + MAX_TTFT_S:g} s"),
+        "/health says yes": (not sum(findings.unhealthy.values()), f"{len(findings.health_s)} times"),
         "memory flat": (growth is not None and growth <= GROWTH, "too short" if growth is None else f"{growth:.3f}x"),
     }
 
@@ -219,11 +219,11 @@ def main() -> int:
     config = replace(
         given,
         kv_cache_memory=given.kv_cache_memory or "2000tokens",
-        max_waiting=PLACES if given.max_waiting == Config().max_waiting else given.max_waiting,
+        max_waiting=QUEUE_SLOTS if given.max_waiting == Config().max_waiting else given.max_waiting,
         queue_timeout=QUEUE_S if given.queue_timeout == Config().queue_timeout else given.queue_timeout,
     )
     with ServerProcess(replace(config, port=0)) as server:
-        load = Load(server, config)
+        load = LoadGenerator(server, config)
         with loading_bar("what it can do"):
             asyncio.run(load.run(config.max_waiting // 4, WARM_S))
             alone = asyncio.run(load.run(config.max_waiting // 4, MEASURED_S))
@@ -231,7 +231,7 @@ def main() -> int:
         interval_s = args.connections / max(args.factor * capacity, 1e-9)
         with loading_bar(f"{args.minutes:g} minutes of {args.factor:g} times as much"):
             found = asyncio.run(load.run(args.connections, 60 * args.minutes, interval_s))
-        restarts = RemoteTarget(server.url, None).counts().get(("engine_restarts_total", "", ""), 0.0)
+        restarts = RemoteTarget(server.url, None).read_counters().get(("engine_restarts_total", "", ""), 0.0)
     found.wrong.update({"the engine was started again": int(restarts)} if restarts else {})
     return _report(args, config, found, capacity)
 
@@ -245,38 +245,38 @@ def _parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _report(args: argparse.Namespace, config: Config, found: Findings, capacity: float) -> int:
-    checks = verdicts(found, args.factor, capacity, config.queue_timeout)
+def _report(args: argparse.Namespace, config: Config, findings: OverloadFindings, capacity: float) -> int:
+    checks = verdicts(findings, args.factor, capacity, config.queue_timeout)
     rows = [[name, "yes" if good else "NO", figure] for name, (good, figure) in checks.items()]
-    rows += [[name, "", figure] for name, figure in _figures(found).items()]
-    show(f"overload: {args.minutes:g} minutes, {args.connections} connections", ("demand", "holds", "figure"), rows)
-    for what, count in (found.wrong + found.unhealthy).most_common():
+    rows += [[name, "", figure] for name, figure in _figures(findings).items()]
+    print_table(f"overload: {args.minutes:g} minutes, {args.connections} connections", ("demand", "holds", "figure"), rows)
+    for what, count in (findings.wrong + findings.unhealthy).most_common():
         print(f"{count} times: {what}", file=sys.stderr)
-    show_json(
+    print_json(
         {
             "bench": "overload",
             "minutes": args.minutes,
             "connections": args.connections,
             "capacity_per_s": capacity,
-            "asked": found.asked,
-            "answered": found.answered,
-            "refused": found.refused,
-            "left": found.left,
-            "first_token_s": _percents(found.first_s),
-            "answer_s": _percents(found.total_s),
-            "refusal_s": _percents(found.refused_s),
-            "health_s": _percents(found.health_s),
-            "memory_bytes": [one.memory_bytes for one in found.readings],
-            "memory_growth": memory_growth(found.readings),
+            "asked": findings.asked,
+            "answered": findings.answered,
+            "refused": findings.refused,
+            "left": findings.disconnected,
+            "first_token_s": _percents(findings.first_s),
+            "answer_s": _percents(findings.total_s),
+            "refusal_s": _percents(findings.refused_s),
+            "health_s": _percents(findings.health_s),
+            "memory_bytes": [one.memory_bytes for one in findings.readings],
+            "memory_growth": memory_growth(findings.readings),
             "holds": {name: good for name, (good, _) in checks.items()},
         }
     )
     return 0 if all(good for good, _ in checks.values()) else 1
 
 
-def _figures(found: Findings) -> dict[str, str]:
-    spans = {"first token": found.first_s, "whole answer": found.total_s, "refusal": found.refused_s, "/health": found.health_s}
-    counts = f"{found.asked} asked, {found.answered} answered, {found.refused} refused, {found.left} left"
+def _figures(findings: OverloadFindings) -> dict[str, str]:
+    spans = {"first token": findings.first_s, "whole answer": findings.total_s, "refusal": findings.refused_s, "/health": findings.health_s}
+    counts = f"{findings.asked} asked, {findings.answered} answered, {findings.refused} refused, {findings.disconnected} left"
     return {"requests": counts} | {
         f"{name}, p50 / p99 / longest": " / ".join(f"{value:.2f} s" for value in _percents(values))
         for name, values in spans.items()

@@ -42,22 +42,22 @@ from peers_models import MODELS
 from peers_setup import make_environment, make_files
 from peers_worker import Worker
 
-from foreword.cli.bench_common import rotated, show, show_json
-from foreword.cli.bench_machine import ONEDNN_ISA, Memory, product_rate
-from foreword.cli.terminal import tracked
+from foreword.cli.bench_common import rotate, print_table, print_json
+from foreword.cli.bench_machine import ONEDNN_ISA, MemoryReader, matmul_rate
+from foreword.cli.terminal import track_progress
 
 HERE = Path(__file__).parent
 FIXED_BYTES = 300_000_000  # of the memory that a process may use beside weights and KV cache
 CONTEXT = 2304  # of llama.cpp and OpenVINO, for each of the streams
 KV_TOKENS = 4096  # of Foreword, for all streams together
-MOST_STREAMS = 16
+MAX_STREAMS = 16
 PROMPT = 32
 ROWS_CONTEXT, ROW_COUNTS = 256, (1, 4, 8, 16)
 READ_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
-class Engine:
+class PeerEngine:
     """file: within the model's folder, "" for the checkpoint itself. options: of Foreword's Config."""
 
     name: str
@@ -66,37 +66,37 @@ class Engine:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
-    def own(self) -> bool:
+    def is_foreword(self) -> bool:
         return self.script in ("foreword", "served")
 
 
-def _ours(file: str, **options: Any) -> tuple[Engine, ...]:
+def _foreword_engines(file: str, **options: Any) -> tuple[PeerEngine, ...]:
     """Foreword in process, the same held to AVX2, and through its server."""
     narrow = {**options, "cpu_isa": "avx2"}
     return (
-        Engine("foreword", "foreword", file, options),
-        Engine("foreword avx2", "foreword", file, narrow),
-        Engine("foreword served", "served", file, options),
+        PeerEngine("foreword", "foreword", file, options),
+        PeerEngine("foreword avx2", "foreword", file, narrow),
+        PeerEngine("foreword served", "served", file, options),
     )
 
 
-GROUPS: Mapping[str, tuple[Engine, ...]] = {
+GROUPS: Mapping[str, tuple[PeerEngine, ...]] = {
     "bf16": (
-        *_ours(""),
-        Engine("llama.cpp bf16", "llama_cpp", "bf16.gguf"),
-        Engine("openvino fp16", "openvino", "openvino-fp16"),
-        Engine("transformers bf16", "transformers"),
+        *_foreword_engines(""),
+        PeerEngine("llama.cpp bf16", "llama_cpp", "bf16.gguf"),
+        PeerEngine("openvino fp16", "openvino", "openvino-fp16"),
+        PeerEngine("transformers bf16", "transformers"),
     ),
-    "q8_0": (*_ours("q8_0.gguf"), Engine("llama.cpp q8_0", "llama_cpp", "q8_0.gguf")),
-    "q4_0": (*_ours("q4_0.gguf"), Engine("llama.cpp q4_0", "llama_cpp", "q4_0.gguf")),
-    "q4_k_m": (*_ours("q4_k_m.gguf"), Engine("llama.cpp q4_k_m", "llama_cpp", "q4_k_m.gguf")),
-    "int8": (*_ours("", quantization="int8"), Engine("openvino int8", "openvino", "openvino-int8")),
-    "int4": (*_ours("", quantization="int4"), Engine("openvino int4", "openvino", "openvino-int4")),
+    "q8_0": (*_foreword_engines("q8_0.gguf"), PeerEngine("llama.cpp q8_0", "llama_cpp", "q8_0.gguf")),
+    "q4_0": (*_foreword_engines("q4_0.gguf"), PeerEngine("llama.cpp q4_0", "llama_cpp", "q4_0.gguf")),
+    "q4_k_m": (*_foreword_engines("q4_k_m.gguf"), PeerEngine("llama.cpp q4_k_m", "llama_cpp", "q4_k_m.gguf")),
+    "int8": (*_foreword_engines("", quantization="int8"), PeerEngine("openvino int8", "openvino", "openvino-int8")),
+    "int4": (*_foreword_engines("", quantization="int4"), PeerEngine("openvino int4", "openvino", "openvino-int4")),
 }
 
 
 @dataclass(frozen=True, slots=True)
-class Measure:
+class PeerMeasure:
     """A figure of one round: how it is asked for, and what the answer says. Higher is better, except for `rows`."""
 
     name: str
@@ -106,10 +106,10 @@ class Measure:
 
 
 @dataclass(slots=True)
-class Loaded:
+class LoadedEngine:
     """An engine at work. rounds: by measure, one figure a round."""
 
-    engine: Engine
+    engine: PeerEngine
     worker: Worker
     facts: Mapping[str, Any]
     rounds: dict[str, list[Any]] = field(default_factory=lambda: defaultdict(list))
@@ -123,14 +123,14 @@ def main() -> int:
         os.environ["ONEDNN_MAX_CPU_ISA"] = ONEDNN_ISA[args.cpu_isa]
     torch.set_num_threads(args.threads)
     results: dict[str, Any] = {}
-    peaks = {kind: product_rate(kind, 2048, args.rounds) for kind in ("bfloat16", "int8")}
+    peaks = {kind: matmul_rate(kind, 2048, args.rounds) for kind in ("bfloat16", "int8")}
     for model in args.models:
         make_files(python, model, args.files / model)
         for group in args.groups:
             peak = peaks["bfloat16" if group == "bf16" else "int8"]
             results.setdefault(model, {})[group] = _measure_group(python, model, group, args, peak)
     regime = {"rounds": args.rounds, "threads": args.threads, "tokens": args.tokens, "cpu_isa": args.cpu_isa}
-    show_json({"bench": "peers", **regime, "peak_gop_s": {kind: rate / 1e9 for kind, rate in peaks.items()}, "models": results})
+    print_json({"bench": "peers", **regime, "peak_gop_s": {kind: rate / 1e9 for kind, rate in peaks.items()}, "models": results})
     return 0
 
 
@@ -166,13 +166,13 @@ def _lengths(text: str) -> list[int]:
 
 
 def _measure_group(python: str, model: str, group: str, args: argparse.Namespace, peak: float) -> dict[str, Any]:
-    engines = [engine for engine in GROUPS[group] if engine.own or args.only in engine.name]
+    engines = [engine for engine in GROUPS[group] if engine.is_foreword or args.only in engine.name]
     log = args.files / f"{model}-{group}.log"
     log.write_bytes(b"")
     folder = (args.files / model).resolve()
     loaded = {engine.name: _load(engine, python, folder, log, args) for engine in engines}
     try:
-        bandwidths = _measure(list(loaded.values()), _measures(MODELS[model].vocab, args), Memory(READ_BYTES), args.rounds)
+        bandwidths = _measure(list(loaded.values()), _measures(MODELS[model].vocab, args), MemoryReader(READ_BYTES), args.rounds)
         figures = {name: _figures(one, bandwidths, loaded["foreword"].facts) for name, one in loaded.items()}
     finally:
         for one in loaded.values():
@@ -185,14 +185,14 @@ def _measure_group(python: str, model: str, group: str, args: argparse.Namespace
     return {"read_gb_s": statistics.median(bandwidths) / 1e9, "engines": figures, "foreword_over": ratios}
 
 
-def _load(engine: Engine, python: str, folder: Path, log: Path, args: argparse.Namespace) -> Loaded:
-    worker = Worker(sys.executable if engine.own else python, HERE / f"peers_{engine.script}.py", log)
-    common = {"path": str(folder / engine.file), "threads": args.threads, "streams": MOST_STREAMS}
-    more = {"tokens": KV_TOKENS, "options": {"cpu_isa": args.cpu_isa, **engine.options}} if engine.own else {"context": CONTEXT}
-    return Loaded(engine, worker, worker("load", **common, **more))
+def _load(engine: PeerEngine, python: str, folder: Path, log: Path, args: argparse.Namespace) -> LoadedEngine:
+    worker = Worker(sys.executable if engine.is_foreword else python, HERE / f"peers_{engine.script}.py", log)
+    common = {"path": str(folder / engine.file), "threads": args.threads, "streams": MAX_STREAMS}
+    more = {"tokens": KV_TOKENS, "options": {"cpu_isa": args.cpu_isa, **engine.options}} if engine.is_foreword else {"context": CONTEXT}
+    return LoadedEngine(engine, worker, worker("load", **common, **more))
 
 
-def _measures(vocab: int, args: argparse.Namespace) -> list[Measure]:
+def _measures(vocab: int, args: argparse.Namespace) -> list[PeerMeasure]:
     chance = random.Random(0)
 
     def ids(count: int) -> list[int]:
@@ -201,16 +201,16 @@ def _measures(vocab: int, args: argparse.Namespace) -> list[Measure]:
     def rate(tokens: int) -> Callable[[Any], float]:
         return lambda answer: tokens / float(answer["seconds"])
 
-    found = [Measure("decode", "decode", {"prompt": ids(PROMPT), "tokens": args.tokens}, rate(args.tokens))]
-    found += [Measure(f"prompt {length}", "prompt", {"ids": ids(length)}, rate(length)) for length in args.prompts]
-    for count in (8, MOST_STREAMS):
+    found = [PeerMeasure("decode", "decode", {"prompt": ids(PROMPT), "tokens": args.tokens}, rate(args.tokens))]
+    found += [PeerMeasure(f"prompt {length}", "prompt", {"ids": ids(length)}, rate(length)) for length in args.prompts]
+    for count in (8, MAX_STREAMS):
         prompts = [ids(PROMPT) for _ in range(count)]
-        found.append(Measure(f"x{count}", "streams", {"prompts": prompts, "tokens": args.tokens}, rate(count * args.tokens)))
+        found.append(PeerMeasure(f"x{count}", "streams", {"prompts": prompts, "tokens": args.tokens}, rate(count * args.tokens)))
     asked = {"context": ROWS_CONTEXT, "counts": list(ROW_COUNTS), "steps": 16}
-    return [*found, Measure("rows", "rows", asked, lambda answer: {n: answer[str(n)] / answer["1"] for n in ROW_COUNTS[1:]})]
+    return [*found, PeerMeasure("rows", "rows", asked, lambda answer: {n: answer[str(n)] / answer["1"] for n in ROW_COUNTS[1:]})]
 
 
-def _offers(engine: Engine, measure: Measure) -> bool:
+def _supports(engine: PeerEngine, measure: PeerMeasure) -> bool:
     """What is served is measured through the server alone; only two engines can verify rows of a request."""
     if measure.command == "streams":
         return engine.script != "foreword"
@@ -219,13 +219,13 @@ def _offers(engine: Engine, measure: Measure) -> bool:
     return engine.script != "served"
 
 
-def _measure(loaded: Sequence[Loaded], measures: Sequence[Measure], memory: Memory, rounds: int) -> list[float]:
+def _measure(loaded: Sequence[LoadedEngine], measures: Sequence[PeerMeasure], memory: MemoryReader, rounds: int) -> list[float]:
     """Fills in the rounds; returns the bandwidth of each. What a first call allocates is not counted."""
     bandwidths = []
-    plan = list(_plan(loaded, measures, rounds + 1))
-    for round_, measure, one in tracked(plan, "measuring", len(plan)):
+    plan = list(_schedule(loaded, measures, rounds + 1))
+    for round_, measure, one in track_progress(plan, "measuring", len(plan)):
         if len(bandwidths) == round_:
-            bandwidths.append(max(memory.read() for _ in range(3)))
+            bandwidths.append(max(memory.read_bandwidth() for _ in range(3)))
         answer = one.worker(measure.command, **measure.arguments)
         if round_ > 0:
             one.rounds[measure.name].append(measure.figure(answer))
@@ -234,20 +234,20 @@ def _measure(loaded: Sequence[Loaded], measures: Sequence[Measure], memory: Memo
     return bandwidths[1:]
 
 
-def _plan(loaded: Sequence[Loaded], measures: Sequence[Measure], rounds: int) -> Iterator[tuple[int, Measure, Loaded]]:
+def _schedule(loaded: Sequence[LoadedEngine], measures: Sequence[PeerMeasure], rounds: int) -> Iterator[tuple[int, PeerMeasure, LoadedEngine]]:
     by_name = {one.engine.name: one for one in loaded}
     for round_ in range(rounds):
         for measure in measures:
-            for name in rotated(list(by_name), round_):
-                if _offers(by_name[name].engine, measure):
+            for name in rotate(list(by_name), round_):
+                if _supports(by_name[name].engine, measure):
                     yield round_, measure, by_name[name]
 
 
-def _figures(one: Loaded, bandwidths: Sequence[float], facts: Mapping[str, Any]) -> dict[str, Any]:
+def _figures(one: LoadedEngine, bandwidths: Sequence[float], facts: Mapping[str, Any]) -> dict[str, Any]:
     """Medians; `facts` are Foreword's of the same weights."""
     served = one.engine.script == "served"
     figures: dict[str, Any] = {**one.facts, "peak_bytes": one.worker("peak") if served else one.worker.peak_bytes}
-    if one.engine.own:
+    if one.engine.is_foreword:
         figures["of_limit"] = figures["peak_bytes"] / (facts["weight_bytes"] + facts["kv_bytes"] + FIXED_BYTES)
     for name, values in one.rounds.items():
         figures[name] = _medians(values) if name == "rows" else statistics.median(values)
@@ -263,11 +263,11 @@ def _medians(values: Sequence[Mapping[int, float]]) -> dict[int, float]:
     return {count: statistics.median(value[count] for value in values) for count in values[0]}
 
 
-def _ratios(loaded: Mapping[str, Loaded]) -> dict[str, dict[str, float]]:
+def _ratios(loaded: Mapping[str, LoadedEngine]) -> dict[str, dict[str, float]]:
     """Foreword over each other engine, by measure: medians over rounds of figures of the same round."""
     result: dict[str, dict[str, float]] = {}
     for name, other in loaded.items():
-        if other.engine.own:
+        if other.engine.is_foreword:
             continue
         for measure, values in other.rounds.items():
             ours = loaded["foreword served" if measure.startswith("x") else "foreword"].rounds.get(measure)
@@ -282,11 +282,11 @@ def _show(title: str, figures: Mapping[str, Mapping[str, Any]], ratios: Mapping[
     short = [name.removeprefix("prompt ") for name in speeds]
     rows = [(name, *(_number(one.get(speed), "{:.1f}") for speed in speeds)) for name, one in figures.items()]
     rows += [(f"foreword / {name}", *(_number(of.get(speed), "{:.2f}x") for speed in speeds)) for name, of in ratios.items()]
-    show(f"{title}: tokens/s", ("engine", *short), rows)
+    print_table(f"{title}: tokens/s", ("engine", *short), rows)
     counts = ROW_COUNTS[1:]
     columns = ("engine", "of read", "of peak", *(f"{count} rows" for count in counts), "outside", "MB", "of limit")
     more = [(name, *_shares(one, counts)) for name, one in figures.items()]
-    show(f"{title}: shares, steps of several rows over one, memory", columns, more)
+    print_table(f"{title}: shares, steps of several rows over one, memory", columns, more)
 
 
 def _shares(one: Mapping[str, Any], counts: Sequence[int]) -> Iterator[str]:

@@ -12,20 +12,20 @@ from typing import Any
 from peers_worker import serve
 
 from foreword.config import Config
-from foreword.core.events import Tokens
+from foreword.core.events import TokenEvent
 from foreword.core.params import SamplingParams, Speculation
 from foreword.engine.local import LocalClient
-from foreword.prepare import prepare
-from foreword.text.prepare import Defaults, make_requests
+from foreword.prepare import prepare_checkpoint
+from foreword.text.prepare import SamplingDefaults, make_requests
 
 OFF = Speculation("off")
-MOST_ROWS = 16
+MAX_ROWS = 16
 ROWS_CONTEXT = 256
-UNCOUNTED = 2  # steps after a prompt, before the first draft is verified
+WARMUP_STEPS = 2  # steps after a prompt, before the first draft is verified
 VISITS = 4  # of each count of rows
 
 
-class Foreword:
+class ForewordPeer:
     """Drafts come from a recording that is wrong, so each step verifies as many rows as were asked for and emits one token."""
 
     def load(self, path: str, threads: int, tokens: int, streams: int, options: dict[str, Any]) -> dict[str, Any]:
@@ -41,11 +41,11 @@ class Foreword:
                 prefix_caching=False,
                 speculate="replay",
                 replay_file=recording.name,
-                num_speculative_tokens=MOST_ROWS - 1,
+                num_speculative_tokens=MAX_ROWS - 1,
                 **options,
             )
-            self.prepared = prepare(config)
-            self.client = LocalClient(self.prepared.config, self.prepared.unused_ids, self.prepared.tokenizer.vocabulary)
+            self.prepared = prepare_checkpoint(config)
+            self.client = LocalClient(self.prepared.config, self.prepared.never_sampled_ids, self.prepared.tokenizer.vocabulary)
         info = self.client.info
         return {"backend": info.backend, "weight_bytes": info.resolved.weight_bytes, "kv_bytes": info.resolved.kv_bytes}
 
@@ -76,13 +76,13 @@ class Foreword:
         seconds: dict[int, list[float]] = {count: [] for count in counts}
         for _ in range(VISITS):
             for count in counts:
-                seconds[count] += self._verified_steps(count, steps // VISITS + UNCOUNTED)[UNCOUNTED:]
+                seconds[count] += self._verified_steps(count, steps // VISITS + WARMUP_STEPS)[WARMUP_STEPS:]
         return {str(count): statistics.median(spans) for count, spans in seconds.items()}
 
     def _verified_steps(self, count: int, steps: int) -> list[float]:
         """Seconds of steps with `count` rows each."""
         how = Speculation("replay", count - 1) if count > 1 else OFF
-        request_id = self._submit([1] * ROWS_CONTEXT, MOST_ROWS * (steps + 2), how)
+        request_id = self._submit([1] * ROWS_CONTEXT, MAX_ROWS * (steps + 2), how)
         self._until_first()
         seconds = []
         for _ in range(steps):
@@ -96,12 +96,12 @@ class Foreword:
     def _submit(self, prompt: Sequence[int], tokens: int, speculation: Speculation = OFF) -> str:
         params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=tokens, speculation=speculation)
         limit = self.client.info.resolved.max_model_len
-        (request,) = make_requests(prompt, params, self.prepared.tokenizer, f"peer-{time.monotonic_ns()}", limit, Defaults(0))
+        (request,) = make_requests(prompt, params, self.prepared.tokenizer, f"peer-{time.monotonic_ns()}", limit, SamplingDefaults(0))
         self.client.submit(request)
         return request.id
 
     def _until_first(self) -> None:
-        while not any(isinstance(event, Tokens) and event.token_ids for event in self.client.step().events):
+        while not any(isinstance(event, TokenEvent) and event.token_ids for event in self.client.step().events):
             pass
 
     def _drain(self) -> None:
@@ -110,4 +110,4 @@ class Foreword:
 
 
 if __name__ == "__main__":
-    serve(Foreword())
+    serve(ForewordPeer())

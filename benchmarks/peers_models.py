@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
-__all__ = ["MODELS", "ModelShape", "write_checkpoint"]
+__all__ = ["MODELS", "PeerModelShape", "write_checkpoint"]
 
 EOS = "<|end|>"
 CONTEXT = 4096
@@ -26,7 +26,7 @@ GAIN = 0.8  # of a layer: what flows through 24 of them stays in the range of re
 
 
 @dataclass(frozen=True, slots=True)
-class ModelShape:
+class PeerModelShape:
     """A checkpoint to make: head dimension 64, the head tied to the embedding."""
 
     family: str
@@ -83,14 +83,14 @@ class ModelShape:
             yield f"{prefix}mlp.down_proj.weight", (self.hidden, self.intermediate)
 
 
-MODELS: Mapping[str, ModelShape] = {
-    "qwen2.5-0.5b": ModelShape("qwen2", 24, 896, 4864, 14, 2, 151936, 1e6, bias=True),
-    "llama-3.2-1b": ModelShape("llama", 16, 2048, 8192, 32, 8, 128256, 5e5, bias=False),
-    "tiny": ModelShape("qwen2", 2, 256, 512, 4, 2, 1024, 1e6, bias=True),
+MODELS: Mapping[str, PeerModelShape] = {
+    "qwen2.5-0.5b": PeerModelShape("qwen2", 24, 896, 4864, 14, 2, 151936, 1e6, bias=True),
+    "llama-3.2-1b": PeerModelShape("llama", 16, 2048, 8192, 32, 8, 128256, 5e5, bias=False),
+    "tiny": PeerModelShape("qwen2", 2, 256, 512, 4, 2, 1024, 1e6, bias=True),
 }
 
 
-def write_checkpoint(shape: ModelShape, folder: Path) -> None:
+def write_checkpoint(shape: PeerModelShape, folder: Path) -> None:
     """safetensors in bfloat16, config and tokenizer; does nothing if they are there."""
     if (folder / "model.safetensors").exists():
         return

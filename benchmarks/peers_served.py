@@ -16,7 +16,7 @@ from foreword.cli.server_process import ServerProcess
 from foreword.config import Config
 
 
-class Served:
+class ServedPeer:
     """Streamed completions of token ids, greedy, without speculation and prefix cache. The server ends with `stack`."""
 
     def __init__(self, stack: ExitStack) -> None:
@@ -63,4 +63,4 @@ async def _stream(http: httpx.AsyncClient, prompt: list[int], tokens: int) -> No
 
 if __name__ == "__main__":
     with ExitStack() as stack:
-        serve(Served(stack))
+        serve(ServedPeer(stack))

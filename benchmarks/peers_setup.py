@@ -16,8 +16,8 @@ __all__ = ["TO_GGUF", "convert", "make_environment", "make_files"]
 TO_GGUF, TO_OPENVINO = (Path(__file__).with_name(f"peers_to_{name}.py") for name in ("gguf", "openvino"))
 PACKAGES = ("llama-cpp-python", "openvino-genai", "openvino-tokenizers", "nncf", "gguf", "transformers", "numpy")
 # ggml's products on AMX end in a segmentation fault when gcc 12 compiles them (ldtilecfg); everything else is native.
-WITHOUT_AMX = "-mno-amx-tile -mno-amx-int8 -mno-amx-bf16"
-GGUF_KINDS = ("q8_0", "q4_0", "q4_k_m")
+NO_AMX_FLAGS = "-mno-amx-tile -mno-amx-int8 -mno-amx-bf16"
+GGUF_TYPES = ("q8_0", "q4_0", "q4_k_m")
 
 
 def make_environment(folder: Path) -> str:
@@ -26,7 +26,7 @@ def make_environment(folder: Path) -> str:
     done = folder / "installed"
     if not done.exists():
         subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
-        flags = {"CFLAGS": WITHOUT_AMX, "CXXFLAGS": WITHOUT_AMX} if platform.machine() == "x86_64" else {}
+        flags = {"CFLAGS": NO_AMX_FLAGS, "CXXFLAGS": NO_AMX_FLAGS} if platform.machine() == "x86_64" else {}
         packages = [*PACKAGES, f"torch=={torch.__version__}"]
         subprocess.run([python, "-m", "pip", "install", "--quiet", *packages], check=True, env={**os.environ, **flags})
         done.touch()
@@ -38,7 +38,7 @@ def make_files(python: str, name: str, folder: Path) -> None:
     write_checkpoint(MODELS[name], folder)
     bf16, f16 = folder / "bf16.gguf", folder / "f16.gguf"
     convert(python, TO_GGUF, "gguf", folder, bf16)
-    for kind in GGUF_KINDS:
+    for kind in GGUF_TYPES:
         convert(python, TO_GGUF, "quantize", bf16, folder / f"{kind}.gguf", kind)
     fp16 = folder / "openvino-fp16"
     if not fp16.exists():

@@ -59,7 +59,7 @@ def gguf_name(name: str) -> str:
     return f"blk.{layer}.{LAYER_NAMES[module]}.{kind}"
 
 
-def rotated_in_pairs(bits: np.ndarray, heads: int) -> np.ndarray:
+def permute_for_rope(bits: np.ndarray, heads: int) -> np.ndarray:
     """Rows of q and k as llama.cpp's `llama` rotates them: neighbours instead of halves."""
     return bits.reshape(heads, 2, -1, *bits.shape[1:]).swapaxes(1, 2).reshape(bits.shape)
 
@@ -74,7 +74,7 @@ def to_gguf(checkpoint: Path, out: Path) -> None:
         target = gguf_name(name)
         part = target.split(".")[-2]
         if config["model_type"] == "llama" and part in heads:
-            bits = rotated_in_pairs(bits, heads[part])
+            bits = permute_for_rope(bits, heads[part])
         if bits.ndim == 1:
             writer.add_tensor(target, as_float32(bits))
         else:

@@ -31,14 +31,14 @@ from pathlib import Path
 import httpx
 from PIL import Image
 
-from foreword.cli.bench_common import show, show_json
+from foreword.cli.bench_common import print_table, print_json
 from foreword.cli.server_process import ServerProcess
 from foreword.config import Config, parse_bytes
 from tests.vision_checkpoints import write_vision_checkpoint
 
 MIB = 1 << 20
-SIDE, PATCH, LONGEST = 336, 28, 65_536
-PATIENCE_S = 120.0
+SIDE, PATCH, MAX_MODEL_LEN = 336, 28, 65_536
+TIMEOUT_S = 120.0
 SETTLE_S = 2.0
 CHAT = "/v1/chat/completions"
 
@@ -96,24 +96,24 @@ def _rss(pid: int) -> float:
     return int(match[1]) / 1024 if match else 0.0
 
 
-async def _waiting(server: ServerProcess, bodies: list[bytes], expected: int) -> tuple[dict[str, float], Clients]:
+async def _measure_waiting(server: ServerProcess, bodies: list[bytes], expected: int) -> tuple[dict[str, float], Clients]:
     """Memory when all have asked; afterwards nobody is there any more."""
     clients = Clients(server.url, bodies)
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=server.url, timeout=None, limits=limits) as http:
         tasks = [asyncio.create_task(clients.ask(http, body)) for body in bodies]
-        deadline = time.monotonic() + PATIENCE_S
-        while (await _open(http)) < expected and time.monotonic() < deadline:
+        deadline = time.monotonic() + TIMEOUT_S
+        while (await _num_open(http)) < expected and time.monotonic() < deadline:
             await asyncio.sleep(0.2)
         await asyncio.sleep(SETTLE_S)
-        found = _memory(server.pid) | {"open": await _open(http)}
+        found = _memory(server.pid) | {"open": await _num_open(http)}
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
     return found, clients
 
 
-async def _open(http: httpx.AsyncClient) -> float:
+async def _num_open(http: httpx.AsyncClient) -> float:
     """Requests that run or wait."""
     text = (await http.get("/metrics")).text
     return sum(float(value) for value in re.findall(r"^foreword_requests_(?:running|waiting) (\S+)$", text, re.MULTILINE))
@@ -130,27 +130,27 @@ def main(arguments: list[str] | None = None) -> int:
     each = 3 * SIDE * SIDE
     expected = min(args.requests, limit // each)
     with tempfile.TemporaryDirectory() as folder:
-        sizes = {"vision_config": {"image_size": SIDE, "patch_size": PATCH}, "text_config": {"max_position_embeddings": LONGEST}}
+        sizes = {"vision_config": {"image_size": SIDE, "patch_size": PATCH}, "text_config": {"max_position_embeddings": MAX_MODEL_LEN}}
         path = write_vision_checkpoint(Path(folder) / "model", "llava", **sizes)
         options = Config(
-            model=str(path), max_num_seqs=1, image_memory=args.image_memory, max_model_len=LONGEST, on_runaway="warn"
+            model=str(path), max_num_seqs=1, image_memory=args.image_memory, max_model_len=MAX_MODEL_LEN, on_runaway="warn"
         )
         with ServerProcess(options, ["--queue-timeout", "0", "--max-body-mb", "64"]) as server:
             bodies = [_body(args.side) for _ in range(args.requests)]
-            asyncio.run(_waiting(server, bodies[:2], 2))
+            asyncio.run(_measure_waiting(server, bodies[:2], 2))
             time.sleep(SETTLE_S)
             before = _memory(server.pid)
-            waiting, clients = asyncio.run(_waiting(server, bodies, expected))
+            waiting, clients = asyncio.run(_measure_waiting(server, bodies, expected))
             time.sleep(SETTLE_S)
             after = _memory(server.pid)
     moments = {"before": before, "waiting": waiting, "after": after}
     rows = [(name, *(f"{one[key]:.0f}" for key in ("server", "engine", "all"))) for name, one in moments.items()]
     size = len(bodies[0]) / MIB
     title = f"{args.requests} requests of {size:.1f} MiB, each with a picture of {each / MIB:.2f} MiB"
-    show(title, ("MiB", "server", "engine", "all"), rows)
+    print_table(title, ("MiB", "server", "engine", "all"), rows)
     grown, allowed = waiting["all"] - before["all"], 2 * limit / MIB + args.slack
     figures = {"requests": args.requests, "open": waiting["open"], "statuses": dict(clients.statuses), "body_mib": size}
-    show_json({"bench": "picture_memory", **figures, **moments, "grown_mib": grown, "allowed_mib": allowed})
+    print_json({"bench": "picture_memory", **figures, **moments, "grown_mib": grown, "allowed_mib": allowed})
     return int(grown > allowed or waiting["open"] > expected)
 
 

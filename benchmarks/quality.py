@@ -26,11 +26,11 @@ from torch import Tensor
 from benchmarks.peers_models import MODELS, write_checkpoint
 from foreword import demo
 from foreword.cache.storage import KVStorage
-from foreword.cli.bench_common import show, show_json
-from foreword.cli.terminal import tracked
+from foreword.cli.bench_common import print_table, print_json
+from foreword.cli.terminal import track_progress
 from foreword.core.batch import Chunk, build_batch
 from foreword.kernels.ops import Ops
-from foreword.kernels.registry import select
+from foreword.kernels.registry import select_backend
 from foreword.models.base import Precision
 from foreword.models.loader import load_model
 from training import corpus
@@ -40,7 +40,7 @@ RANDOM_TOKENS, SCORED_TOKENS = 128, 64
 
 
 @dataclass(frozen=True, slots=True)
-class Mode:
+class QualityMode:
     """How a checkpoint is held; file: a GGUF file beside it."""
 
     name: str
@@ -49,20 +49,20 @@ class Mode:
     file: str = ""
 
 
-EXACT = Mode("float32", Precision.of("float32"), "float32")
-BFLOAT16 = Precision.of("bfloat16")
+FLOAT32_MODE = QualityMode("float32", Precision.from_dtypes("float32"), "float32")
+BFLOAT16 = Precision.from_dtypes("bfloat16")
 MODES = (
-    EXACT,
-    Mode("bfloat16", BFLOAT16),
-    Mode("bfloat16, int8 KV", BFLOAT16, "int8"),
-    Mode("int8", Precision.of("bfloat16", quantization="int8")),
-    Mode("int8, int8 KV", Precision.of("bfloat16", quantization="int8"), "int8"),
-    Mode("int4", Precision.of("bfloat16", quantization="int4")),
+    FLOAT32_MODE,
+    QualityMode("bfloat16", BFLOAT16),
+    QualityMode("bfloat16, int8 KV", BFLOAT16, "int8"),
+    QualityMode("int8", Precision.from_dtypes("bfloat16", quantization="int8")),
+    QualityMode("int8, int8 KV", Precision.from_dtypes("bfloat16", quantization="int8"), "int8"),
+    QualityMode("int4", Precision.from_dtypes("bfloat16", quantization="int4")),
 )
 
 
 @dataclass(frozen=True, slots=True)
-class Document:
+class ScoredDocument:
     """Tokens, of which the last `num_scored` are scored."""
 
     ids: Sequence[int]
@@ -71,10 +71,10 @@ class Document:
 
 def main() -> int:
     args = _parse()
-    ops = select("cpu", False, torch.get_num_threads(), args.cpu_isa)
+    ops = select_backend("cpu", False, torch.get_num_threads(), args.cpu_isa)
     documents = list(_answers(args.samples))
     with torch.inference_mode():
-        perplexity = {mode.name: _perplexity(ops, mode, documents) for mode in tracked(MODES, "the demo", len(MODES))}
+        perplexity = {mode.name: _perplexity(ops, mode, documents) for mode in track_progress(MODES, "the demo", len(MODES))}
         write_checkpoint(MODELS[args.model], args.files / args.model)
         errors = _logit_errors(ops, args.files / args.model, MODELS[args.model].vocab)
     _show(args, ops.name, perplexity, errors, sum(document.num_scored for document in documents))
@@ -90,7 +90,7 @@ def _parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _answers(count: int) -> Iterator[Document]:
+def _answers(count: int) -> Iterator[ScoredDocument]:
     """Held-out exchanges as the chat template writes them."""
     tokenizer = Tokenizer.from_file(str(demo.MODEL / "tokenizer.json"))
     for kind in corpus.KINDS:
@@ -98,22 +98,22 @@ def _answers(count: int) -> Iterator[Document]:
             prompt = f"{corpus.USER}{sample.prompt}{corpus.END}{corpus.ASSISTANT}" if sample.chat else sample.prompt
             before = tokenizer.encode(prompt, add_special_tokens=False).ids
             answer = tokenizer.encode(sample.answer + corpus.END, add_special_tokens=False).ids
-            yield Document(before + answer, len(answer))
+            yield ScoredDocument(before + answer, len(answer))
 
 
-def _logits(ops: Ops, path: Path, mode: Mode, documents: Sequence[Document]) -> Iterator[Tensor]:
+def _logits(ops: Ops, path: Path, mode: QualityMode, documents: Sequence[ScoredDocument]) -> Iterator[Tensor]:
     """float32 [num_scored, V] of each document: what stands before each scored token says of it."""
     longest = max(len(document.ids) for document in documents)
     model = load_model(path, ops, mode.precision, "cpu", longest)
     num_blocks = -(-longest // BLOCK_SIZE)
-    storage = KVStorage(num_blocks, BLOCK_SIZE, model.kv_layers, mode.kv_dtype)
-    forward = model.compiled(storage)
+    storage = KVStorage(num_blocks, BLOCK_SIZE, model.kv_layer_shapes, mode.kv_dtype)
+    forward = model.compile_logits(storage)
     for document in documents:
         chunk = Chunk(document.ids[:-1], 0, range(1, num_blocks + 1), document.num_scored)
         yield forward(build_batch([chunk], BLOCK_SIZE, ops.row_tile, "cpu")).clone()
 
 
-def _perplexity(ops: Ops, mode: Mode, documents: Sequence[Document]) -> float:
+def _perplexity(ops: Ops, mode: QualityMode, documents: Sequence[ScoredDocument]) -> float:
     """exp of the mean negative log-likelihood over all scored tokens."""
     total = 0.0
     for document, logits in zip(documents, _logits(ops, demo.MODEL, mode, documents), strict=True):
@@ -125,13 +125,13 @@ def _perplexity(ops: Ops, mode: Mode, documents: Sequence[Document]) -> float:
 def _logit_errors(ops: Ops, folder: Path, vocab: int) -> dict[str, dict[str, float]]:
     """By mode, against float32."""
     ids = torch.randint(vocab - 1, (RANDOM_TOKENS + 1,), generator=torch.Generator().manual_seed(0)).tolist()
-    document = Document(ids, SCORED_TOKENS)
-    files = [Mode(path.stem, BFLOAT16, file=path.name) for path in sorted(folder.glob("*.gguf"))]
+    document = ScoredDocument(ids, SCORED_TOKENS)
+    files = [QualityMode(path.stem, BFLOAT16, file=path.name) for path in sorted(folder.glob("*.gguf"))]
     modes = [*MODES, *files]
     errors: dict[str, dict[str, float]] = {}
-    for mode in tracked(modes, "a random model", len(modes)):
+    for mode in track_progress(modes, "a random model", len(modes)):
         (logits,) = _logits(ops, folder / mode.file, mode, [document])
-        if mode is EXACT:
+        if mode is FLOAT32_MODE:
             exact = logits.double()
         else:
             errors[mode.name] = _error(logits.double(), exact)
@@ -154,12 +154,12 @@ def _show(
 ) -> None:
     base = perplexity["bfloat16"]
     rows = [(name, f"{value:.4f}", f"{value / base - 1:+.2%}") for name, value in perplexity.items()]
-    show(f"perplexity of the demo, {tokens} tokens of held-out answers", ("weights", "perplexity", "against bfloat16"), rows)
+    print_table(f"perplexity of the demo, {tokens} tokens of held-out answers", ("weights", "perplexity", "against bfloat16"), rows)
     columns = ("weights", "error of logits", "same token", "KL, nats")
     lines = [(name, f"{of['relative_rms']:.2%}", f"{of['same_token']:.0%}", f"{of['kl']:.1e}") for name, of in errors.items()]
-    show(f"a random model of the shape of {args.model}, against float32", columns, lines)
+    print_table(f"a random model of the shape of {args.model}, against float32", columns, lines)
     regime: dict[str, Any] = {"backend": backend, "samples": args.samples, "tokens": tokens, "model": args.model}
-    show_json({"bench": "quality", **regime, "perplexity": perplexity, "logits": errors})
+    print_json({"bench": "quality", **regime, "perplexity": perplexity, "logits": errors})
 
 
 if __name__ == "__main__":

@@ -7,14 +7,14 @@ import json
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
-__all__ = ["Broken", "Connection", "Reply"]
+__all__ = ["ConnectionBroken", "RawConnection", "RawResponse"]
 
 
-class Broken(Exception):
+class ConnectionBroken(Exception):
     """The server closed the connection, or sent what is no response."""
 
 
-class Reply:
+class RawResponse:
     """A response whose body is still to come.
 
     headers  names in small letters
@@ -25,7 +25,7 @@ class Reply:
         self.status = status
         self.headers = headers
 
-    async def pieces(self) -> AsyncIterator[bytes]:
+    async def iter_body(self) -> AsyncIterator[bytes]:
         """The body as it comes, to its end."""
         if "chunked" not in self.headers.get("transfer-encoding", ""):
             yield await self._reader.readexactly(int(self.headers.get("content-length", "0")))
@@ -35,10 +35,10 @@ class Reply:
         await self._reader.readline()
 
     async def body(self) -> bytes:
-        return b"".join([piece async for piece in self.pieces()])
+        return b"".join([piece async for piece in self.iter_body()])
 
 
-class Connection:
+class RawConnection:
     """One connection, kept open from one request to the next; opened again where the server or a cancellation ended it.
 
     Raises Broken, and OSError where nobody listens.
@@ -48,16 +48,16 @@ class Connection:
         self._host, self._port = host, port
         self._open: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
-    async def ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Reply:
+    async def request(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> RawResponse:
         """Send a request and read the head of its response. The body of the one before must have been read."""
         content = b"" if body is None else json.dumps(body).encode()
         head = f"{method} {path} HTTP/1.1\r\nHost: {self._host}\r\nContent-Type: application/json\r\n"
         try:
             reader, writer = await self._connected()
             writer.write(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
-            return Reply(reader, *_parsed(await reader.readuntil(b"\r\n\r\n")))
+            return RawResponse(reader, *_parsed(await reader.readuntil(b"\r\n\r\n")))
         except (asyncio.IncompleteReadError, ConnectionError, ValueError) as error:
-            raise Broken(f"{type(error).__name__}: {error}") from None
+            raise ConnectionBroken(f"{type(error).__name__}: {error}") from None
 
     def close(self) -> None:
         """What is still to come is not waited for."""

@@ -20,16 +20,16 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from foreword.cli.bench_common import show, show_json
+from foreword.cli.bench_common import print_table, print_json
 from foreword.core.params import SamplingParams
 from foreword.core.request import Request, RequestState
-from foreword.core.runaway import SCALES, RunawayGuard
+from foreword.core.runaway import PATTERN_LIMITS, RepetitionDetector
 from foreword.demo import MODEL
 from foreword.text.tokenizer import Tokenizer
 from tests.fakes import byte_tokenizer
 from tests.repetitive import sample
 
-ENOUGH = SCALES[0][1]
+MIN_REPEATING_TOKENS = PATTERN_LIMITS[0][1]
 BURST = 8
 
 
@@ -39,29 +39,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--samples", type=int, default=2000)
     parser.add_argument("--tokens", type=int, default=200_000)
     args = parser.parse_args(arguments)
-    costs = {name: _costs(tokens) for name, tokens in _streams(args.tokens).items()}
-    show(
+    costs = {name: _detector_costs(tokens) for name, tokens in _streams(args.tokens).items()}
+    print_table(
         "nanoseconds a token", ("tokens", "one by one", f"in bursts of {BURST}", "request, guarded", "request, off"), _rows(costs)
     )
     tokenizers = {"demo": Tokenizer.from_directory(MODEL), "bytes": byte_tokenizer()}
     tokenizers |= {Path(path).name: Tokenizer.from_directory(path) for path in args.tokenizer}
-    alarms = {name: _alarms(tokenizer, args.samples) for name, tokenizer in tokenizers.items()}
-    show(f"alarms on {args.samples} texts", ("tokenizer", "alarms", "kinds"), [_alarm_row(*item) for item in alarms.items()])
-    late = {pattern: _delay(pattern) for pattern in range(1, SCALES[-1][0] + 1)}
-    worst = [max(late[p] for p in late if p <= longest) for longest, _ in SCALES]
-    rows = [(str(longest), str(delay)) for (longest, _), delay in zip(SCALES, worst, strict=True)]
-    show("repeating tokens with which a loop is found", ("patterns up to", "at most"), rows)
-    show_json({"nanoseconds": costs, "alarms": {name: dict(found) for name, found in alarms.items()}, "worst_delay": worst})
-    on_time = all(delay <= enough for delay, (_, enough) in zip(worst, SCALES, strict=True))
+    alarms = {name: _false_positives(tokenizer, args.samples) for name, tokenizer in tokenizers.items()}
+    print_table(f"alarms on {args.samples} texts", ("tokenizer", "alarms", "kinds"), [_alarm_row(*item) for item in alarms.items()])
+    late = {pattern: _detection_delay(pattern) for pattern in range(1, PATTERN_LIMITS[-1][0] + 1)}
+    worst = [max(late[p] for p in late if p <= longest) for longest, _ in PATTERN_LIMITS]
+    rows = [(str(longest), str(delay)) for (longest, _), delay in zip(PATTERN_LIMITS, worst, strict=True)]
+    print_table("repeating tokens with which a loop is found", ("patterns up to", "at most"), rows)
+    print_json({"nanoseconds": costs, "alarms": {name: dict(found) for name, found in alarms.items()}, "worst_delay": worst})
+    on_time = all(delay <= enough for delay, (_, enough) in zip(worst, PATTERN_LIMITS, strict=True))
     return 0 if on_time and not any(alarms.values()) else 1
 
 
 def _streams(count: int) -> dict[str, list[int]]:
     """None of them is a runaway."""
     chance = random.Random(1)
-    block = [*[7] * ENOUGH, 8]
+    block = [*[7] * MIN_REPEATING_TOKENS, 8]
     broken = [token + 2 * start for start in range(count // len(block)) for token in block]
-    lengths = [[1000 * p + i % p for i in range(p + ENOUGH - 1)] for p in range(1, 129)]
+    lengths = [[1000 * p + i % p for i in range(p + MIN_REPEATING_TOKENS - 1)] for p in range(1, 129)]
     patterns = [token for loop in lengths for token in loop]
     return {
         "chance": [chance.randrange(150_000) for _ in range(count)],
@@ -71,58 +71,58 @@ def _streams(count: int) -> dict[str, list[int]]:
     }
 
 
-def _costs(tokens: Sequence[int]) -> tuple[float, float, float, float]:
+def _detector_costs(tokens: Sequence[int]) -> tuple[float, float, float, float]:
     singles = [(token,) for token in tokens]
     bursts = [tuple(tokens[i : i + BURST]) for i in range(0, len(tokens), BURST)]
     return (
-        _timed(_guarding(), singles, len(tokens)),
-        _timed(_guarding(), bursts, len(tokens)),
-        _timed(_following("warn", len(tokens)), singles, len(tokens)),
-        _timed(_following("off", len(tokens)), singles, len(tokens)),
+        _time(_time_detector(), singles, len(tokens)),
+        _time(_time_detector(), bursts, len(tokens)),
+        _time(_time_counts("warn", len(tokens)), singles, len(tokens)),
+        _time(_time_counts("off", len(tokens)), singles, len(tokens)),
     )
 
 
-def _guarding() -> Callable[[Sequence[int]], None]:
-    guard = RunawayGuard()
+def _time_detector() -> Callable[[Sequence[int]], None]:
+    guard = RepetitionDetector()
 
     def take(run: Sequence[int]) -> None:
-        assert guard.find(run) is None
+        assert guard.peek(run) is None
         guard.feed(run)
 
     return take
 
 
-def _following(mode: str, count: int) -> Callable[[Sequence[int]], None]:
+def _time_counts(mode: str, count: int) -> Callable[[Sequence[int]], None]:
     params = SamplingParams(on_runaway=mode)
     state = RequestState(Request("bench", (1,), params, 0), 0, count + 2)
 
     def take(run: Sequence[int]) -> None:
-        state.append(run[: state.ending(run).kept])
+        state.append(run[: state.check_finish(run).num_kept])
 
     return take
 
 
-def _timed(take: Callable[[Sequence[int]], None], runs: Iterable[Sequence[int]], count: int) -> float:
+def _time(take: Callable[[Sequence[int]], None], runs: Iterable[Sequence[int]], count: int) -> float:
     began = time.perf_counter()
     for run in runs:
         take(run)
     return (time.perf_counter() - began) / count * 1e9
 
 
-def _alarms(tokenizer: Tokenizer, count: int) -> Counter[str]:
+def _false_positives(tokenizer: Tokenizer, count: int) -> Counter[str]:
     """How many texts of each kind are taken for runaways."""
     found: Counter[str] = Counter()
     for number in range(count):
         kind, text = sample(number)
-        found[kind] += RunawayGuard().feed(tokenizer.encode(text, add_special_tokens=False)) is not None
+        found[kind] += RepetitionDetector().feed(tokenizer.encode(text, add_special_tokens=False)) is not None
     return +found
 
 
-def _delay(pattern: int) -> int:
+def _detection_delay(pattern: int) -> int:
     """Repeating tokens up to the one with which a loop of this length is found, behind a preamble of other tokens."""
     preamble = range(10_000, 10_000 + pattern)
-    found = RunawayGuard().feed([*preamble, *(i % pattern for i in range(SCALES[-1][0] + SCALES[-1][1]))])
-    assert found is not None and found.pattern == pattern
+    found = RepetitionDetector().feed([*preamble, *(i % pattern for i in range(PATTERN_LIMITS[-1][0] + PATTERN_LIMITS[-1][1]))])
+    assert found is not None and found.pattern_len == pattern
     return found.num_tokens - len(preamble) - pattern
 
 

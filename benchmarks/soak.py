@@ -29,28 +29,28 @@ from typing import Any
 
 import httpx
 
-from foreword.cli.bench_common import show, show_json, with_all_drafters
-from foreword.cli.bench_speculate_prompts import MIXED, Room, Script, script_of
-from foreword.cli.bench_speculate_remote import RemoteTarget, converse, tallies_since
-from foreword.cli.bench_speculate_round import AUTO, OFF, Call, Mode
+from foreword.cli.bench_common import print_table, print_json, with_all_drafters
+from foreword.cli.bench_speculate_prompts import MIXED, PromptBudget, Conversation, make_conversation
+from foreword.cli.bench_speculate_remote import RemoteTarget, run_conversation, draft_stats_since
+from foreword.cli.bench_speculate_round import AUTO, OFF, RequestResult, Mode
 from foreword.cli.bench_speculate_texts import library_functions
 from foreword.cli.options import ENGINE_GROUPS, add_config_options, read_config
 from foreword.cli.server_process import ServerProcess
 from foreword.cli.terminal import loading_bar
 from foreword.config import Config
 from foreword.core.params import Speculation
-from foreword.metrics.tally import DraftTally
+from foreword.metrics.tally import SpecDecodeStats
 
-SHORT = Mode("at most two", speculation=Speculation(max_tokens=2))
-SAMPLED = 0.8  # temperature of every other request
-PATIENCE_S = 0.3  # of a client that goes away in the middle
+SHORT_MODE = Mode("at most two", speculation=Speculation(max_tokens=2))
+SAMPLED_SHARE = 0.8  # temperature of every other request
+DISCONNECT_AFTER_S = 0.3  # of a client that goes away in the middle
 READINGS = 60  # of memory and counts, over the whole time
 GROWTH = 1.03  # memory of the last third over that of the second, at most
 DECAY = 0.9  # acceptance of the last third over that of the first, at least
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class SoakReading:
     """Of the server, at one moment: bytes resident in all its processes, tokens drafted and accepted since it started."""
 
     memory_bytes: int
@@ -59,19 +59,19 @@ class Reading:
 
 
 @dataclass(slots=True)
-class Findings:
+class SoakFindings:
     """What clients saw. different: numbers of scripts whose twin has other tokens."""
 
     answered: int = 0
     tokens: int = 0
-    left: int = 0
+    disconnected: int = 0
     compared: int = 0
     errors: Counter[str] = field(default_factory=Counter)
     different: list[int] = field(default_factory=list)
-    readings: list[Reading] = field(default_factory=list)
+    readings: list[SoakReading] = field(default_factory=list)
 
 
-class Traffic:
+class SoakTraffic:
     """Clients of the server under test, and one of its twin."""
 
     def __init__(self, tested: ServerProcess, twin: ServerProcess, args: argparse.Namespace) -> None:
@@ -79,16 +79,16 @@ class Traffic:
         self.target = RemoteTarget(tested.url, None)
         self.tested_url, self.twin_url = tested.url, twin.url
         self.args = args
-        self.found = Findings()
-        room = Room.of(
-            min(self.target.reach, args.context),
+        self.findings = SoakFindings()
+        room = PromptBudget.from_context(
+            min(self.target.max_len, args.context),
             args.max_tokens,
             self.target.count,
             self.target.plain_ids(),
             library_functions(),
         )
         self._work = _endless(room)
-        self._twins: asyncio.Queue[tuple[int, Script, list[Call]]] = asyncio.Queue(maxsize=2)
+        self._twins: asyncio.Queue[tuple[int, Conversation, list[RequestResult]]] = asyncio.Queue(maxsize=2)
         self._ends = 0.0
 
     async def run(self) -> None:
@@ -109,7 +109,7 @@ class Traffic:
     async def _client(self, http: httpx.AsyncClient) -> None:
         while time.monotonic() < self._ends:
             number, script, mode = next(self._work)
-            asking = converse(http, self.target.model, number, script, mode)
+            asking = run_conversation(http, self.target.model, number, script, mode)
             if number % 20 == 19:
                 await self._leave(asking)
             else:
@@ -117,48 +117,48 @@ class Traffic:
 
     async def _leave(self, asking: Any) -> None:
         try:
-            await asyncio.wait_for(asking, PATIENCE_S)
+            await asyncio.wait_for(asking, DISCONNECT_AFTER_S)
         except TimeoutError:
-            self.found.left += 1
+            self.findings.disconnected += 1
 
-    def _note(self, number: int, script: Script, calls: list[Call]) -> None:
-        self.found.answered += len(calls)
-        self.found.tokens += sum(call.num_tokens for call in calls)
-        self.found.errors.update(call.error for call in calls if call.error is not None)
+    def _note(self, number: int, script: Conversation, calls: list[RequestResult]) -> None:
+        self.findings.answered += len(calls)
+        self.findings.tokens += sum(call.num_tokens for call in calls)
+        self.findings.errors.update(call.error for call in calls if call.error is not None)
         if not self._twins.full() and Random(number).random() < self.args.twins:
             self._twins.put_nowait((number, script, calls))
 
     async def _compare(self, http: httpx.AsyncClient) -> None:
         while True:
             number, script, calls = await self._twins.get()
-            alone = await converse(http, self.target.model, number, script, OFF)
-            self.found.compared += 1
+            alone = await run_conversation(http, self.target.model, number, script, OFF)
+            self.findings.compared += 1
             if [call.output for call in alone] != [call.output for call in calls]:
-                self.found.different.append(number)
+                self.findings.different.append(number)
             self._twins.task_done()
 
     async def _read(self) -> None:
         """Memory and counts, evenly over the time."""
-        before = await asyncio.to_thread(self.target.counts)
+        before = await asyncio.to_thread(self.target.read_counters)
         for _ in range(READINGS):
             await asyncio.sleep(60 * self.args.minutes / READINGS)
-            tallies = tallies_since(before, await asyncio.to_thread(self.target.counts))
-            self.found.readings.append(_reading(resident_bytes(self.pid), tallies.values()))
+            tallies = draft_stats_since(before, await asyncio.to_thread(self.target.read_counters))
+            self.findings.readings.append(_make_reading(resident_bytes(self.pid), tallies.values()))
 
 
-def _endless(room: Room) -> Iterator[tuple[int, Script, Mode]]:
+def _endless(room: PromptBudget) -> Iterator[tuple[int, Conversation, Mode]]:
     number = 0
     while True:
-        script = script_of(MIXED, number, room)
+        script = make_conversation(MIXED, number, room)
         if number % 2 and script.temperature == 0:
-            script = replace(script, temperature=SAMPLED)
-        yield number, script, {8: OFF, 9: SHORT}.get(number % 10, AUTO)
+            script = replace(script, temperature=SAMPLED_SHARE)
+        yield number, script, {8: OFF, 9: SHORT_MODE}.get(number % 10, AUTO)
         number += 1
 
 
-def _reading(memory_bytes: int, tallies: Any) -> Reading:
-    totals: Sequence[DraftTally] = list(tallies)
-    return Reading(memory_bytes, sum(tally.drafted for tally in totals), sum(tally.accepted for tally in totals))
+def _make_reading(memory_bytes: int, tallies: Any) -> SoakReading:
+    totals: Sequence[SpecDecodeStats] = list(tallies)
+    return SoakReading(memory_bytes, sum(tally.num_drafted for tally in totals), sum(tally.num_accepted for tally in totals))
 
 
 def resident_bytes(pid: int) -> int:
@@ -177,16 +177,16 @@ def main() -> int:
     tested = replace(config, port=0, kv_cache_memory=config.kv_cache_memory or "4000tokens", suffix_corpus_memory=args.corpus)
     alone = replace(config, port=0, speculate="off", draft_model=None)
     with ServerProcess(tested) as server, ServerProcess(_same_context(alone, server)) as twin:
-        traffic = Traffic(server, twin, args)
+        traffic = SoakTraffic(server, twin, args)
         with loading_bar(f"{args.minutes:g} minutes of traffic"):
             asyncio.run(traffic.run())
-        counts = traffic.target.counts()
-    return _report(args, traffic.found, int(counts.get(("preemptions_total", "", ""), 0)))
+        counts = traffic.target.read_counters()
+    return _report(args, traffic.findings, int(counts.get(("preemptions_total", "", ""), 0)))
 
 
 def _same_context(config: Config, server: ServerProcess) -> Config:
     """A small cache may have shortened the context, and where it ends an answer does."""
-    return replace(config, max_model_len=RemoteTarget(server.url, None).reach)
+    return replace(config, max_model_len=RemoteTarget(server.url, None).max_len)
 
 
 def _parse() -> argparse.Namespace:
@@ -201,17 +201,17 @@ def _parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def verdicts(found: Findings) -> dict[str, tuple[bool, str]]:
+def verdicts(findings: SoakFindings) -> dict[str, tuple[bool, str]]:
     """What was demanded: whether it holds, and by which figure."""
-    growth, decay = memory_growth(found.readings), acceptance_change(found.readings)
+    growth, decay = memory_growth(findings.readings), acceptance_change(findings.readings)
     return {
         "all answered": (
-            not found.errors and found.answered > 0,
-            f"{found.answered} answers, {sum(found.errors.values())} errors",
+            not findings.errors and findings.answered > 0,
+            f"{findings.answered} answers, {sum(findings.errors.values())} errors",
         ),
         "no other token": (
-            not found.different and found.compared > 0,
-            f"{len(found.different)} of {found.compared} twins differ",
+            not findings.different and findings.compared > 0,
+            f"{len(findings.different)} of {findings.compared} twins differ",
         ),
         "memory flat": (growth is not None and growth <= GROWTH, "too short" if growth is None else f"{growth:.3f}x"),
         "acceptance not decaying": (
@@ -221,7 +221,7 @@ def verdicts(found: Findings) -> dict[str, tuple[bool, str]]:
     }
 
 
-def memory_growth(readings: Sequence[Reading]) -> float | None:
+def memory_growth(readings: Sequence[SoakReading]) -> float | None:
     """The last third over the second; in the first one caches fill."""
     third = len(readings) // 3
     if not third:
@@ -232,49 +232,49 @@ def memory_growth(readings: Sequence[Reading]) -> float | None:
     return last / second if second else None
 
 
-def acceptance_change(readings: Sequence[Reading]) -> float | None:
+def acceptance_change(readings: Sequence[SoakReading]) -> float | None:
     """Acceptance in the last third over that in the first."""
     third = len(readings) // 3
     if not third:
         return None
-    first = _acceptance(Reading(0, 0, 0), readings[third - 1])
+    first = _acceptance(SoakReading(0, 0, 0), readings[third - 1])
     last = _acceptance(readings[-third - 1], readings[-1])
     return last / first if first and last is not None else None
 
 
-def _acceptance(before: Reading, after: Reading) -> float | None:
+def _acceptance(before: SoakReading, after: SoakReading) -> float | None:
     drafted = after.drafted - before.drafted
     return (after.accepted - before.accepted) / drafted if drafted else None
 
 
-def _report(args: argparse.Namespace, found: Findings, preemptions: int) -> int:
-    checks = verdicts(found)
+def _report(args: argparse.Namespace, findings: SoakFindings, preemptions: int) -> int:
+    checks = verdicts(findings)
     rows = [[name, "yes" if good else "NO", figure] for name, (good, figure) in checks.items()]
     rows += [
-        ["tokens", "", f"{found.tokens}"],
+        ["tokens", "", f"{findings.tokens}"],
         ["preemptions", "", f"{preemptions}"],
-        ["clients that left", "", f"{found.left}"],
+        ["clients that left", "", f"{findings.disconnected}"],
     ]
-    show(f"soak: {args.minutes:g} minutes, {args.concurrency} at once", ("demand", "holds", "figure"), rows)
-    for error, count in found.errors.most_common():
+    print_table(f"soak: {args.minutes:g} minutes, {args.concurrency} at once", ("demand", "holds", "figure"), rows)
+    for error, count in findings.errors.most_common():
         print(f"error, {count} times: {error}", file=sys.stderr)
-    if found.different:
-        print(f"scripts whose twin differs: {found.different[:20]}", file=sys.stderr)
-    last = found.readings[-1] if found.readings else Reading(0, 0, 0)
-    show_json(
+    if findings.different:
+        print(f"scripts whose twin differs: {findings.different[:20]}", file=sys.stderr)
+    last = findings.readings[-1] if findings.readings else SoakReading(0, 0, 0)
+    print_json(
         {
             "bench": "soak",
             "minutes": args.minutes,
             "concurrency": args.concurrency,
-            "answered": found.answered,
-            "tokens": found.tokens,
-            "compared": found.compared,
-            "different": len(found.different),
+            "answered": findings.answered,
+            "tokens": findings.tokens,
+            "compared": findings.compared,
+            "different": len(findings.different),
             "preemptions": preemptions,
-            "memory_bytes": [one.memory_bytes for one in found.readings],
-            "memory_growth": memory_growth(found.readings),
-            "acceptance": _acceptance(Reading(0, 0, 0), last),
-            "acceptance_change": acceptance_change(found.readings),
+            "memory_bytes": [one.memory_bytes for one in findings.readings],
+            "memory_growth": memory_growth(findings.readings),
+            "acceptance": _acceptance(SoakReading(0, 0, 0), last),
+            "acceptance_change": acceptance_change(findings.readings),
             "holds": {name: good for name, (good, _) in checks.items()},
         }
     )

@@ -31,13 +31,13 @@ from typing import Any
 from peers_setup import TO_GGUF, convert, make_environment
 from peers_worker import Worker
 
-from foreword.cli.bench_common import rotated, show, show_json
-from foreword.cli.bench_speculate_figures import ratio_of
+from foreword.cli.bench_common import rotate, print_table, print_json
+from foreword.cli.bench_speculate_figures import geometric_mean_ratio
 from foreword.cli.bench_speculate_local import LocalEngine
-from foreword.cli.bench_speculate_prompts import CATEGORIES, Room, Script, scripts_of
+from foreword.cli.bench_speculate_prompts import CATEGORIES, PromptBudget, Conversation, make_conversations
 from foreword.cli.bench_speculate_round import AUTO, OFF
 from foreword.cli.bench_speculate_texts import library_functions
-from foreword.cli.terminal import tracked
+from foreword.cli.terminal import track_progress
 from foreword.config import Config
 from foreword.demo import DRAFTER, MODEL
 
@@ -46,7 +46,7 @@ RANDOM = "random"
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class PeerPrompt:
     """A prompt as ids, as Foreword's own conversation had it."""
 
     category: str
@@ -68,9 +68,9 @@ class Contender:
     worker: Worker | None
     version: str = ""
     seconds: dict[tuple[str, str], list[float]] = field(default_factory=lambda: defaultdict(list))
-    answers: dict[tuple[Question, str], set[tuple[int, ...]]] = field(default_factory=lambda: defaultdict(set))
+    answers: dict[tuple[PeerPrompt, str], set[tuple[int, ...]]] = field(default_factory=lambda: defaultdict(set))
 
-    def changed(self, mode: str, questions: Sequence[Question]) -> int:
+    def changed(self, mode: str, questions: Sequence[PeerPrompt]) -> int:
         """Prompts that were ever answered otherwise than without speculation."""
         return sum(len(self.answers[question, mode] | self.answers[question, OFF.name]) > 1 for question in questions)
 
@@ -79,14 +79,14 @@ def main() -> int:
     args = _parse()
     engine = LocalEngine(_config(args))
     questions = list(_questions(engine, args))
-    contenders = [Contender("foreword", (OFF.name, AUTO.name), None), *_others(engine, args)]
+    contenders = [Contender("foreword", (OFF.name, AUTO.name), None), *_load_peers(engine, args)]
     plan = [
         (number, category, contender, mode)
         for number in range(args.rounds + 1)
         for category in dict.fromkeys(question.category for question in questions)
-        for contender, mode in rotated([(one, mode) for one in contenders for mode in one.modes], number)
+        for contender, mode in rotate([(one, mode) for one in contenders for mode in one.modes], number)
     ]
-    for number, category, contender, mode in tracked(plan, "measuring", len(plan)):
+    for number, category, contender, mode in track_progress(plan, "measuring", len(plan)):
         mine = [question for question in questions if question.category == category]
         taken = sum(_ask(contender, mode, question, engine, number) for question in mine)
         if number > 0:
@@ -119,17 +119,17 @@ def _config(args: argparse.Namespace) -> Config:
     return Config(model=str(args.model), draft_model=drafter, threads=args.threads, prefix_caching=False)
 
 
-def _questions(engine: LocalEngine, args: argparse.Namespace) -> Iterator[Question]:
+def _questions(engine: LocalEngine, args: argparse.Namespace) -> Iterator[PeerPrompt]:
     """Every turn of every script: later turns hold the answers that Foreword gave without speculation."""
-    reach = min(engine.reach, args.context)
-    room = Room.of(reach, args.max_tokens, lambda text: len(engine.tokenizer.encode(text)), (), library_functions())
+    reach = min(engine.max_len, args.context)
+    room = PromptBudget.from_context(reach, args.max_tokens, lambda text: len(engine.tokenizer.encode(text)), (), library_functions())
     for category in args.categories.split(","):
-        scripts = scripts_of(category, args.requests, 0, room)
-        for call in engine.run(scripts, OFF, 1, "questions").calls:
-            yield Question(category, call.prompt_ids, scripts[call.script].max_tokens)
+        scripts = make_conversations(category, args.requests, 0, room)
+        for call in engine.run(scripts, OFF, 1, "questions").results:
+            yield PeerPrompt(category, call.prompt_ids, scripts[call.conversation].max_tokens)
 
 
-def _others(engine: LocalEngine, args: argparse.Namespace) -> Iterator[Contender]:
+def _load_peers(engine: LocalEngine, args: argparse.Namespace) -> Iterator[Contender]:
     python = make_environment(args.env)
     args.files.mkdir(parents=True, exist_ok=True)
     log, gguf = args.files / "peers.log", args.files / f"{args.model.resolve().name}.gguf"
@@ -137,7 +137,7 @@ def _others(engine: LocalEngine, args: argparse.Namespace) -> Iterator[Contender
     convert(python, TO_GGUF, "gguf", args.model, gguf)
     loads: Mapping[str, dict[str, Any]] = {
         "transformers": {"path": str(args.model), "drafter": None if args.drafter is None else str(args.drafter)},
-        "llama_cpp": {"path": str(gguf), "context": min(engine.reach, args.context)},
+        "llama_cpp": {"path": str(gguf), "context": min(engine.max_len, args.context)},
     }
     for name, arguments in loads.items():
         worker = Worker(python, HERE / f"speculate_peers_{name}.py", log)
@@ -145,11 +145,11 @@ def _others(engine: LocalEngine, args: argparse.Namespace) -> Iterator[Contender
         yield Contender(name.replace("_", "."), tuple(facts["modes"]), worker, facts["version"])
 
 
-def _ask(contender: Contender, mode: str, question: Question, engine: LocalEngine, number: int) -> float:
+def _ask(contender: Contender, mode: str, question: PeerPrompt, engine: LocalEngine, number: int) -> float:
     """Seconds of one answer."""
     if contender.worker is None:
-        script = Script(prompt_ids=question.prompt, max_tokens=question.tokens)
-        call = engine.run((script,), OFF if mode == OFF.name else AUTO, 1, f"{mode} {number}").calls[0]
+        script = Conversation(prompt_ids=question.prompt, max_tokens=question.tokens)
+        call = engine.run((script,), OFF if mode == OFF.name else AUTO, 1, f"{mode} {number}").results[0]
         seconds, ids = call.total_s, call.output
     else:
         stop = list(engine.tokenizer.eos_token_ids)
@@ -159,24 +159,24 @@ def _ask(contender: Contender, mode: str, question: Question, engine: LocalEngin
     return float(seconds)
 
 
-def _report(contenders: Sequence[Contender], questions: Sequence[Question], args: argparse.Namespace) -> int:
+def _report(contenders: Sequence[Contender], questions: Sequence[PeerPrompt], args: argparse.Namespace) -> int:
     ways = [(contender, mode) for contender in contenders for mode in contender.modes if mode != OFF.name]
     found = {f"{contender.name} {mode}": _figures(contender, mode, questions) for contender, mode in ways}
     categories = list(dict.fromkeys(question.category for question in questions))
     rows = [[category, *(_cell(found[way][category]) for way in found)] for category in categories]
-    show("time off over time on, tokens/s off and on, prompts answered otherwise", ("category", *found), rows)
+    print_table("time off over time on, tokens/s off and on, prompts answered otherwise", ("category", *found), rows)
     versions = {contender.name: contender.version for contender in contenders if contender.version}
     regime = {"model": args.model.name, "rounds": args.rounds, "threads": args.threads}
-    show_json({"bench": "speculate peers", **regime, "versions": versions, "modes": found})
+    print_json({"bench": "speculate peers", **regime, "versions": versions, "modes": found})
     return 1 if contenders[0].changed(AUTO.name, questions) else 0
 
 
-def _figures(contender: Contender, mode: str, questions: Sequence[Question]) -> dict[str, dict[str, Any]]:
+def _figures(contender: Contender, mode: str, questions: Sequence[PeerPrompt]) -> dict[str, dict[str, Any]]:
     figures: dict[str, dict[str, Any]] = {}
     for category in dict.fromkeys(question.category for question in questions):
         mine = [question for question in questions if question.category == category]
         plain, other = contender.seconds[category, OFF.name], contender.seconds[category, mode]
-        ratio = ratio_of([a / b for a, b in zip(plain, other, strict=True)])
+        ratio = geometric_mean_ratio([a / b for a, b in zip(plain, other, strict=True)])
         figures[category] = {
             **(ratio.as_dict() if ratio else {}),
             "tokens_per_second": {way: _rate(contender, way, mine) for way in (OFF.name, mode)},
@@ -186,7 +186,7 @@ def _figures(contender: Contender, mode: str, questions: Sequence[Question]) -> 
     return figures
 
 
-def _rate(contender: Contender, mode: str, questions: Sequence[Question]) -> float:
+def _rate(contender: Contender, mode: str, questions: Sequence[PeerPrompt]) -> float:
     """The median round's; all rounds have the same answers unless `other_answers` says so."""
     tokens = sum(len(next(iter(contender.answers[question, mode]))) for question in questions)
     return tokens / statistics.median(contender.seconds[questions[0].category, mode])

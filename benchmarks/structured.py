@@ -21,14 +21,14 @@ from typing import Any
 from jsonschema import Draft202012Validator, ValidationError
 
 from foreword import LLM, RequestOutput, SamplingParams, Speculation, StructuredOutput
-from foreword.cli.bench_common import show, show_json
-from tests.schemas import SAMPLING, make_schema, question
+from foreword.cli.bench_common import print_table, print_json
+from tests.schemas import SAMPLING, make_schema, schema_prompt
 
-ENOUGH = 0.95
+MIN_CONFORMING = 0.95
 
 
 @dataclass(frozen=True, slots=True)
-class Tally:
+class StructuredTally:
     """Of all answers: those that ended by themselves, those of them that conform, and what they cost."""
 
     speculation: str
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         tallies.append(_tally(method, schemas, answers[-1], time.perf_counter() - began))
     same = sum(on.outputs[0].token_ids == off.outputs[0].token_ids for on, off in zip(*answers, strict=True))
     _show(tallies, same)
-    well = all(tally.finished >= ENOUGH * tally.asked and tally.conforming == tally.finished for tally in tallies)
+    well = all(tally.finished >= MIN_CONFORMING * tally.asked and tally.conforming == tally.finished for tally in tallies)
     return 0 if well and same == len(schemas) else 1
 
 
@@ -76,14 +76,14 @@ def _ask(llm: LLM, schemas: Sequence[dict[str, Any]], method: str, tokens: int, 
         )
         for number, schema in enumerate(schemas)
     ]
-    return llm.chat([[{"role": "user", "content": question(schema)}] for schema in schemas], params, progress=sys.stderr.isatty())
+    return llm.chat([[{"role": "user", "content": schema_prompt(schema)}] for schema in schemas], params, progress=sys.stderr.isatty())
 
 
-def _tally(method: str, schemas: Sequence[dict[str, Any]], outputs: Sequence[RequestOutput], seconds: float) -> Tally:
+def _tally(method: str, schemas: Sequence[dict[str, Any]], outputs: Sequence[RequestOutput], seconds: float) -> StructuredTally:
     finished = [(schema, output.text) for schema, output in zip(schemas, outputs, strict=True) if output.finish_reason == "stop"]
     tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
     conforming = sum(conforms(schema, text) for schema, text in finished)
-    return Tally(method, len(schemas), len(finished), conforming, tokens, seconds)
+    return StructuredTally(method, len(schemas), len(finished), conforming, tokens, seconds)
 
 
 def conforms(schema: dict[str, Any], text: str) -> bool:
@@ -95,15 +95,15 @@ def conforms(schema: dict[str, Any], text: str) -> bool:
         return False
 
 
-def _show(tallies: Sequence[Tally], same: int) -> None:
+def _show(tallies: Sequence[StructuredTally], same: int) -> None:
     head = ("speculation", "asked", "finished", "conforming", "tokens", "seconds")
-    show(
+    print_table(
         "Answers to schemas",
         head,
         [[f"{value:.4g}" if isinstance(value, float) else str(value) for value in asdict(t).values()] for t in tallies],
     )
     print(f"answers that are the same, token by token, with speculation on and off: {same}")
-    show_json({"bench": "structured", "same": same, "tallies": [asdict(tally) for tally in tallies]})
+    print_json({"bench": "structured", "same": same, "tallies": [asdict(tally) for tally in tallies]})
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ __all__ = [
 ]
 __version__ = "0.1.0"
 
-_HOMES = {
+_LAZY_EXPORTS = {
     "LLM": "foreword.llm",
     "CompletionOutput": "foreword.outputs",
     "EmbeddingOutput": "foreword.outputs",
@@ -38,6 +38,6 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _LAZY_EXPORTS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    return getattr(importlib.import_module(_LAZY_EXPORTS[name]), name)

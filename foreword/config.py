@@ -19,7 +19,7 @@ __all__ = ["DRAFTERS", "Config", "option_fields", "parse_bytes"]
 
 DRAFTERS = ("grammar", "prediction", "suffix", "ngram", "draft", "replay")
 GIB = 1 << 30
-HUGE = 1e300
+MAX_FLOAT_DISPLAY = 1e300
 
 
 def option(default: Any, help_: str, *, group: str, choices: tuple[str, ...] = (), secret: bool = False) -> Any:
@@ -214,42 +214,42 @@ class Config:
             choices = item.metadata["choices"]
             if choices and getattr(self, item.name) not in (*choices, item.default):
                 raise ConfigError(f"{item.name} must be one of {', '.join(choices)}, got {getattr(self, item.name)!r}", item.name)
-        _between("block_size", self.block_size, 1, 256)
+        _check_range("block_size", self.block_size, 1, 256)
         if self.block_size & (self.block_size - 1):
             raise ConfigError(f"block_size must be a power of two, got {self.block_size}", "block_size")
         for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "threads"):
             if getattr(self, name) is not None:
-                _between(name, getattr(self, name), 1, 1 << 24)
-        _between("num_speculative_tokens", self.num_speculative_tokens or 0, 0, 64)
-        _between("prompt_lookup_min", self.prompt_lookup_min, 1, self.prompt_lookup_max)
-        _between("prompt_lookup_max", self.prompt_lookup_max, 1, 32)
-        _between("replay_error_rate", self.replay_error_rate, 0.0, 1.0)
+                _check_range(name, getattr(self, name), 1, 1 << 24)
+        _check_range("num_speculative_tokens", self.num_speculative_tokens or 0, 0, 64)
+        _check_range("prompt_lookup_min", self.prompt_lookup_min, 1, self.prompt_lookup_max)
+        _check_range("prompt_lookup_max", self.prompt_lookup_max, 1, 32)
+        _check_range("replay_error_rate", self.replay_error_rate, 0.0, 1.0)
         for name in ("suffix_corpus_memory", "image_memory", "image_cache_memory"):
             parse_bytes(name, getattr(self, name))
-        _between("max_images", self.max_images, 1, 1024)
-        _between("max_image_mb", self.max_image_mb, 1, 1024)
-        _between("max_image_pixels", self.max_image_pixels, 1, 1 << 30)
-        _between("media_timeout", self.media_timeout, 0.1, 3600)
-        _between("gpu_memory_utilization", self.gpu_memory_utilization, 0.05, 1.0)
-        _between("port", self.port, 0, 65535)
-        _between("max_waiting", self.max_waiting, 1, 1 << 24)
-        _between("max_waiting_tokens", self.max_waiting_tokens, 1, 1 << 40)
-        _between("default_max_tokens", self.default_max_tokens, 0, 1 << 24)
+        _check_range("max_images", self.max_images, 1, 1024)
+        _check_range("max_image_mb", self.max_image_mb, 1, 1024)
+        _check_range("max_image_pixels", self.max_image_pixels, 1, 1 << 30)
+        _check_range("media_timeout", self.media_timeout, 0.1, 3600)
+        _check_range("gpu_memory_utilization", self.gpu_memory_utilization, 0.05, 1.0)
+        _check_range("port", self.port, 0, 65535)
+        _check_range("max_waiting", self.max_waiting, 1, 1 << 24)
+        _check_range("max_waiting_tokens", self.max_waiting_tokens, 1, 1 << 40)
+        _check_range("default_max_tokens", self.default_max_tokens, 0, 1 << 24)
         for name in ("queue_timeout", "request_timeout", "drain_timeout", "health_probe", "log_interval"):
-            _between(name, getattr(self, name), 0, 86_400)
-        _between("hang_timeout", self.hang_timeout, 1, 86_400)
-        _between("client_timeout", self.client_timeout, 1, 86_400)
-        _between("max_connections", self.max_connections, 1, 1 << 20)
+            _check_range(name, getattr(self, name), 0, 86_400)
+        _check_range("hang_timeout", self.hang_timeout, 1, 86_400)
+        _check_range("client_timeout", self.client_timeout, 1, 86_400)
+        _check_range("max_connections", self.max_connections, 1, 1 << 20)
         if self.trust_remote_code:
             raise ConfigError("trust_remote_code: no code out of a checkpoint is ever run; leave it out", "trust_remote_code")
-        _between("seed", self.seed or 0, -(2**63), 2**64 - 1)
+        _check_range("seed", self.seed or 0, -(2**63), 2**64 - 1)
         if self.max_num_seqs and self.max_num_batched_tokens and self.max_num_seqs > self.max_num_batched_tokens:
             raise ConfigError(
                 f"max_num_batched_tokens {self.max_num_batched_tokens} is below max_num_seqs {self.max_num_seqs}: "
                 "every running request needs a row a step",
                 "max_num_batched_tokens",
             )
-        _between("max_body_mb", self.max_body_mb, 1, 1024)
+        _check_range("max_body_mb", self.max_body_mb, 1, 1024)
         if self.replay_cost and not (self.draft_model and "replay" in self.drafter_names()):
             raise ConfigError("replay_cost needs --draft-model and the drafter replay", "replay_cost")
         self.drafter_names()
@@ -282,7 +282,7 @@ class Config:
         return self.draft_model is not None and ("draft" in self.drafter_names() or self.replay_cost)
 
     @property
-    def trace_of_drafts(self) -> Path:
+    def draft_trace_path(self) -> Path:
         """Beside `trace`."""
         return Path(f"{self.trace}.drafts")
 
@@ -292,7 +292,7 @@ class Config:
             return self
         if self.speculate != "auto":
             raise ConfigError("give speculate or speculative_config, not both", "speculative_config")
-        return replace(self, speculative_config=None, **_spread_vllm(self.speculative_config))
+        return replace(self, speculative_config=None, **_parse_vllm_speculative_config(self.speculative_config))
 
 
 def option_fields() -> tuple[Any, ...]:
@@ -311,7 +311,7 @@ def parse_bytes(name: str, text: str) -> int:
         raise ConfigError(f'{name} must be like "2GiB" or "512MiB"{tokens}, got {text!r}', name) from None
 
 
-def _spread_vllm(text: str) -> dict[str, Any]:
+def _parse_vllm_speculative_config(text: str) -> dict[str, Any]:
     try:
         given = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -333,14 +333,14 @@ def _spread_vllm(text: str) -> dict[str, Any]:
     raise ConfigError(f"speculative_config: method must be ngram, suffix or draft_model, got {method!r}", "speculative_config")
 
 
-def _between(name: str, value: float, low: float, high: float) -> None:
+def _check_range(name: str, value: float, low: float, high: float) -> None:
     if not low <= value <= high:
-        raise ConfigError(f"{name} must be between {low:g} and {high:g}, got {_short(value)}", name)
+        raise ConfigError(f"{name} must be between {low:g} and {high:g}, got {_format_number(value)}", name)
 
 
-def _short(value: float) -> str:
+def _format_number(value: float) -> str:
     """A number as it was given; a whole one may be too long for a float."""
-    return f"{value:g}" if abs(value) < HUGE else f"a number of {value.bit_length()} bits" if isinstance(value, int) else "inf"
+    return f"{value:g}" if abs(value) < MAX_FLOAT_DISPLAY else f"a number of {value.bit_length()} bits" if isinstance(value, int) else "inf"
 
 
 def _check_type(name: str, value: object, annotation: str) -> None:

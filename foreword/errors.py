@@ -43,7 +43,7 @@ __all__ = [
     "Unauthorized",
     "Unsatisfiable",
     "Unsupported",
-    "loggable",
+    "safe_message",
 ]
 
 
@@ -58,7 +58,7 @@ class ForewordError(Exception):
     """
 
     status = 500
-    kind = "server_error"
+    error_type = "server_error"
     code: str | None = None
     retry_after_s: float | None = None
 
@@ -83,7 +83,7 @@ class InvalidRequest(ForewordError):
     """The request itself is wrong; `param` names the field, the message its limit."""
 
     status = 400
-    kind = "invalid_request_error"
+    error_type = "invalid_request_error"
 
 
 class ContextLengthExceeded(InvalidRequest):
@@ -108,7 +108,7 @@ class Unauthorized(ForewordError):
     """No API key, or a wrong one."""
 
     status = 401
-    kind = "authentication_error"
+    error_type = "authentication_error"
     code = "invalid_api_key"
 
 
@@ -122,7 +122,7 @@ class Forbidden(ForewordError):
     """The API key is known, and may not do this."""
 
     status = 403
-    kind = "permission_error"
+    error_type = "permission_error"
     code = "forbidden"
 
 
@@ -136,7 +136,7 @@ class ModelNotFound(ForewordError):
     """The `model` field names a model that is not served here."""
 
     status = 404
-    kind = "not_found_error"
+    error_type = "not_found_error"
     code = "model_not_found"
 
 
@@ -144,7 +144,7 @@ class PayloadTooLarge(ForewordError):
     """The body is larger than the server's limit."""
 
     status = 413
-    kind = "invalid_request_error"
+    error_type = "invalid_request_error"
     code = "payload_too_large"
 
 
@@ -152,7 +152,7 @@ class DeadlineExceeded(ForewordError):
     """The request took longer than it may."""
 
     status = 408
-    kind = "timeout_error"
+    error_type = "timeout_error"
     code = "deadline_exceeded"
 
 
@@ -160,7 +160,7 @@ class Overloaded(ForewordError):
     """The queue is full, or the request waited too long in it; try again later."""
 
     status = 429
-    kind = "rate_limit_error"
+    error_type = "rate_limit_error"
     code = "overloaded"
 
     def __init__(self, message: str, param: str | None = None, retry_after_s: float = 1.0) -> None:
@@ -196,7 +196,7 @@ class ShuttingDown(ForewordError):
     retry_after_s = 1.0
 
 
-def loggable(error: ForewordError) -> str:
+def safe_message(error: ForewordError) -> str:
     """What a log may say of an error: what was wrong with a request may quote it, what was wrong with us does not."""
     if error.status >= 500:
         return error.message

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["GIB", "DeviceMemory", "ModelFacts", "estimated_memory", "kv_bytes_per_token", "weight_bytes"]
+__all__ = ["GIB", "DeviceMemory", "ModelInfo", "estimate_memory", "kv_bytes_per_token", "weight_bytes"]
 
 GIB = 1 << 30
 # A value's bytes by data type; int4 has a scale of 16 bits for each 32 values, int8 and fp8 one of 32 bits for each row or
 # vector, which is counted apart where there are many.
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "fp8": 1, "int4": 18 / 32}
 SCALE_BYTES = 4
-LOGIT_BYTES = 2 * 4  # float32, and as much again while they are filtered
-OTHERS = 512 << 20  # CUDA's own, and what kernels take beside what they are given
-MARGIN_SHARE, MARGIN_BYTES = 64, 512 << 20  # a part of the card, but no more than so much
-GRAPHS_SHARE, GRAPHS_BYTES = 64, 1 << 30
+BYTES_PER_LOGIT = 2 * 4  # float32, and as much again while they are filtered
+CUDA_CONTEXT_BYTES = 512 << 20  # CUDA's own, and what kernels take beside what they are given
+MARGIN_DIVISOR, MAX_MARGIN_BYTES = 64, 512 << 20  # a part of the card, but no more than so much
+CUDA_GRAPH_DIVISOR, MAX_CUDA_GRAPH_BYTES = 64, 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
-class ModelFacts:
+class ModelInfo:
     """What `resolve()` needs to know of a checkpoint.
 
     context             positions it was made for
@@ -38,21 +38,21 @@ class ModelFacts:
     """
 
     architecture: str
-    context: int
+    context_len: int
     dtype: str
     parameters: int
     vocab_size: int
     kv_values_per_token: int
     kv_vectors_per_token: int = 0
     embedding_parameters: int = 0
-    weight_bytes: int | None = None
-    kept_parameters: int = 0
-    kept_embedding_parameters: int = 0
-    tower_parameters: int = 0
+    packed_bytes: int | None = None
+    packed_parameters: int = 0
+    packed_embedding_parameters: int = 0
+    vision_parameters: int = 0
     image_token_id: int | None = None
-    row_values: int = 0
-    gpu_bytes: int = 0
-    gpu_kept_parameters: int = 0
+    activation_values_per_row: int = 0
+    gpu_packed_bytes: int = 0
+    gpu_packed_parameters: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,23 +72,23 @@ class DeviceMemory:
 
     total: int
     utilization: float
-    others: int
+    other_processes: int
     weights: int
     activations: int
-    pictures: int
-    graphs: int
-    measured: bool = False
+    image_cache: int
+    cuda_graphs: int
+    is_measured: bool = False
 
     @property
     def margin(self) -> int:
-        return min(self.total // MARGIN_SHARE, MARGIN_BYTES)
+        return min(self.total // MARGIN_DIVISOR, MAX_MARGIN_BYTES)
 
     @property
     def usable(self) -> int:
         return int(self.total * self.utilization)
 
     @property
-    def for_kv(self) -> int:
+    def kv_cache(self) -> int:
         """What is left for the KV cache; negative if the rest does not fit."""
         return self.usable - sum(size for _, size in self.parts)
 
@@ -98,44 +98,44 @@ class DeviceMemory:
         return (
             ("weights", self.weights),
             ("activations", self.activations),
-            ("CUDA graphs", self.graphs),
-            ("pictures", self.pictures),
-            ("CUDA and other processes", self.others),
+            ("CUDA graphs", self.cuda_graphs),
+            ("pictures", self.image_cache),
+            ("CUDA and other processes", self.other_processes),
             ("margin", self.margin),
         )
 
     def __str__(self) -> str:
         parts = ", ".join(f"{name} {size / GIB:.2f}" for name, size in self.parts if size)
-        how = "measured" if self.measured else "estimated"
+        how = "measured" if self.is_measured else "estimated"
         return f"{self.usable / GIB:.2f} of {self.total / GIB:.2f} GiB may be used; {how}: {parts}"
 
 
-def graphs_allowance(total: int) -> int:
+def cuda_graph_reserve(total: int) -> int:
     """Bytes set aside for CUDA graphs themselves, beside what a pass in them takes."""
-    return min(total // GRAPHS_SHARE, GRAPHS_BYTES)
+    return min(total // CUDA_GRAPH_DIVISOR, MAX_CUDA_GRAPH_BYTES)
 
 
-def estimated_memory(
-    total: int, free: int, utilization: float, weights: int, activations: int, pictures: int, graphs: bool
+def estimate_memory(
+    total: int, free: int, utilization: float, weights: int, activations: int, image_cache: int, cuda_graphs: bool
 ) -> DeviceMemory:
     """Before anything is loaded; activations and pictures as in DeviceMemory, `free` of `total` bytes are free."""
     return DeviceMemory(
-        total, utilization, max(total - free, OTHERS), weights, activations, pictures, graphs_allowance(total) if graphs else 0
+        total, utilization, max(total - free, CUDA_CONTEXT_BYTES), weights, activations, image_cache, cuda_graph_reserve(total) if cuda_graphs else 0
     )
 
 
-def activation_bytes(facts: ModelFacts, dtype: str, rows: int) -> int:
+def activation_bytes(model: ModelInfo, dtype: str, num_rows: int) -> int:
     """Of a pass over so many rows, all of which are sampled or scored."""
-    return int(rows * (facts.row_values * DTYPE_BYTES[dtype] + facts.vocab_size * LOGIT_BYTES))
+    return int(num_rows * (model.activation_values_per_row * DTYPE_BYTES[dtype] + model.vocab_size * BYTES_PER_LOGIT))
 
 
-def kv_bytes_per_token(facts: ModelFacts, kv_dtype: str) -> int:
+def kv_bytes_per_token(model: ModelInfo, kv_dtype: str) -> int:
     """Of one token in the KV cache, scales included."""
-    scales = facts.kv_vectors_per_token * SCALE_BYTES if kv_dtype in ("int8", "fp8") else 0
-    return int(facts.kv_values_per_token * DTYPE_BYTES[kv_dtype]) + scales
+    scales = model.kv_vectors_per_token * SCALE_BYTES if kv_dtype in ("int8", "fp8") else 0
+    return int(model.kv_values_per_token * DTYPE_BYTES[kv_dtype]) + scales
 
 
-def weight_bytes(facts: ModelFacts, dtype: str, weight_dtype: str, quantization: str | None, kernels: str) -> int:
+def weight_bytes(model: ModelInfo, dtype: str, weight_dtype: str, quantization: str | None, kernel_backend: str) -> int:
     """The embedding and the head are never rounded to less than 8 bits, a tower that sees not at all.
 
     dtype    of activations
@@ -144,16 +144,16 @@ def weight_bytes(facts: ModelFacts, dtype: str, weight_dtype: str, quantization:
              type once more in that
     """
     tower_dtype = dtype if quantization else weight_dtype
-    if kernels == "torch":
-        values = facts.kept_parameters if quantization is None else facts.parameters - facts.tower_parameters
+    if kernel_backend == "torch":
+        values = model.packed_parameters if quantization is None else model.parameters - model.vision_parameters
         held = {"float32", dtype}, {tower_dtype, dtype}
         quantized, dense = (sum(DTYPE_BYTES[kind] for kind in kinds) for kinds in held)
-        return int(values * quantized + (facts.parameters - values) * dense)
+        return int(values * quantized + (model.parameters - values) * dense)
     linear = quantization or weight_dtype
     embedding = "int8" if quantization else weight_dtype
-    outer = facts.embedding_parameters - facts.kept_embedding_parameters
-    layers = facts.parameters - facts.kept_parameters - facts.tower_parameters - outer
-    made = layers * DTYPE_BYTES[linear] + outer * DTYPE_BYTES[embedding] + facts.tower_parameters * DTYPE_BYTES[tower_dtype]
-    dense = (facts.kept_parameters - facts.gpu_kept_parameters) * DTYPE_BYTES[dtype]
-    kept = facts.weight_bytes or 0 if kernels == "native" else facts.gpu_bytes + dense
+    outer = model.embedding_parameters - model.packed_embedding_parameters
+    layers = model.parameters - model.packed_parameters - model.vision_parameters - outer
+    made = layers * DTYPE_BYTES[linear] + outer * DTYPE_BYTES[embedding] + model.vision_parameters * DTYPE_BYTES[tower_dtype]
+    dense = (model.packed_parameters - model.gpu_packed_parameters) * DTYPE_BYTES[dtype]
+    kept = model.packed_bytes or 0 if kernel_backend == "native" else model.gpu_packed_bytes + dense
     return int(kept + made)

@@ -22,50 +22,50 @@ from typing import Any
 from rich.progress import Progress
 
 from foreword.config import Config
-from foreword.conversation import Conversations, open_pictures, source_of
-from foreword.core.events import Embedded, Event, Failed, StepStats, Tokens
+from foreword.conversation import ChatInputProcessor, open_image_loader, image_source
+from foreword.core.events import EmbeddingEvent, Event, ErrorEvent, StepStats, TokenEvent
 from foreword.core.params import SamplingParams
 from foreword.core.request import Request
-from foreword.core.vectors import FLOAT_BYTES, cosine, finished
-from foreword.encoders.local import LocalEncoder, load_local
-from foreword.encoders.recipe import read_decoder_recipe
+from foreword.core.vectors import FLOAT_BYTES, cosine, normalize_embedding
+from foreword.encoders.local import LocalEncoder, load_local_encoder
+from foreword.encoders.recipe import read_decoder_pooling_config
 from foreword.engine.local import LocalClient
 from foreword.errors import InvalidRequest
 from foreword.grammar.check import GrammarChecker
-from foreword.metrics.recorder import Recorder
+from foreword.metrics.recorder import MetricsRecorder
 from foreword.outputs import CompletionOutput, EmbeddingOutput, RequestOutput, StreamPiece
-from foreword.prepare import prepare
+from foreword.prepare import prepare_checkpoint
 from foreword.resolve import EngineInfo
-from foreword.text.answer import Answer, Delta
-from foreword.text.embedding import check_input, embedding_requests
-from foreword.text.messages import PicturePart
-from foreword.text.prepare import Defaults, make_requests
+from foreword.text.answer import ChoiceOutput, OutputDelta
+from foreword.text.embedding import check_input, make_embedding_requests
+from foreword.text.messages import ImagePart
+from foreword.text.prepare import SamplingDefaults, make_requests
 
 __all__ = ["LLM", "CompletionOutput", "EmbeddingOutput", "RequestOutput", "StreamPiece"]
 
-WHAT_A_PROMPT_IS = "a prompt is a text, {'prompt': ...} or {'prompt_token_ids': [...]}, the latter two perhaps with 'images'"
+PROMPT_HELP = "a prompt is a text, {'prompt': ...} or {'prompt_token_ids': [...]}, the latter two perhaps with 'images'"
 
 logger = logging.getLogger("foreword")
 
-Prompt = str | Mapping[str, Any]
+PromptInput = str | Mapping[str, Any]
 Message = Mapping[str, Any]
-Input = str | Sequence[int]
+EmbedInput = str | Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
+class _Prompt:
     """A prompt as token ids, with one placeholder for each picture; the text of ids that were given is not known."""
 
     text: str | None
-    ids: list[int]
-    parts: Sequence[PicturePart] = ()
+    token_ids: list[int]
+    image_parts: Sequence[ImagePart] = ()
 
 
 @dataclass(slots=True)
-class _Job:
+class _PromptRequests:
     """A prompt on its way."""
 
-    prompt: str | None
+    text: str | None
     requests: list[Request]
 
 
@@ -89,23 +89,23 @@ class LLM:
     ) -> None:
         started = time.perf_counter()
         config = Config(model=None if model is None else str(model), speculate=speculate, draft_model=draft_model, **options)
-        prepared = prepare(config)
+        prepared = prepare_checkpoint(config)
         self.config = prepared.config
         self.tokenizer = prepared.tokenizer
         self.stats = StepStats()
-        self._defaults = Defaults(self.config.seed, self.config.default_max_tokens, self.config.on_runaway)
-        self._client = LocalClient(prepared.config, prepared.unused_ids, prepared.tokenizer.vocabulary, on_progress)
-        self._encoder = load_local(prepared.config) if prepared.config.embedding_model else None
-        self._recipe = read_decoder_recipe(prepared.path)
-        self._recorder = Recorder(self.info.resolved.drafters, pictures=self.info.image_token_id is not None)
-        self._conversations = Conversations(self.tokenizer, prepared.processor, self.config.max_images)
-        self._pictures = None if prepared.processor is None else open_pictures(self.config, prepared.processor)
-        self._grammars = GrammarChecker(self.tokenizer.vocabulary)
-        weakref.finalize(self, self._grammars.close)
-        if self._pictures is not None:
-            weakref.finalize(self, self._pictures.close)
-        self._ids = itertools.count()
-        self._inbox: dict[str, deque[Event]] = {}
+        self._sampling_defaults = SamplingDefaults(self.config.seed, self.config.default_max_tokens, self.config.on_runaway)
+        self._client = LocalClient(prepared.config, prepared.never_sampled_ids, prepared.tokenizer.vocabulary, on_progress)
+        self._encoder = load_local_encoder(prepared.config) if prepared.config.embedding_model else None
+        self._pooling_config = read_decoder_pooling_config(prepared.path)
+        self._recorder = MetricsRecorder(self.info.resolved.drafters, multimodal=self.info.image_token_id is not None)
+        self._chat_input = ChatInputProcessor(self.tokenizer, prepared.processor, self.config.max_images)
+        self._image_loader = None if prepared.processor is None else open_image_loader(self.config, prepared.processor)
+        self._grammar_checker = GrammarChecker(self.tokenizer.vocabulary)
+        weakref.finalize(self, self._grammar_checker.close)
+        if self._image_loader is not None:
+            weakref.finalize(self, self._image_loader.close)
+        self._request_counter = itertools.count()
+        self._event_queues: dict[str, deque[Event]] = {}
         self.load_seconds = time.perf_counter() - started
         for text in self.info.warnings:
             logger.warning("%s", text)
@@ -117,7 +117,7 @@ class LLM:
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: PromptInput | Sequence[PromptInput],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         progress: bool = False,
@@ -130,7 +130,7 @@ class LLM:
         Raises InvalidRequest before anything runs if a prompt or a parameter is impossible.
         """
         listed = [prompts] if isinstance(prompts, str | Mapping) else prompts
-        return self._complete(self._jobs([self._prompt(prompt) for prompt in listed], params), progress)
+        return self._generate(self._build_all_requests([self._parse_prompt(prompt) for prompt in listed], params), progress)
 
     def chat(
         self,
@@ -145,23 +145,23 @@ class LLM:
         {"type": "image", "image": ...}: a path, the bytes of a file, or a picture of PIL's.
         """
         conversations: Any = [messages] if messages and isinstance(messages[0], Mapping) else messages
-        return self._complete(self._jobs([self._conversation(one) for one in conversations], params), progress)
+        return self._generate(self._build_all_requests([self._render_chat(one) for one in conversations], params), progress)
 
-    def stream(self, prompt: Prompt | Sequence[Message], params: SamplingParams | None = None) -> Iterator[StreamPiece]:
+    def stream(self, prompt: PromptInput | Sequence[Message], params: SamplingParams | None = None) -> Iterator[StreamPiece]:
         """Answer a text, or a list of messages, piece by piece. Leaving the loop ends the request."""
-        asked = self._prompt(prompt) if isinstance(prompt, str | Mapping) else self._conversation(prompt)
-        (job,) = self._jobs([asked], params)
+        asked = self._parse_prompt(prompt) if isinstance(prompt, str | Mapping) else self._render_chat(prompt)
+        (job,) = self._build_all_requests([asked], params)
         if len(job.requests) != 1:
             raise InvalidRequest("a stream has one choice: n must be 1", "n")
         for _, delta in self._run(job.requests):
             yield from (StreamPiece(piece, guessed) for piece, guessed in delta.pieces)
             if delta.finish_reason is not None:
                 yield StreamPiece("", False, delta.finish_reason)
-        self._recorder.returned(1)
+        self._recorder.on_response(1)
 
     def embed(
         self,
-        inputs: Input | Sequence[Input],
+        inputs: EmbedInput | Sequence[EmbedInput],
         *,
         pooling: str | None = None,
         normalize: bool = True,
@@ -179,18 +179,18 @@ class LLM:
         one = isinstance(inputs, str) or (bool(inputs) and isinstance(inputs[0], int))
         ids = [self._input_ids(f"inputs[{i}]", item, prompt_name) for i, item in enumerate([inputs] if one else inputs)]  # type: ignore[arg-type]
         started = time.perf_counter()
-        self._recorder.embedding_began()
+        self._recorder.on_embedding_start()
         reason = "error"
         try:
-            vectors = self._vectors(ids, pooling) if self._embedder is None else self._embedder.encode(ids, pooling)
+            vectors = self._embed_with_model(ids, pooling) if self._embedder is None else self._embedder.encode(ids, pooling)
             reason = "done"
         finally:
-            self._recorder.embedding_ended("embed", reason, len(ids), sum(map(len, ids)), time.perf_counter() - started)
+            self._recorder.on_embedding_finish("embed", reason, len(ids), sum(map(len, ids)), time.perf_counter() - started)
         size = min((len(vector) // FLOAT_BYTES for vector in vectors), default=0)
         if dimensions is not None and vectors and not 1 <= dimensions <= size:
             raise InvalidRequest(f"dimensions must be between 1 and {size}, got {dimensions}", "dimensions")
         return [
-            EmbeddingOutput(finished(vector, dimensions, normalize), tuple(item))
+            EmbeddingOutput(normalize_embedding(vector, dimensions, normalize), tuple(item))
             for vector, item in zip(vectors, ids, strict=True)
         ]
 
@@ -198,10 +198,10 @@ class LLM:
         """How well each document goes with the query: as the encoder ranks them, or else the cosine of their vectors."""
         texts = [documents] if isinstance(documents, str) else list(documents)
         if self._encoder is not None and self._embedder is None:
-            pairs = [self._encoder.texts.encode_pair(query, text) for text in texts]
+            pairs = [self._encoder.tokenizer.encode_pair(query, text) for text in texts]
             for index, (ids, _) in enumerate(pairs):
                 check_input(f"documents[{index}]", ids, self._encoder.info.max_tokens, self._encoder.info.vocab_size)
-            return self._encoder.rank(pairs)
+            return self._encoder.score(pairs)
         first, *others = (output.vector for output in self.embed([query, *texts]))
         return [cosine(first, other) for other in others]
 
@@ -215,70 +215,70 @@ class LLM:
 
     # The way of a prompt
 
-    def _conversation(self, messages: Sequence[Message]) -> _Asked:
-        bare, parts = self._conversations.read(messages, local=True)
-        text = self._conversations.template.render(bare)
+    def _render_chat(self, messages: Sequence[Message]) -> _Prompt:
+        bare, parts = self._chat_input.split_images(messages, local=True)
+        text = self._chat_input.template.render(bare)
         ids = self.tokenizer.encode(text, add_special_tokens=False)
-        return _Asked(text, self._conversations.with_places(ids, len(parts), "messages", "the chat template"), parts)
+        return _Prompt(text, self._chat_input.check_placeholders(ids, len(parts), "messages", "the chat template"), parts)
 
-    def _prompt(self, prompt: Prompt) -> _Asked:
+    def _parse_prompt(self, prompt: PromptInput) -> _Prompt:
         if isinstance(prompt, str):
-            return _Asked(prompt, self.tokenizer.encode(prompt))
+            return _Prompt(prompt, self.tokenizer.encode(prompt))
         text, given = prompt.get("prompt"), prompt.get("prompt_token_ids")
         if isinstance(given, Sequence) and not isinstance(given, str):
             ids = list(given)
         elif given is None and isinstance(text, str):
             ids = self.tokenizer.encode(text)
         else:
-            raise InvalidRequest(f"{WHAT_A_PROMPT_IS}, got {prompt!r:.80}", "prompt")
-        parts = [PicturePart(f"images[{index}]", image=image) for index, image in enumerate(prompt.get("images") or ())]
-        self._conversations.check_count(len(parts), "images")
-        return _Asked(text, self._conversations.with_places(ids, len(parts), "prompt") if parts else ids, parts)
+            raise InvalidRequest(f"{PROMPT_HELP}, got {prompt!r:.80}", "prompt")
+        parts = [ImagePart(f"images[{index}]", image=image) for index, image in enumerate(prompt.get("images") or ())]
+        self._chat_input.check_num_images(len(parts), "images")
+        return _Prompt(text, self._chat_input.check_placeholders(ids, len(parts), "prompt") if parts else ids, parts)
 
-    def _jobs(self, prompts: Sequence[_Asked], params: Any) -> list[_Job]:
+    def _build_all_requests(self, prompts: Sequence[_Prompt], params: Any) -> list[_PromptRequests]:
         single = params is None or isinstance(params, SamplingParams)
         each = [params or SamplingParams()] * len(prompts) if single else list(params)
         if len(each) != len(prompts):
             raise InvalidRequest(f"{len(prompts)} prompts, but {len(each)} params", "params")
-        return [self._job(asked, one) for asked, one in zip(prompts, each, strict=True)]
+        return [self._build_requests(asked, one) for asked, one in zip(prompts, each, strict=True)]
 
-    def _job(self, asked: _Asked, params: SamplingParams) -> _Job:
+    def _build_requests(self, parsed: _Prompt, params: SamplingParams) -> _PromptRequests:
         self.info.resolved.check_method(params.speculation.method)
         if params.structured is not None:
-            self._grammars.check_now(params.structured)
-        sources = [source_of(part) for part in asked.parts]
-        prompt = self._conversations.prompt(asked.ids, self._pictures.read(sources) if self._pictures and sources else ())
+            self._grammar_checker.check_sync(params.structured)
+        sources = [image_source(part) for part in parsed.image_parts]
+        prompt = self._chat_input.insert_images(parsed.token_ids, self._image_loader.load(sources) if self._image_loader and sources else ())
         requests = make_requests(
-            prompt.ids,
+            prompt.token_ids,
             params,
             self.tokenizer,
-            f"req-{next(self._ids)}",
+            f"req-{next(self._request_counter)}",
             self.info.resolved.max_model_len,
-            self._defaults,
+            self._sampling_defaults,
             vocab_size=self.info.vocab_size,
-            pictures=prompt.pictures,
-            placeholder=self._conversations.placeholder,
+            images=prompt.images,
+            image_token_id=self._chat_input.placeholder_id,
         )
-        return _Job(asked.text, requests)
+        return _PromptRequests(parsed.text, requests)
 
-    def _complete(self, jobs: list[_Job], progress: bool) -> list[RequestOutput]:
-        requests = [request for job in jobs for request in job.requests]
-        answers: dict[str, Answer] = {}
+    def _generate(self, prompts: list[_PromptRequests], progress: bool) -> list[RequestOutput]:
+        requests = [request for job in prompts for request in job.requests]
+        answers: dict[str, ChoiceOutput] = {}
         hashes: dict[str, list[int]] = {request.id: [] for request in requests}
         with Progress(disable=not progress, transient=True) as bar:
             task = bar.add_task("generating", total=len(requests))
             for answer, delta in self._run(requests):
                 answers[answer.request.id] = answer
-                hashes[answer.request.id] += delta.event.hashes
+                hashes[answer.request.id] += delta.event.logits_hashes
                 bar.advance(task, int(answer.finished))
-        return [self._output(job, answers, hashes) for job in jobs]
+        return [self._make_output(job, answers, hashes) for job in prompts]
 
     @property
     def _embedder(self) -> LocalEncoder | None:
         """The encoder, if it is one that embeds."""
-        return self._encoder if self._encoder is not None and self._encoder.info.kind == "embed" else None
+        return self._encoder if self._encoder is not None and self._encoder.info.task == "embed" else None
 
-    def _input_ids(self, name: str, item: Input, prompt_name: str | None) -> list[int]:
+    def _input_ids(self, name: str, item: EmbedInput, prompt_name: str | None) -> list[int]:
         """Token ids of what is to be embedded. Raises InvalidRequest."""
         encoder, limit, known = self._embedder, self.info.resolved.max_model_len, self.info.vocab_size
         if encoder is not None:
@@ -286,91 +286,91 @@ class LLM:
         if not isinstance(item, str):
             ids = list(item)
         elif encoder is not None:
-            ids = encoder.texts.encode(item, prompt=prompt_name)
+            ids = encoder.tokenizer.encode(item, prompt=prompt_name)
         else:
-            ids = self.tokenizer.encode(self._recipe.prompt(prompt_name, Path(str(self.config.model)).name) + item)
+            ids = self.tokenizer.encode(self._pooling_config.find_prompt(prompt_name, Path(str(self.config.model)).name) + item)
         check_input(name, ids, limit, known)
         return ids
 
-    def _vectors(self, ids: Sequence[Sequence[int]], pooling: str | None) -> list[bytes]:
+    def _embed_with_model(self, ids: Sequence[Sequence[int]], pooling: str | None) -> list[bytes]:
         """Of the model itself: step until all are there; an error of one is raised, and frees all of them."""
-        name, placeholder = f"embd-{next(self._ids)}", self._conversations.placeholder
-        requests = embedding_requests(ids, pooling or self._recipe.pooling, name, placeholder=placeholder)
+        name, placeholder = f"embd-{next(self._request_counter)}", self._chat_input.placeholder_id
+        requests = make_embedding_requests(ids, pooling or self._pooling_config.pooling, name, image_token_id=placeholder)
         found: dict[str, bytes] = {}
         try:
             for request in requests:
-                self._inbox[request.id] = deque()
+                self._event_queues[request.id] = deque()
                 self._client.submit(request)
             while len(found) < len(requests):
                 self._step()
-                found |= {request.id: _vector(inbox.popleft()) for request in requests if (inbox := self._inbox[request.id])}
+                found |= {request.id: _embedding_vector(inbox.popleft()) for request in requests if (inbox := self._event_queues[request.id])}
         finally:
             for request in requests:
-                del self._inbox[request.id]
+                del self._event_queues[request.id]
                 if request.id not in found:
                     self._client.abort(request.id)
         return [found[request.id] for request in requests]
 
-    def _run(self, requests: Sequence[Request]) -> Iterator[tuple[Answer, Delta]]:
+    def _run(self, requests: Sequence[Request]) -> Iterator[tuple[ChoiceOutput, OutputDelta]]:
         """Step until every request ended; an error of one is raised, and frees all of them.
 
         Several of these may be open at once: a step's events wait in the inbox of their request.
         """
-        live = {request.id: Answer(self.tokenizer, request) for request in requests}
+        live = {request.id: ChoiceOutput(self.tokenizer, request) for request in requests}
         try:
             for request in requests:
-                self._inbox[request.id] = deque()
-                self._recorder.arrived(request)
+                self._event_queues[request.id] = deque()
+                self._recorder.on_submit(request)
                 self._client.submit(request)
             while live:
-                if not any(self._inbox[request_id] for request_id in live):
+                if not any(self._event_queues[request_id] for request_id in live):
                     self._step()
                 for answer in list(live.values()):
-                    yield from self._read(answer, live)
+                    yield from self._process_events(answer, live)
         finally:
             for request_id, answer in live.items():
                 self._client.abort(request_id)
-                self._recorder.aborted(answer.request)
-                self._inbox.pop(request_id, None)
+                self._recorder.on_abort(answer.request)
+                self._event_queues.pop(request_id, None)
 
     def _step(self) -> None:
         report = self._client.step()
         self.stats = report.stats
-        self._recorder.step(report.stats)
+        self._recorder.on_step(report.stats)
         for event in report.events:
-            if event.request_id in self._inbox:
-                self._inbox[event.request_id].append(event)
+            if event.request_id in self._event_queues:
+                self._event_queues[event.request_id].append(event)
 
-    def _read(self, answer: Answer, live: dict[str, Answer]) -> Iterator[tuple[Answer, Delta]]:
+    def _process_events(self, answer: ChoiceOutput, live: dict[str, ChoiceOutput]) -> Iterator[tuple[ChoiceOutput, OutputDelta]]:
         """What has come for one answer; an answer that is over leaves `live`."""
         request = answer.request
-        while request.id in live and self._inbox[request.id]:
-            event = self._inbox[request.id].popleft()
-            if isinstance(event, Failed):
-                self._recorder.failed(request, event.error)
+        while request.id in live and self._event_queues[request.id]:
+            event = self._event_queues[request.id].popleft()
+            if isinstance(event, ErrorEvent):
+                self._recorder.on_error(request, event.error)
                 raise event.error
-            assert isinstance(event, Tokens)
+            assert isinstance(event, TokenEvent)
             delta = answer.feed(event)
-            self._recorder.delivered(request, delta.event, time.monotonic())
-            if delta.stopped:
+            self._recorder.on_tokens(request, delta.event, time.monotonic())
+            if delta.hit_stop_string:
                 self._client.finish(request.id, answer.num_tokens)
             if answer.finished:
-                del live[request.id], self._inbox[request.id]
+                del live[request.id], self._event_queues[request.id]
             yield answer, delta
 
-    def _output(self, job: _Job, answers: Mapping[str, Answer], hashes: Mapping[str, list[int]]) -> RequestOutput:
-        self._recorder.returned(len(job.requests))
-        first = answers[job.requests[0].id]
+    def _make_output(self, prompt: _PromptRequests, answers: Mapping[str, ChoiceOutput], hashes: Mapping[str, list[int]]) -> RequestOutput:
+        self._recorder.on_response(len(prompt.requests))
+        first = answers[prompt.requests[0].id]
         return RequestOutput(
-            request_id=job.requests[0].id.rsplit("-", 1)[0],
-            prompt=job.prompt,
-            prompt_token_ids=job.requests[0].prompt_ids,
-            outputs=tuple(self._choice(i, answers[r.id], hashes[r.id]) for i, r in enumerate(job.requests)),
+            request_id=prompt.requests[0].id.rsplit("-", 1)[0],
+            prompt=prompt.text,
+            prompt_token_ids=prompt.requests[0].prompt_ids,
+            outputs=tuple(self._make_choice(i, answers[r.id], hashes[r.id]) for i, r in enumerate(prompt.requests)),
             prompt_logprobs=first.prompt_logprobs or None,
-            metrics=self._recorder.answer_metrics(*(request.id for request in job.requests)),
+            metrics=self._recorder.answer_metrics(*(request.id for request in prompt.requests)),
         )
 
-    def _choice(self, index: int, answer: Answer, hashes: Sequence[int]) -> CompletionOutput:
+    def _make_choice(self, index: int, answer: ChoiceOutput, hashes: Sequence[int]) -> CompletionOutput:
         assert answer.finish_reason is not None
         asked = answer.request.params.logprobs is not None
         return CompletionOutput(
@@ -382,12 +382,12 @@ class LLM:
             logprobs=tuple(shown.logprob for shown in answer.logprobs) if asked else None,
             seed=answer.request.seed,
             metrics=self._recorder.answer_metrics(answer.request.id),
-            hashes=tuple(hashes),
+            logits_hashes=tuple(hashes),
         )
 
 
-def _vector(event: Event) -> bytes:
-    if isinstance(event, Failed):
+def _embedding_vector(event: Event) -> bytes:
+    if isinstance(event, ErrorEvent):
         raise event.error
-    assert isinstance(event, Embedded)
+    assert isinstance(event, EmbeddingEvent)
     return event.vector

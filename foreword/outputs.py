@@ -29,7 +29,7 @@ class CompletionOutput:
     logprobs: tuple[TokenLogprob, ...] | None
     seed: int
     metrics: AnswerMetrics | None
-    hashes: tuple[int, ...] = ()
+    logits_hashes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,5 +76,5 @@ class StreamPiece:
     """A piece of streamed text, and whether a drafter had guessed it. The last has no text, but the reason of the end."""
 
     text: str
-    guessed: bool
+    is_draft: bool
     finish_reason: str | None = None

@@ -14,24 +14,24 @@ from foreword.errors import ConfigError, InvalidRequest
 from foreword.estimate import (
     GIB,
     DeviceMemory,
-    ModelFacts,
+    ModelInfo,
     activation_bytes,
-    estimated_memory,
+    estimate_memory,
     kv_bytes_per_token,
     weight_bytes,
 )
 
-__all__ = ["EngineInfo", "Machine", "ModelFacts", "Resolved", "fitted", "resolve"]
+__all__ = ["EngineInfo", "HardwareInfo", "ModelInfo", "ResolvedConfig", "with_kv_cache", "resolve"]
 
-CPU_SHARE = 0.5
-CPU_CACHE = 4 * GIB  # the KV cache's default bound on a machine whose memory others use too
-LARGE_GPU = 64 * GIB  # from here on a step has MOST_ROWS rows: their logits alone may take several GiB
-MOST_ROWS, FEWER_ROWS = 8192, 2048
-WORTH_THREADS = 32 << 20  # bytes of weights below which threads wait for each other about as long as they work
+CPU_MEMORY_FRACTION = 0.5
+MAX_CPU_KV_BYTES = 4 * GIB  # the KV cache's default bound on a machine whose memory others use too
+LARGE_GPU_BYTES = 64 * GIB  # from here on a step has MOST_ROWS rows: their logits alone may take several GiB
+LARGE_GPU_BATCHED_TOKENS, SMALL_GPU_BATCHED_TOKENS = 8192, 2048
+MIN_THREADED_WEIGHT_BYTES = 32 << 20  # bytes of weights below which threads wait for each other about as long as they work
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
+class HardwareInfo:
     """What `resolve()` needs to know of the hardware.
 
     free_bytes, total_bytes  memory of the device
@@ -42,15 +42,15 @@ class Machine:
     device: str
     cores: int
     free_bytes: int
-    bfloat16: bool
-    kernels: str = "native"
+    supports_bfloat16: bool
+    kernel_backend: str = "native"
     total_bytes: int = 0
     gpu: str | None = None
     capability: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True, slots=True)
-class Resolved:
+class ResolvedConfig:
     """Every choice made.
 
     dtype           of activations
@@ -123,7 +123,7 @@ class EngineInfo:
     architecture: str
     parameters: int
     vocab_size: int
-    resolved: Resolved
+    resolved: ResolvedConfig
     fingerprint: str
     backend: str
     load_seconds: dict[str, float]
@@ -132,34 +132,34 @@ class EngineInfo:
     warnings: tuple[str, ...] = ()
     image_token_id: int | None = None
     gpu: str | None = None
-    num_graphs: int = 0
+    num_cuda_graphs: int = 0
 
 
-def resolve(config: Config, machine: Machine, model: ModelFacts, drafter: ModelFacts | None = None) -> Resolved:
+def resolve(config: Config, hardware: HardwareInfo, model: ModelInfo, drafter: ModelInfo | None = None) -> ResolvedConfig:
     """Fix every choice, once.
 
     Raises ConfigError, with the estimate, where the model does not fit.
     """
-    _check_kinds(config, machine)
-    dtype, weight_dtype = _dtypes(config, machine, model)
+    _check_dtypes(config, hardware)
+    dtype, weight_dtype = _resolve_dtypes(config, hardware, model)
     kv_dtype = dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
     models = [model] if drafter is None else [model, drafter]
-    weights = sum(weight_bytes(facts, dtype, weight_dtype, config.quantization, machine.kernels) for facts in models)
-    max_num_seqs, max_num_batched_tokens = _rows(config, machine)
+    weights = sum(weight_bytes(facts, dtype, weight_dtype, config.quantization, hardware.kernel_backend) for facts in models)
+    max_num_seqs, max_num_batched_tokens = _resolve_batch_limits(config, hardware)
     per_block = config.block_size * sum(kv_bytes_per_token(facts, kv_dtype) for facts in models)
-    useful = max_num_seqs * _blocks(config.max_model_len or model.context, config.block_size)
-    measures = machine.device == "cuda" and config.kv_cache_memory is None
-    num_blocks = useful if measures else _num_blocks(config, machine, weights, per_block, useful)
-    chosen = Resolved(
-        device=machine.device,
+    useful = max_num_seqs * _blocks_for(config.max_model_len or model.context_len, config.block_size)
+    measures = hardware.device == "cuda" and config.kv_cache_memory is None
+    num_blocks = useful if measures else _resolve_num_blocks(config, hardware, weights, per_block, useful)
+    chosen = ResolvedConfig(
+        device=hardware.device,
         dtype=dtype,
         weight_dtype=weight_dtype,
         quantization=config.quantization,
-        weight_format="the file's types" if model.weight_bytes is not None else config.quantization or weight_dtype,
+        weight_format="the file's types" if model.packed_bytes is not None else config.quantization or weight_dtype,
         kv_cache_dtype=kv_dtype,
         cpu_isa=config.cpu_isa,
-        threads=config.threads or (machine.cores if machine.device == "cpu" and weights >= WORTH_THREADS else 1),
-        max_model_len=_max_model_len(config, model, num_blocks),
+        threads=config.threads or (hardware.cores if hardware.device == "cpu" and weights >= MIN_THREADED_WEIGHT_BYTES else 1),
+        max_model_len=_resolve_max_model_len(config, model, num_blocks),
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         block_size=config.block_size,
@@ -178,91 +178,91 @@ def resolve(config: Config, machine: Machine, model: ModelFacts, drafter: ModelF
         test_mode=config.test_mode,
         enforce_eager=config.enforce_eager,
         overlap=config.overlap,
-        notes=_notes(config, machine, model),
+        notes=_notes(config, hardware, model),
     )
     if not measures:
         return chosen
-    memory = estimated_memory(
-        machine.total_bytes,
-        machine.free_bytes,
+    memory = estimate_memory(
+        hardware.total_bytes,
+        hardware.free_bytes,
         config.gpu_memory_utilization,
         weights,
         max(activation_bytes(facts, dtype, max_num_batched_tokens) for facts in models),
         chosen.image_cache_bytes if model.image_token_id is not None else 0,
-        graphs=machine.kernels == "triton" and not config.enforce_eager,
+        cuda_graphs=hardware.kernel_backend == "triton" and not config.enforce_eager,
     )
     try:
-        return fitted(chosen, config, memory, models)
+        return with_kv_cache(chosen, config, memory, models)
     except ConfigError as refused:
         # Of the estimate only the weights are certain: where they leave room, the loaded models will show whether it is enough.
         try:
-            hoped = fitted(chosen, config, replace(memory, activations=0, graphs=0), models)
+            hoped = with_kv_cache(chosen, config, replace(memory, activations=0, cuda_graphs=0), models)
         except ConfigError:
             raise refused from None
         return replace(hoped, memory=memory)
 
 
-def fitted(chosen: Resolved, config: Config, memory: DeviceMemory, models: Sequence[ModelFacts]) -> Resolved:
+def with_kv_cache(resolved: ResolvedConfig, config: Config, memory: DeviceMemory, models: Sequence[ModelInfo]) -> ResolvedConfig:
     """The same choices, with the KV cache that a GPU's memory leaves room for, but no more than can ever be used, and with the
     context that fits into it; models are the target and the drafter, if there is one.
 
     Raises ConfigError, with the whole estimate, if that is less than what was asked for, or nothing.
     """
-    block_size = chosen.block_size
-    per_token = sum(kv_bytes_per_token(facts, chosen.kv_cache_dtype) for facts in models)
-    wanted = config.max_model_len or models[0].context
-    room = memory.for_kv // (block_size * per_token)
-    if room < _blocks(config.max_model_len or 1, block_size):
-        raise ConfigError(*_too_much(config, memory, per_token, max(room, 0) * block_size, len(models)))
-    num_blocks = min(room, chosen.max_num_seqs * _blocks(wanted, block_size))
+    block_size = resolved.block_size
+    per_token = sum(kv_bytes_per_token(facts, resolved.kv_cache_dtype) for facts in models)
+    wanted = config.max_model_len or models[0].context_len
+    room = memory.kv_cache // (block_size * per_token)
+    if room < _blocks_for(config.max_model_len or 1, block_size):
+        raise ConfigError(*_out_of_memory_message(config, memory, per_token, max(room, 0) * block_size, len(models)))
+    num_blocks = min(room, resolved.max_num_seqs * _blocks_for(wanted, block_size))
     return replace(
-        chosen,
+        resolved,
         num_blocks=num_blocks,
         kv_bytes=num_blocks * block_size * per_token,
         weight_bytes=memory.weights,
-        max_model_len=_max_model_len(config, models[0], num_blocks),
+        max_model_len=_resolve_max_model_len(config, models[0], num_blocks),
         memory=memory,
     )
 
 
-def _too_much(config: Config, memory: DeviceMemory, per_token: int, room: int, num_models: int) -> tuple[str, str]:
+def _out_of_memory_message(config: Config, memory: DeviceMemory, bytes_per_token: int, num_tokens_left: int, num_models: int) -> tuple[str, str]:
     """The refusal and the name of the option; `room` tokens would fit into the KV cache."""
     if config.max_model_len is None:
         name, what = "model", "the model does not fit"
-        need = f"no KV cache ({per_token / 1024:.1f} KiB a token) has room beside it"
+        need = f"no KV cache ({bytes_per_token / 1024:.1f} KiB a token) has room beside it"
     else:
         name, what = "max_model_len", f"max_model_len {config.max_model_len} does not fit"
         need = (
-            f"its KV cache needs {config.max_model_len * per_token / GIB:.2f} GiB, {max(memory.for_kv, 0) / GIB:.2f} GiB are left"
+            f"its KV cache needs {config.max_model_len * bytes_per_token / GIB:.2f} GiB, {max(memory.kv_cache, 0) / GIB:.2f} GiB are left"
         )
-    helps = [f"--max-model-len {room}" if config.max_model_len and room >= 2 else "a smaller model"]
+    helps = [f"--max-model-len {num_tokens_left}" if config.max_model_len and num_tokens_left >= 2 else "a smaller model"]
     helps += [] if config.gpu_memory_utilization > 0.94 else ["a higher --gpu-memory-utilization"]
     helps += ["fewer --max-num-batched-tokens"]
     helps += [] if config.quantization else ["--quantization fp8, int8 or int4"]
     helps += ["--kv-cache-dtype fp8 or int8"] if config.kv_cache_dtype == "auto" and config.max_model_len else []
     helps += ["no --draft-model"] if num_models > 1 else []
-    helps += ["--enforce-eager"] if memory.graphs else []
+    helps += ["--enforce-eager"] if memory.cuda_graphs else []
     return f"{what}: {need} ({memory}). What would help: {', '.join(helps)}", name
 
 
-def _check_kinds(config: Config, machine: Machine) -> None:
+def _check_dtypes(config: Config, hardware: HardwareInfo) -> None:
     """Raises ConfigError for data types that the device does not compute with."""
-    if machine.device == "cpu" and config.quantization == "fp8":
+    if hardware.device == "cpu" and config.quantization == "fp8":
         raise ConfigError("quantization fp8 needs an NVIDIA GPU; on a CPU int8 or int4 would work", "quantization")
-    if machine.device == "cpu" and config.kv_cache_dtype == "fp8":
+    if hardware.device == "cpu" and config.kv_cache_dtype == "fp8":
         raise ConfigError("kv_cache_dtype fp8 needs an NVIDIA GPU; on a CPU int8 would work", "kv_cache_dtype")
-    if machine.device == "cuda" and config.dtype == "bfloat16" and not machine.bfloat16:
-        raise ConfigError(f"{_no_bfloat16(machine)}; float16 or float32 would work", "dtype")
+    if hardware.device == "cuda" and config.dtype == "bfloat16" and not hardware.supports_bfloat16:
+        raise ConfigError(f"{_no_bfloat16_message(hardware)}; float16 or float32 would work", "dtype")
 
 
-def _no_bfloat16(machine: Machine) -> str:
-    major, minor = machine.capability
-    return f"dtype bfloat16 is not to be had on {machine.gpu or 'this GPU'} (compute capability {major}.{minor})"
+def _no_bfloat16_message(hardware: HardwareInfo) -> str:
+    major, minor = hardware.capability
+    return f"dtype bfloat16 is not to be had on {hardware.gpu or 'this GPU'} (compute capability {major}.{minor})"
 
 
-def _notes(config: Config, machine: Machine, model: ModelFacts) -> tuple[str, ...]:
-    old = machine.device == "cuda" and not machine.bfloat16 and config.dtype == "auto" and model.dtype == "bfloat16"
-    return (f"{_no_bfloat16(machine)}: float16 instead",) if old else ()
+def _notes(config: Config, hardware: HardwareInfo, model: ModelInfo) -> tuple[str, ...]:
+    old = hardware.device == "cuda" and not hardware.supports_bfloat16 and config.dtype == "auto" and model.dtype == "bfloat16"
+    return (f"{_no_bfloat16_message(hardware)}: float16 instead",) if old else ()
 
 
 def _num_speculative_tokens(config: Config) -> int:
@@ -271,60 +271,60 @@ def _num_speculative_tokens(config: Config) -> int:
     return 32 if config.draft_length == "adaptive" else 4
 
 
-def _rows(config: Config, machine: Machine) -> tuple[int, int]:
+def _resolve_batch_limits(config: Config, hardware: HardwareInfo) -> tuple[int, int]:
     """max_num_seqs and max_num_batched_tokens; what was asked for bounds what was not."""
     num_seqs, num_tokens = config.max_num_seqs, config.max_num_batched_tokens
-    gpu = machine.device == "cuda"
+    gpu = hardware.device == "cuda"
     if num_seqs is None:
         num_seqs = min(256 if gpu else 64, num_tokens or 256)
-    usual = (MOST_ROWS if machine.total_bytes >= LARGE_GPU else FEWER_ROWS) if gpu else 512
+    usual = (LARGE_GPU_BATCHED_TOKENS if hardware.total_bytes >= LARGE_GPU_BYTES else SMALL_GPU_BATCHED_TOKENS) if gpu else 512
     return num_seqs, num_tokens or max(usual, num_seqs)
 
 
-def _dtypes(config: Config, machine: Machine, model: ModelFacts) -> tuple[str, str]:
+def _resolve_dtypes(config: Config, hardware: HardwareInfo, model: ModelInfo) -> tuple[str, str]:
     """Of activations and of weights. A CPU computes with float16 weights in float32: exactly, and from half the bytes."""
     dtype = model.dtype if config.dtype == "auto" else config.dtype
-    if machine.device == "cpu" and dtype == "float16":
+    if hardware.device == "cpu" and dtype == "float16":
         return "float32", "float16"
-    if config.dtype == "auto" and dtype == "bfloat16" and not machine.bfloat16:
-        dtype = "float32" if machine.device == "cpu" else "float16"
+    if config.dtype == "auto" and dtype == "bfloat16" and not hardware.supports_bfloat16:
+        dtype = "float32" if hardware.device == "cpu" else "float16"
     return dtype, dtype
 
 
-def _num_blocks(config: Config, machine: Machine, weights: int, per_block: int, useful: int) -> int:
+def _resolve_num_blocks(config: Config, hardware: HardwareInfo, weights: int, bytes_per_block: int, max_useful_blocks: int) -> int:
     """Blocks of the cache: as asked for, or on a CPU from free memory, but not more than can ever be used."""
     if config.kv_cache_memory is not None:
-        return _asked_blocks(config.kv_cache_memory.strip(), config.block_size, machine, weights, per_block)
-    spare = min(int(machine.free_bytes * CPU_SHARE) - weights, CPU_CACHE)
-    if spare < per_block:
+        return _parse_num_blocks(config.kv_cache_memory.strip(), config.block_size, hardware, weights, bytes_per_block)
+    spare = min(int(hardware.free_bytes * CPU_MEMORY_FRACTION) - weights, MAX_CPU_KV_BYTES)
+    if spare < bytes_per_block:
         raise ConfigError(
-            f"the model does not fit: weights need {weights / GIB:.2f} GiB and {CPU_SHARE:.0%} of the free memory is "
-            f"{machine.free_bytes * CPU_SHARE / GIB:.2f} GiB; a smaller model or dtype would fit",
+            f"the model does not fit: weights need {weights / GIB:.2f} GiB and {CPU_MEMORY_FRACTION:.0%} of the free memory is "
+            f"{hardware.free_bytes * CPU_MEMORY_FRACTION / GIB:.2f} GiB; a smaller model or dtype would fit",
             "model",
         )
-    return min(spare // per_block, useful)
+    return min(spare // bytes_per_block, max_useful_blocks)
 
 
-def _asked_blocks(text: str, block_size: int, machine: Machine, weights: int, per_block: int) -> int:
+def _parse_num_blocks(text: str, block_size: int, hardware: HardwareInfo, weights: int, bytes_per_block: int) -> int:
     if text.endswith("tokens"):
-        num_blocks = _blocks(_whole("kv_cache_memory", text[:-6]), block_size)
+        num_blocks = _blocks_for(_parse_int("kv_cache_memory", text[:-6]), block_size)
     else:
-        num_blocks = parse_bytes("kv_cache_memory", text) // per_block
+        num_blocks = parse_bytes("kv_cache_memory", text) // bytes_per_block
     if num_blocks < 1:
-        raise ConfigError(f"kv_cache_memory {text} holds no block of {per_block} bytes", "kv_cache_memory")
-    if weights + num_blocks * per_block > machine.free_bytes:
+        raise ConfigError(f"kv_cache_memory {text} holds no block of {bytes_per_block} bytes", "kv_cache_memory")
+    if weights + num_blocks * bytes_per_block > hardware.free_bytes:
         raise ConfigError(
-            f"kv_cache_memory {text} needs {num_blocks * per_block / GIB:.2f} GiB beside {weights / GIB:.2f} GiB of weights; "
-            f"{machine.free_bytes / GIB:.2f} GiB are free",
+            f"kv_cache_memory {text} needs {num_blocks * bytes_per_block / GIB:.2f} GiB beside {weights / GIB:.2f} GiB of weights; "
+            f"{hardware.free_bytes / GIB:.2f} GiB are free",
             "kv_cache_memory",
         )
     return num_blocks
 
 
-def _max_model_len(config: Config, model: ModelFacts, num_blocks: int) -> int:
+def _resolve_max_model_len(config: Config, model: ModelInfo, num_blocks: int) -> int:
     cache = num_blocks * config.block_size
     if config.max_model_len is None:
-        length = min(model.context, cache)
+        length = min(model.context_len, cache)
     elif config.max_model_len > cache:
         raise ConfigError(
             f"max_model_len {config.max_model_len} does not fit into a KV cache of {cache} tokens; "
@@ -333,18 +333,18 @@ def _max_model_len(config: Config, model: ModelFacts, num_blocks: int) -> int:
         )
     else:
         length = config.max_model_len
-    if length > model.context:
-        raise ConfigError(f"max_model_len {length} is above the checkpoint's {model.context} positions", "max_model_len")
+    if length > model.context_len:
+        raise ConfigError(f"max_model_len {length} is above the checkpoint's {model.context_len} positions", "max_model_len")
     if length < 2:
         raise ConfigError(f"max_model_len {length} leaves no room for an answer: at least 2 are needed", "max_model_len")
     return length
 
 
-def _blocks(tokens: int, block_size: int) -> int:
-    return -(-tokens // block_size)
+def _blocks_for(num_tokens: int, block_size: int) -> int:
+    return -(-num_tokens // block_size)
 
 
-def _whole(name: str, text: str) -> int:
+def _parse_int(name: str, text: str) -> int:
     try:
         return int(text)
     except ValueError:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 __all__ = ["EOS", "FAMILIES", "VOCAB_SIZE", "write_checkpoint", "write_drafter"]
 
-SPECIALS = ("<bos>", "<eos>", "<|im_start|>", "<|im_end|>")
+SPECIAL_TOKENS = ("<bos>", "<eos>", "<|im_start|>", "<|im_end|>")
 MERGES = ("t h", "i n", "th e", "Ġ the", "a n", "e r", "o n", "Ġ a", "in g", "Ġ t")
 EOS = 257  # the 256 bytes come first
 VOCAB_SIZE = 272
@@ -108,14 +108,14 @@ def write_tokenizer(path: Path) -> None:
 def tokenizer() -> Tokenizer:
     """Ids 0..255 are the bytes (in ByteLevel's alphabet, sorted), then the special tokens, then a few merges."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocab = {text: index for index, text in enumerate([*alphabet, *SPECIALS])}
+    vocab = {text: index for index, text in enumerate([*alphabet, *SPECIAL_TOKENS])}
     merges = [(left, right) for left, right in (merge.split() for merge in MERGES)]
     for left, right in merges:
         vocab[left + right] = len(vocab)
     result = Tokenizer(models.BPE(vocab=vocab, merges=merges))
     result.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     result.decoder = decoders.ByteLevel()
-    result.add_special_tokens(list(SPECIALS))
+    result.add_special_tokens(list(SPECIAL_TOKENS))
     return result
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from tests.device import DEVICE, PARTIAL, missing_package, shared, workers
+from tests.device import DEVICE, PARTIAL, missing_package, limit_memory_info, num_workers
 
 # Without a GPU, Triton's kernels run in its interpreter; it decides so where a kernel is defined.
 if DEVICE == "cpu":
@@ -26,10 +26,10 @@ def pytest_configure(config: pytest.Config) -> None:
     if DEVICE == "cpu":
         return
     settings.load_profile("cuda")
-    count = workers()
+    count = num_workers()
     if count > 1:
         torch.cuda.set_per_process_memory_fraction(0.9 / count)
-        torch.cuda.mem_get_info = shared(torch.cuda.mem_get_info, torch.cuda.memory_reserved, count)
+        torch.cuda.mem_get_info = limit_memory_info(torch.cuda.mem_get_info, torch.cuda.memory_reserved, count)
         os.environ.setdefault("FOREWORD_GPU_MEMORY_UTILIZATION", f"{0.9 / count:.3f}")
 
 

@@ -12,11 +12,11 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-__all__ = ["DEVICE", "OPTIONAL", "PARTIAL", "missing_package", "shared", "workers"]
+__all__ = ["DEVICE", "OPTIONAL_PACKAGES", "PARTIAL", "missing_package", "limit_memory_info", "num_workers"]
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PARTIAL = os.environ.get("FOREWORD_TEST_PARTIAL") == "1"
-OPTIONAL = frozenset(
+OPTIONAL_PACKAGES = frozenset(
     {
         "gguf",
         "jsonschema",
@@ -31,25 +31,25 @@ OPTIONAL = frozenset(
         "triton",
     }
 )
-USED = 0.9  # of a GPU's memory, by all workers together
+MEMORY_SHARE = 0.9  # of a GPU's memory, by all workers together
 
-Told = tuple[int, int]  # bytes that are free, and in all
+MemoryInfo = tuple[int, int]  # bytes that are free, and in all
 
 
-def workers(environment: Mapping[str, str] = os.environ) -> int:
+def num_workers(environment: Mapping[str, str] = os.environ) -> int:
     """Processes that share the machine: those of pytest-xdist."""
     return int(environment.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 
 
-def shared(told: Callable[..., Told], reserved: Callable[[], int], count: int) -> Callable[..., Told]:
+def limit_memory_info(mem_get_info: Callable[..., MemoryInfo], reserved: Callable[[], int], count: int) -> Callable[..., MemoryInfo]:
     """What one of `count` workers is told of a GPU's memory: its share is all there is.
 
     told, reserved  as torch.cuda.mem_get_info and torch.cuda.memory_reserved
     """
 
-    def of_share(*device: object) -> Told:
-        free, total = told(*device)
-        share = int(total * USED) // count
+    def of_share(*device: object) -> MemoryInfo:
+        free, total = mem_get_info(*device)
+        share = int(total * MEMORY_SHARE) // count
         return min(free, max(share - reserved(), 0)), share
 
     return of_share
@@ -60,6 +60,6 @@ def missing_package(error: BaseException | None) -> str | None:
     while error is not None:
         if isinstance(error, ModuleNotFoundError) and error.name is not None:
             name = error.name.split(".")[0]
-            return name if name in OPTIONAL else None
+            return name if name in OPTIONAL_PACKAGES else None
         error = error.__cause__ or error.__context__
     return None

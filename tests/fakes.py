@@ -13,13 +13,13 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from foreword.config import Config
-from foreword.core.events import DraftUse, Embedded, Event, Failed, StepStats, TokenLogprob, Tokens
+from foreword.core.events import DraftResult, EmbeddingEvent, Event, ErrorEvent, StepStats, TokenLogprob, TokenEvent
 from foreword.core.readiness import Readiness
 from foreword.core.request import Request, RequestState
 from foreword.errors import EngineDead, ForewordError
-from foreword.resolve import EngineInfo, Machine, ModelFacts, resolve
+from foreword.resolve import EngineInfo, HardwareInfo, ModelInfo, resolve
 from foreword.text.checkpoint import TokenizerFiles
-from foreword.text.decoding import ALPHABET
+from foreword.text.decoding import BYTE_ALPHABET
 from foreword.text.tokenizer import Tokenizer
 
 BOS, EOS, START, END = 256, 257, 258, 259
@@ -36,7 +36,7 @@ VOCAB_SIZE = 264  # as of a model whose vocabulary is padded
 
 def byte_backend() -> tokenizers.Tokenizer:
     """Ids 0 to 255 are the bytes, then the special tokens."""
-    backend = tokenizers.Tokenizer(models.BPE(vocab=dict(ALPHABET), merges=[]))
+    backend = tokenizers.Tokenizer(models.BPE(vocab=dict(BYTE_ALPHABET), merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([AddedToken(text, special=True) for text in SPECIAL])
@@ -46,18 +46,18 @@ def byte_backend() -> tokenizers.Tokenizer:
 def byte_tokenizer(chat_template: str | None = CHATML) -> Tokenizer:
     """A tokenizer whose token of a byte is the byte: encode("a") == [97]."""
     named = {"bos_token": "<|bos|>", "eos_token": "<|eos|>"}
-    return Tokenizer(byte_backend(), TokenizerFiles(special_tokens=named, eos_ids=(EOS, END), chat_template=chat_template))
+    return Tokenizer(byte_backend(), TokenizerFiles(special_tokens=named, eos_token_ids=(EOS, END), chat_template=chat_template))
 
 
 def engine_info(max_model_len: int = 2048, config: Config | None = None) -> EngineInfo:
-    machine = Machine(device="cpu", cores=1, free_bytes=1 << 30, bfloat16=True)
-    facts = ModelFacts("fake", max_model_len, "float32", 1000, VOCAB_SIZE, 8)
+    machine = HardwareInfo(device="cpu", cores=1, free_bytes=1 << 30, supports_bfloat16=True)
+    facts = ModelInfo("fake", max_model_len, "float32", 1000, VOCAB_SIZE, 8)
     resolved = resolve(config or Config(), machine, facts)
     return EngineInfo("fake", 1000, VOCAB_SIZE, resolved, "fp_fake", "reference", {"weights": 0.0})
 
 
 @dataclass(frozen=True, slots=True)
-class Script:
+class FakeOutput:
     """What the fake engine says to one request.
 
     text        the answer; the eos token follows it
@@ -81,11 +81,11 @@ class Script:
     logprob: float = -0.5
 
 
-class FakeClient:
+class FakeEngineClient:
     """Implements foreword.engine.client.EngineClient; answers end where the engine ends them."""
 
-    def __init__(self, script: Script | Callable[[Request], Script] | None = None, info: EngineInfo | None = None) -> None:
-        self.script = script or Script()
+    def __init__(self, script: FakeOutput | Callable[[Request], FakeOutput] | None = None, info: EngineInfo | None = None) -> None:
+        self.script = script or FakeOutput()
         self.info: EngineInfo | None = None
         self.stats = StepStats()
         self.alive = False
@@ -133,23 +133,23 @@ class FakeClient:
         self.alive = False
 
     async def _events(self, request: Request) -> AsyncIterator[Event]:
-        script = self.script if isinstance(self.script, Script) else self.script(request)
+        script = self.script if isinstance(self.script, FakeOutput) else self.script(request)
         try:
             for event in _play(script, request, self._info.resolved.max_model_len):
                 await asyncio.sleep(script.delay_s)
                 if request.id not in self.live:
                     return  # ended or aborted
                 if not self.alive:
-                    event = Failed(request.id, EngineDead("the engine died while it was working on this request"))
+                    event = ErrorEvent(request.id, EngineDead("the engine died while it was working on this request"))
                 self._step()
-                if not isinstance(event, Tokens) or event.finish_reason is not None:
+                if not isinstance(event, TokenEvent) or event.finish_reason is not None:
                     self.live.discard(request.id)
                 yield event
             while request.id in self.live and self.alive:
                 await asyncio.sleep(0.01)
             if request.id in self.live:
                 self.live.discard(request.id)
-                yield Failed(request.id, EngineDead("the engine died while it was working on this request"))
+                yield ErrorEvent(request.id, EngineDead("the engine died while it was working on this request"))
         finally:
             self.abort(request.id)
 
@@ -159,11 +159,11 @@ class FakeClient:
             self.on_step(self.stats)
 
 
-def _play(script: Script, request: Request, max_model_len: int) -> Iterator[Event]:
+def _play(script: FakeOutput, request: Request, max_model_len: int) -> Iterator[Event]:
     """The events of a script; ends without a finish where the script hangs."""
     if request.pooling is not None:
         if script.hang_after is None:
-            yield Failed(request.id, script.error) if script.fail_after is not None else Embedded(request.id, vector_of(request))
+            yield ErrorEvent(request.id, script.error) if script.fail_after is not None else EmbeddingEvent(request.id, vector_of(request))
         return
     text = script.text.encode() if isinstance(script.text, str) else script.text
     ids = [*text, *([] if request.params.ignore_eos else [script.eos])]
@@ -172,7 +172,7 @@ def _play(script: Script, request: Request, max_model_len: int) -> Iterator[Even
     state = RequestState(request, 0, max_model_len)
     for size in cycle(script.bursts):
         if script.fail_after is not None and state.num_output >= script.fail_after:
-            yield Failed(request.id, script.error)
+            yield ErrorEvent(request.id, script.error)
             return
         if script.hang_after is not None and state.num_output >= script.hang_after:
             return
@@ -183,20 +183,20 @@ def _play(script: Script, request: Request, max_model_len: int) -> Iterator[Even
             return
 
 
-def _burst(script: Script, state: RequestState, ids: list[int], size: int) -> Tokens:
+def _burst(script: FakeOutput, state: RequestState, ids: list[int], size: int) -> TokenEvent:
     request, index = state.request, state.num_output
-    end = state.ending(ids[index : index + size])
-    chosen = ids[index : index + end.kept]
-    return Tokens(
+    end = state.check_finish(ids[index : index + size])
+    chosen = ids[index : index + end.num_kept]
+    return TokenEvent(
         request_id=request.id,
         index=index,
         token_ids=tuple(chosen),
         logprobs=tuple(_logprob(i, request, script) for i in chosen) if request.params.logprobs is not None else (),
         prompt_logprobs=_prompt_logprobs(request) if index == 0 else (),
-        draft=DraftUse(script.drafter, size, min(size - 1, len(chosen))) if size > 1 else None,
+        draft=DraftResult(script.drafter, size, min(size - 1, len(chosen))) if size > 1 else None,
         finish_reason=end.finish_reason,
         stop_id=end.stop_id,
-        repeating=end.repeating,
+        repetition=end.repetition,
         num_cached=script.num_cached,
         scheduled_s=time.monotonic(),
     )
@@ -214,7 +214,7 @@ def logprob_of(token_id: int, count: int | None) -> TokenLogprob:
     return TokenLogprob(token_id, -0.5, 1, tuple(top[: count or 0]))
 
 
-def _logprob(token_id: int, request: Request, script: Script) -> TokenLogprob:
+def _logprob(token_id: int, request: Request, script: FakeOutput) -> TokenLogprob:
     asked = tuple((other, -float(other)) for other in request.params.logprob_token_ids)
     return replace(logprob_of(token_id, request.params.logprobs), logprob=script.logprob, asked=asked)
 
@@ -226,7 +226,7 @@ def _prompt_logprobs(request: Request) -> tuple[TokenLogprob | None, ...]:
     return (None, *(logprob_of(token, count) for token in request.prompt_ids[1:]))
 
 
-def grown(state: RequestState, run: Sequence[int]) -> RequestState:
+def extended(state: RequestState, run: Sequence[int]) -> RequestState:
     """The request after a step that emitted `run`."""
     state.append(run)
     return state

@@ -15,15 +15,15 @@ import torch
 
 from foreword.core.batch import Batch
 from foreword.core.draft import Draft
-from foreword.core.pictures import Picture
+from foreword.core.pictures import PromptImage
 from foreword.core.request import RequestState
-from foreword.drafting.base import Ask
-from foreword.engine.assemble import StepBatch
+from foreword.drafting.base import DraftRequest
+from foreword.engine.assemble import ModelInput
 from foreword.engine.engine import Engine
-from foreword.engine.plan import Plan, Work
-from foreword.engine.pooling import Pooled
+from foreword.engine.plan import ScheduleOutput, ScheduledRequest
+from foreword.engine.pooling import PoolOutput
 
-__all__ = ["ERRORS", "POINTS", "WRONG", "Fault", "Faults"]
+__all__ = ["ERRORS", "FAULT_POINTS", "WRONG_RESULTS", "Fault", "FaultInjector"]
 
 ERRORS: Mapping[str, type[Exception]] = {
     "error": RuntimeError,
@@ -31,8 +31,8 @@ ERRORS: Mapping[str, type[Exception]] = {
     "device memory": torch.OutOfMemoryError,
     "device": torch.AcceleratorError,
 }
-WRONG = ("nan", "infinite", "bad id", "too few", "huge")
-POINTS = (
+WRONG_RESULTS = ("nan", "infinite", "bad id", "too few", "huge")
+FAULT_POINTS = (
     "start", "plan", "allocate", "assemble", "prepare", "forward", "sample", "halfway", "mask", "run", "pool", "accept",
     "commit", "propose", "begin", "finish", "admit", "measured", "encode",
 )  # fmt: skip
@@ -52,7 +52,7 @@ class Fault:
     times: int = 1
 
 
-class Faults:
+class FaultInjector:
     """Installed in an engine; counts calls, and remembers in which steps something went wrong.
 
     calls  by part; where a fault is about a request, those that are about it
@@ -64,15 +64,15 @@ class Faults:
         self.steps: list[int] = []
         self._engine = engine
         self._faults = faults
-        self._works: Sequence[Work] = ()
-        self._batch: StepBatch | None = None
+        self._scheduled: Sequence[ScheduledRequest] = ()
+        self._batch: ModelInput | None = None
         self._install()
 
-    def _strike(self, point: str, ids: Iterable[str] = ()) -> list[Fault]:
+    def _trigger(self, point: str, ids: Iterable[str] = ()) -> list[Fault]:
         """Count a call, raise what is to be raised, and return the other faults that are due."""
         about = frozenset(ids)
         self.calls[point] += 1
-        due = [fault for fault in self._faults if fault.point == point and self._due(fault, about)]
+        due = [fault for fault in self._faults if fault.point == point and self._is_due(fault, about)]
         if due:
             self.steps.append(self._engine._num_steps)
         for fault in due:
@@ -80,7 +80,7 @@ class Faults:
                 raise ERRORS[fault.kind](f"injected into {point}")
         return due
 
-    def _due(self, fault: Fault, about: frozenset[str]) -> bool:
+    def _is_due(self, fault: Fault, about: frozenset[str]) -> bool:
         if fault.request is None:
             return fault.call <= self.calls[fault.point] < fault.call + fault.times
         if fault.request not in about:
@@ -94,90 +94,90 @@ class Faults:
         engine: Any = self._engine
         scheduler, runner, drafting = engine.scheduler, engine.runner, engine.drafting
         self._wrap(scheduler, "add", self._start)
-        self._wrap(scheduler, "plan", self._plain("plan"))
-        self._wrap(scheduler.pool, "allocate", self._plain("allocate"))
+        self._wrap(scheduler, "plan", self._count_only("plan"))
+        self._wrap(scheduler.pool, "allocate", self._count_only("allocate"))
         self._wrap(scheduler, "_advance", self._commit)
         self._wrap(engine.assembler, "build", self._assemble)
         self._wrap(engine.assembler, "pooled", self._assemble_pooled)
         self._wrap(runner.grammars, "prepare", self._prepare)
-        self._wrap(runner, "_logits", self._forward)
+        self._wrap(runner, "_forward", self._forward)
         self._wrap(runner, "run", self._run)
-        runner.sampler = _Sampler(self, runner.sampler)
-        runner.pooler = _Pooler(self, runner.pooler)
-        engine.encoder._tower = engine.encoder._tower and _Tower(self, engine.encoder._tower)
+        runner.sampler = _FaultySampler(self, runner.sampler)
+        runner.pooler = _FaultyPooler(self, runner.pooler)
+        engine.encoder._tower = engine.encoder._tower and _FaultyTower(self, engine.encoder._tower)
         for drafter in (*drafting.drafters, *drafting.passes):
             self._wrap(drafter, "propose", self._propose)
-            self._wrap(drafter, "start", self._plain("begin", lambda state: (state.id,)))
-            self._wrap(drafter, "finish", self._plain("finish", lambda request_id, output=(): (request_id,)))
+            self._wrap(drafter, "start", self._count_only("begin", lambda state: (state.id,)))
+            self._wrap(drafter, "finish", self._count_only("finish", lambda request_id, output=(): (request_id,)))
         for name in ("admit", "measured"):
-            self._wrap(drafting.policy, name, self._plain(name))
+            self._wrap(drafting.policy, name, self._count_only(name))
 
     def _wrap(self, owner: Any, name: str, around: Callable[..., Any]) -> None:
         original = getattr(owner, name)
         setattr(owner, name, lambda *args, **options: around(original, *args, **options))
 
-    def _plain(self, point: str, ids: Callable[..., Iterable[str]] = lambda *_: ()) -> Callable[..., Any]:
+    def _count_only(self, point: str, ids: Callable[..., Iterable[str]] = lambda *_: ()) -> Callable[..., Any]:
         def around(original: Callable[..., Any], *args: Any, **options: Any) -> Any:
-            self._strike(point, ids(*args, **options))
+            self._trigger(point, ids(*args, **options))
             return original(*args, **options)
 
         return around
 
     def _start(self, original: Callable[..., None], state: RequestState) -> None:
-        self._strike("start", (state.id,))
+        self._trigger("start", (state.id,))
         if state.grammar is not None:
             _break_grammar(state, self)
         original(state)
 
     # What goes wrong there
 
-    def _assemble(self, original: Callable[[Plan], StepBatch], plan: Plan) -> StepBatch:
-        self._works = plan.work
-        self._strike("assemble", _ids(plan.work))
+    def _assemble(self, original: Callable[[ScheduleOutput], ModelInput], plan: ScheduleOutput) -> ModelInput:
+        self._scheduled = plan.requests
+        self._trigger("assemble", _request_ids(plan.requests))
         self._batch = original(plan)
         return self._batch
 
-    def _assemble_pooled(self, original: Callable[[Plan], Batch], plan: Plan) -> Batch:
-        self._strike("assemble", _ids(plan.pooled))
+    def _assemble_pooled(self, original: Callable[[ScheduleOutput], Batch], plan: ScheduleOutput) -> Batch:
+        self._trigger("assemble", _request_ids(plan.pooling_requests))
         return original(plan)
 
     def _prepare(self, original: Callable[..., None], rows: Sequence[Any]) -> None:
         original(rows)
-        self._strike("prepare", (row.state.id for row in rows))
+        self._trigger("prepare", (row.state.id for row in rows))
 
     def _forward(self, original: Callable[[Batch], torch.Tensor], batch: Batch) -> torch.Tensor:
-        due = self._strike("forward", _ids(self._works))
+        due = self._trigger("forward", _request_ids(self._scheduled))
         logits = original(batch)
         assert self._batch is not None
         for fault in due:
             value = {"nan": torch.nan, "infinite": torch.inf}[fault.kind]
-            for row, line in zip(self._batch.rows, self._batch.lines, strict=True):
+            for row, line in zip(self._batch.sample_rows, self._batch.logits_indices, strict=True):
                 if fault.request in (None, row.state.id):
                     logits[line, 7] = value
         return logits
 
-    def _run(self, original: Callable[[StepBatch], tuple[Any, ...]], batch: StepBatch) -> tuple[Any, ...]:
+    def _run(self, original: Callable[[ModelInput], tuple[Any, ...]], batch: ModelInput) -> tuple[Any, ...]:
         outcomes = original(batch)
-        return outcomes[1:] if self._strike("run", _ids(batch.plan.work)) else outcomes
+        return outcomes[1:] if self._trigger("run", _request_ids(batch.scheduled.requests)) else outcomes
 
-    def _commit(self, original: Callable[..., Any], work: Work, outcome: Any) -> Any:
+    def _commit(self, original: Callable[..., Any], work: ScheduledRequest, outcome: Any) -> Any:
         events = original(work, outcome)
-        self._strike("commit", (work.state.id,))
+        self._trigger("commit", (work.state.id,))
         return events
 
-    def _propose(self, original: Callable[..., list[Draft | None]], asks: Sequence[Ask]) -> list[Draft | None]:
-        due = self._strike("propose", (ask.state.id for ask in asks))
-        drafts = original(asks)
+    def _propose(self, original: Callable[..., list[Draft | None]], requests: Sequence[DraftRequest]) -> list[Draft | None]:
+        due = self._trigger("propose", (ask.state.id for ask in requests))
+        drafts = original(requests)
         for fault in due:
             wrong = {"bad id": (5, -1, 10**9), "huge": (5,) * 100_000}.get(fault.kind, ())
-            drafts = [Draft(wrong, "suffix") for _ in asks] if wrong else drafts[1:]
+            drafts = [Draft(wrong, "suffix") for _ in requests] if wrong else drafts[1:]
         return drafts
 
 
-class _Sampler:
+class _FaultySampler:
     """A sampler whose results, or rows, may be wrong."""
 
-    def __init__(self, faults: Faults, original: Any) -> None:
+    def __init__(self, faults: FaultInjector, original: Any) -> None:
         self._faults, self._original = faults, original
 
     def __getattr__(self, name: str) -> Any:
@@ -185,7 +185,7 @@ class _Sampler:
 
     def __call__(self, logits: torch.Tensor, rows: Sequence[Any]) -> Any:
         ids = [row.state.id for row in rows]
-        due = self._faults._strike("sample", ids)
+        due = self._faults._trigger("sample", ids)
         sampled = self._original(logits, rows)
         self._interrupt(rows)
         for fault in due:
@@ -198,7 +198,7 @@ class _Sampler:
     def _interrupt(self, rows: Sequence[Any]) -> None:
         """Leave every ledger as an error in the middle of its work could leave it."""
         try:
-            self._faults._strike("halfway", (row.state.id for row in rows))
+            self._faults._trigger("halfway", (row.state.id for row in rows))
         except Exception:
             for row in rows:
                 if row.state.ledger is not None:
@@ -206,28 +206,28 @@ class _Sampler:
             raise
 
 
-class _Pooler:
-    def __init__(self, faults: Faults, original: Any) -> None:
+class _FaultyPooler:
+    def __init__(self, faults: FaultInjector, original: Any) -> None:
         self._faults, self._original = faults, original
 
-    def __call__(self, works: Sequence[Work], batch: Batch) -> list[Pooled]:
+    def __call__(self, works: Sequence[ScheduledRequest], batch: Batch) -> list[PoolOutput]:
         pooled = self._original(works, batch)
-        return pooled[1:] if self._faults._strike("pool", _ids(works)) else pooled
+        return pooled[1:] if self._faults._trigger("pool", _request_ids(works)) else pooled
 
 
-class _Tower:
+class _FaultyTower:
     """A tower that fails in the middle of a picture, or whose features are wrong; about the running requests that show it."""
 
-    def __init__(self, faults: Faults, original: Any) -> None:
+    def __init__(self, faults: FaultInjector, original: Any) -> None:
         self._faults, self._original = faults, original
-        self.width = original.width
+        self.feature_size = original.width
 
-    def encode(self, picture: Picture) -> Generator[int, None, torch.Tensor]:
-        pieces = self._original.encode(picture)
+    def encode(self, image: PromptImage) -> Generator[int, None, torch.Tensor]:
+        pieces = self._original.encode(image)
         yield next(pieces)
         running = self._faults._engine.scheduler.running
-        about = [s.id for s in running if any(one.digest == picture.digest for one in s.request.pictures)]
-        due = self._faults._strike("encode", about)
+        about = [s.id for s in running if any(one.digest == image.digest for one in s.request.images)]
+        due = self._faults._trigger("encode", about)
         features: torch.Tensor = yield from pieces
         for fault in due:
             if fault.kind == "too few":
@@ -237,7 +237,7 @@ class _Tower:
         return features
 
 
-def _break_grammar(state: RequestState, faults: Faults) -> None:
+def _break_grammar(state: RequestState, faults: FaultInjector) -> None:
     """Let the grammar's own methods fail. Its class is replaced, for it has no room for more."""
     known: Any = type(state.grammar)
     request_id = state.id
@@ -248,7 +248,7 @@ def _break_grammar(state: RequestState, faults: Faults) -> None:
         def mask(self, draft: tuple[int, ...]) -> torch.Tensor | None:
             found = known.mask(self, draft)
             try:
-                faults._strike("mask", (request_id,))
+                faults._trigger("mask", (request_id,))
             except Exception:
                 if found is not None:  # it looks beyond the output, and does not come back
                     self._llg.consume_tokens([max(i for i in range(256) if int(found[i // 32]) >> i % 32 & 1)])
@@ -256,11 +256,11 @@ def _break_grammar(state: RequestState, faults: Faults) -> None:
             return found
 
         def accept(self, token_ids: Sequence[int]) -> None:
-            faults._strike("accept", (request_id,))
+            faults._trigger("accept", (request_id,))
             known.accept(self, token_ids)
 
     state.grammar.__class__ = Broken
 
 
-def _ids(works: Iterable[Work]) -> list[str]:
-    return [work.state.id for work in works]
+def _request_ids(scheduled: Iterable[ScheduledRequest]) -> list[str]:
+    return [work.state.id for work in scheduled]

@@ -8,16 +8,16 @@ from typing import Final
 
 from foreword.engine import process
 from foreword.engine.engine import Engine
-from tests.faults import Fault, Faults
+from tests.faults import Fault, FaultInjector
 
-__all__ = ["VARIABLE", "main"]
+__all__ = ["FAULTS_VARIABLE", "main"]
 
-VARIABLE: Final = "FOREWORD_TEST_FAULTS"
+FAULTS_VARIABLE: Final = "FOREWORD_TEST_FAULTS"
 
 
 def main(fd: int) -> int:
-    return process.main(fd, _break)
+    return process.main(fd, _install_faults)
 
 
-def _break(engine: Engine) -> None:
-    Faults(engine, *(Fault(**fields) for fields in json.loads(os.environ.get(VARIABLE, "[]"))))
+def _install_faults(engine: Engine) -> None:
+    FaultInjector(engine, *(Fault(**fields) for fields in json.loads(os.environ.get(FAULTS_VARIABLE, "[]"))))

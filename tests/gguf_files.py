@@ -21,10 +21,10 @@ from gguf import TokenType
 from safetensors.torch import load_file
 from torch import Tensor
 
-from foreword.models.gguf.weights import file_name
+from foreword.models.gguf.weights import gguf_name
 from tests.k_quants import K_QUANTS
 
-__all__ = ["Raw", "quantized", "write_byte_level", "write_gguf", "write_sentencepiece"]
+__all__ = ["RawGGUF", "quantize", "write_byte_level", "write_gguf", "write_sentencepiece"]
 
 ARCHITECTURES = {"mistral": "llama", "gemma3_text": "gemma3"}
 Array = npt.NDArray[Any]
@@ -32,7 +32,7 @@ Write = Callable[[gguf.GGUFWriter], None]
 
 
 def write_gguf(
-    checkpoint: Path, path: Path, kind: Kind | Callable[[str], Kind] = Kind.F32, more: Write | None = None, **metadata: Any
+    checkpoint: Path, path: Path, tensor_type: Kind | Callable[[str], Kind] = Kind.F32, more: Write | None = None, **metadata: Any
 ) -> Path:
     """A checkpoint of tests/checkpoints.py as one file; its matrices become `kind`, or what it says of their names.
 
@@ -50,8 +50,8 @@ def write_gguf(
     template, size = files["chat_template"], config["vocab_size"]
     write_byte_level(writer, backend, "gpt-2", bos="<bos>", eos="<eos>", add_bos=False, template=template, size=size)
     for name, tensor in load_file(checkpoint / "model.safetensors").items():
-        called = file_name(name, architecture)
-        _add_tensor(writer, called, converted(name, tensor, config), kind(called) if callable(kind) else kind)
+        called = gguf_name(name, architecture)
+        _add_tensor(writer, called, to_gguf_layout(name, tensor, config), tensor_type(called) if callable(tensor_type) else tensor_type)
     if more is not None:
         more(writer)
     finish(writer)
@@ -102,7 +102,7 @@ def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
         adders[type(value)](key, value)
 
 
-def converted(name: str, tensor: Tensor, config: dict[str, Any]) -> Array:
+def to_gguf_layout(name: str, tensor: Tensor, config: dict[str, Any]) -> Array:
     """As the converter changes some tensors: rows of q and k stand in another order, Gemma's norms have 1 added."""
     value = tensor.to(torch.float32)
     family = config["model_type"]
@@ -114,17 +114,17 @@ def converted(name: str, tensor: Tensor, config: dict[str, Any]) -> Array:
     return value.numpy()
 
 
-def _add_tensor(writer: gguf.GGUFWriter, name: str, value: Array, kind: Kind) -> None:
+def _add_tensor(writer: gguf.GGUFWriter, name: str, value: Array, tensor_type: Kind) -> None:
     """Vectors stay float32."""
-    wanted = kind if value.ndim == 2 else Kind.F32
-    writer.add_tensor(name, quantized(value, wanted), raw_dtype=wanted)
+    wanted = tensor_type if value.ndim == 2 else Kind.F32
+    writer.add_tensor(name, quantize(value, wanted), raw_dtype=wanted)
 
 
-def quantized(value: Array, kind: Kind) -> Array:
+def quantize(value: Array, tensor_type: Kind) -> Array:
     """[N, K] in the blocks of `kind`, as bytes [N, bytes of a row] (floats as such)."""
-    if kind in K_QUANTS:
-        return K_QUANTS[kind](value).reshape(value.shape[0], -1)
-    return gguf.quantize(np.ascontiguousarray(value), kind)
+    if tensor_type in K_QUANTS:
+        return K_QUANTS[tensor_type](value).reshape(value.shape[0], -1)
+    return gguf.quantize(np.ascontiguousarray(value), tensor_type)
 
 
 def write_byte_level(
@@ -143,7 +143,7 @@ def write_byte_level(
     tokens = {index: token for token, index in backend.get_vocab(with_added_tokens=True).items()}
     added = backend.get_added_tokens_decoder()
     total = size or max(tokens) + 1
-    kinds = [_kind(added.get(index)) if index in tokens else TokenType.UNUSED for index in range(total)]
+    kinds = [_token_type(added.get(index)) if index in tokens else TokenType.UNUSED for index in range(total)]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(pre)
     writer.add_token_list([tokens.get(index, f"[PAD{index}]") for index in range(total)])
@@ -178,7 +178,7 @@ def write_sentencepiece(
         writer.add_chat_template(template)
 
 
-def _kind(added: Any) -> TokenType:
+def _token_type(added: Any) -> TokenType:
     if added is None:
         return TokenType.NORMAL
     return TokenType.CONTROL if added.special else TokenType.USER_DEFINED
@@ -201,7 +201,7 @@ def _write_specials(
         writer.add_chat_template(template)
 
 
-class Raw:
+class RawGGUF:
     """A GGUF file's bytes, put together by hand. `text` and `pair` and `tensor` give their pieces."""
 
     def __init__(self, pairs: list[bytes], tensors: list[bytes], data: bytes = b"") -> None:
@@ -218,16 +218,16 @@ class Raw:
         return struct.pack("<Q", len(value.encode())) + value.encode()
 
     @classmethod
-    def pair(cls, key: str, kind: int, value: bytes) -> bytes:
-        return cls.text(key) + struct.pack("<I", kind) + value
+    def pair(cls, key: str, value_type: int, value: bytes) -> bytes:
+        return cls.text(key) + struct.pack("<I", value_type) + value
 
     @classmethod
-    def tensor(cls, name: str, dims: tuple[int, ...], kind: int = 0, offset: int = 0) -> bytes:
+    def tensor(cls, name: str, dims: tuple[int, ...], tensor_type: int = 0, offset: int = 0) -> bytes:
         """dims as in the file: those of a row first"""
-        return cls.text(name) + struct.pack(f"<I{len(dims)}QIQ", len(dims), *dims, kind, offset)
+        return cls.text(name) + struct.pack(f"<I{len(dims)}QIQ", len(dims), *dims, tensor_type, offset)
 
     @classmethod
-    def small(cls, metadata: Mapping[str, str] | None = None) -> Raw:
+    def sample(cls, metadata: Mapping[str, str] | None = None) -> RawGGUF:
         """A sound file with two texts, a list of each kind and two tensors."""
         pairs = [
             cls.pair(key, 8, cls.text(value)) for key, value in (metadata or {"general.architecture": "llama", "b": "ü"}).items()

@@ -12,23 +12,23 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from foreword.config import Config
-from foreword.core.events import Event, StepStats, Tokens
+from foreword.core.events import Event, StepStats, TokenEvent
 from foreword.core.readiness import Readiness
 from foreword.core.request import Request
 from foreword.engine.local import LocalClient
-from foreword.metrics.recorder import Recorder
-from foreword.prepare import Prepared, prepare
+from foreword.metrics.recorder import MetricsRecorder
+from foreword.prepare import CheckpointInfo, prepare_checkpoint
 from foreword.resolve import EngineInfo
 from foreword.serve.app import create_app
 
-__all__ = ["InProcess", "Local", "serving"]
+__all__ = ["InProcessEngineClient", "ASGIServer", "serving"]
 
 
-class InProcess:
+class InProcessEngineClient:
     """Implements foreword.engine.client.EngineClient; steps are taken in the event loop."""
 
-    def __init__(self, prepared: Prepared) -> None:
-        self.local = LocalClient(prepared.config, prepared.unused_ids, prepared.tokenizer.vocabulary)
+    def __init__(self, prepared: CheckpointInfo) -> None:
+        self.local = LocalClient(prepared.config, prepared.never_sampled_ids, prepared.tokenizer.vocabulary)
         self.info: EngineInfo | None = None
         self.stats = StepStats()
         self.alive = False
@@ -68,7 +68,7 @@ class InProcess:
         queue = self._queues[request_id]
         while (event := await queue.get()) is not None:
             yield event
-            if not isinstance(event, Tokens) or event.finish_reason is not None:
+            if not isinstance(event, TokenEvent) or event.finish_reason is not None:
                 self._queues.pop(request_id, None)
                 return
 
@@ -85,11 +85,11 @@ class InProcess:
 
 
 @dataclass
-class Local:
+class ASGIServer:
     """An application, and a client of it."""
 
     app: Any
-    client: InProcess
+    client: InProcessEngineClient
     http: httpx.AsyncClient
 
     async def metric(self, name: str) -> float:
@@ -100,16 +100,16 @@ class Local:
 
 
 @asynccontextmanager
-async def serving(config: Config) -> AsyncIterator[Local]:
+async def serving(config: Config) -> AsyncIterator[ASGIServer]:
     """The application of `foreword serve` with this model."""
-    prepared = prepare(config)
-    client = InProcess(prepared)
+    prepared = prepare_checkpoint(config)
+    client = InProcessEngineClient(prepared)
     info = await client.start()
-    recorder = Recorder(info.resolved.drafters)
+    recorder = MetricsRecorder(info.resolved.drafters)
     app = create_app(prepared.config, client, prepared.tokenizer, recorder, "m", processor=prepared.processor)
     async with (
         app.router.lifespan_context(app),
         httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://m", timeout=60) as http,
     ):
-        yield Local(app, client, http)
+        yield ASGIServer(app, client, http)
     client.local.check()

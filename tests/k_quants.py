@@ -13,7 +13,7 @@ from gguf import GGMLQuantizationType as Kind
 __all__ = ["K_QUANTS"]
 
 Array = npt.NDArray[Any]
-SUPER = 256  # values of a block
+SUPER_BLOCK = 256  # values of a block
 
 
 def _ratio(a: Array, b: Array) -> Array:

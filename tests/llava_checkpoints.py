@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from foreword.core.anyres import tiling
+from foreword.core.anyres import compute_tiling
 
 __all__ = [
     "CLIP",
@@ -18,9 +18,9 @@ __all__ = [
     "SIGLIP",
     "anyres_preprocessor",
     "clip_preprocessor",
-    "llava_next_picture",
+    "llava_next_image_geometry",
     "llava_next_shapes",
-    "llava_picture",
+    "llava_image_geometry",
     "llava_processor",
     "llava_shapes",
     "siglip_preprocessor",
@@ -74,7 +74,7 @@ LLAVA: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 PINPOINTS = [[28, 56], [56, 28], [56, 56], [28, 84]]
-COLOURS: dict[str, Any] = {
+NORMALIZATION: dict[str, Any] = {
     "do_convert_rgb": True,
     "do_normalize": True,
     "do_rescale": True,
@@ -85,7 +85,7 @@ COLOURS: dict[str, Any] = {
     "rescale_factor": 0.00392156862745098,
 }
 Shapes = dict[str, tuple[int, ...]]
-Prepared = tuple[tuple[int, int, int, int], tuple[int, int, int], int]
+ImageGeometry = tuple[tuple[int, int, int, int], tuple[int, int, int], int]
 
 
 def clip_shapes(config: dict[str, Any]) -> Shapes:
@@ -174,13 +174,13 @@ def clip_preprocessor(config: dict[str, Any]) -> dict[str, Any]:
     size = config["vision_config"]["image_size"]
     square = {"height": size, "width": size}
     crop = {"crop_size": square, "do_center_crop": True, "size": {"shortest_edge": size}}
-    return {**COLOURS, **crop, "image_processor_type": "CLIPImageProcessor"}
+    return {**NORMALIZATION, **crop, "image_processor_type": "CLIPImageProcessor"}
 
 
 def siglip_preprocessor(config: dict[str, Any]) -> dict[str, Any]:
     size = config["vision_config"]["image_size"]
     colours = {"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]}
-    return {**COLOURS, **colours, "size": {"height": size, "width": size}, "image_processor_type": "SiglipImageProcessor"}
+    return {**NORMALIZATION, **colours, "size": {"height": size, "width": size}, "image_processor_type": "SiglipImageProcessor"}
 
 
 def anyres_preprocessor(config: dict[str, Any]) -> dict[str, Any]:
@@ -199,7 +199,7 @@ def llava_processor(config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def llava_picture(config: dict[str, Any], height: int, width: int) -> Prepared:
+def llava_image_geometry(config: dict[str, Any], height: int, width: int) -> ImageGeometry:
     vision = config["vision_config"]
     size, side = vision["image_size"], vision["image_size"] // vision["patch_size"]
     tokens = side * side
@@ -210,9 +210,9 @@ def llava_picture(config: dict[str, Any], height: int, width: int) -> Prepared:
     return (1, 3, size, size), (1, side, side), tokens
 
 
-def llava_next_picture(config: dict[str, Any], height: int, width: int) -> Prepared:
+def llava_next_image_geometry(config: dict[str, Any], height: int, width: int) -> ImageGeometry:
     vision = config["vision_config"]
     size, side = vision["image_size"], vision["image_size"] // vision["patch_size"]
-    tiles = tiling((height, width), [(one[0], one[1]) for one in config["image_grid_pinpoints"]], size, side)
+    tiles = compute_tiling((height, width), [(one[0], one[1]) for one in config["image_grid_pinpoints"]], size, side)
     tokens = side * side + tiles.num_tokens
-    return (1 + math.prod(tiles.tiles), 3, size, size), (1, 1, tokens), tokens
+    return (1 + math.prod(tiles.tile_grid), 3, size, size), (1, 1, tokens), tokens

@@ -14,11 +14,11 @@ from foreword.text.checkpoint import TokenizerFiles
 from foreword.text.tokenizer import Tokenizer
 from tests.fakes import CHATML, END, EOS, byte_backend
 
-__all__ = ["PLACEHOLDER", "PLACEHOLDER_TEXT", "SIDE", "TOKENS", "image_part", "png", "processor", "seeing_tokenizer", "url"]
+__all__ = ["PLACEHOLDER", "PLACEHOLDER_TEXT", "SIDE", "TOKENS", "image_part", "png", "image_processor", "image_tokenizer", "data_url"]
 
 PLACEHOLDER, PLACEHOLDER_TEXT = 260, "<image>"
 SIDE, TOKENS = 28, 4
-PARTS = CHATML.replace(
+PARTS_TEMPLATE = CHATML.replace(
     "message['content'] }}",
     "'' }}{%- for part in message['content'] -%}{{ '<image>' if part['type'] == 'image' else part['text'] }}{%- endfor -%}",
 )
@@ -31,23 +31,23 @@ def png(colour: str = "red", size: tuple[int, int] = (40, 30), **options: Any) -
     return file.getvalue()
 
 
-def url(data: bytes | None = None) -> str:
+def data_url(data: bytes | None = None) -> str:
     return "data:image/png;base64," + base64.b64encode(png() if data is None else data).decode()
 
 
 def image_part(data: bytes | None = None) -> dict[str, Any]:
     """A part of a message, as OpenAI has it."""
-    return {"type": "image_url", "image_url": {"url": url(data)}}
+    return {"type": "image_url", "image_url": {"url": data_url(data)}}
 
 
-def seeing_tokenizer() -> Tokenizer:
+def image_tokenizer() -> Tokenizer:
     """That of tests/fakes.py with a token for pictures, and a template that walks through parts."""
     backend = byte_backend()
     backend.add_special_tokens([PLACEHOLDER_TEXT])
     named = {"bos_token": "<|bos|>", "eos_token": "<|eos|>"}
-    return Tokenizer(backend, TokenizerFiles(special_tokens=named, eos_ids=(EOS, END), chat_template=PARTS))
+    return Tokenizer(backend, TokenizerFiles(special_tokens=named, eos_token_ids=(EOS, END), chat_template=PARTS_TEMPLATE))
 
 
-def processor() -> LlavaProcessor:
+def image_processor() -> LlavaProcessor:
     """Four tokens for each picture, 28 x 28 pixels."""
     return LlavaProcessor(PLACEHOLDER, PLACEHOLDER_TEXT, TOKENS, SIDE, None, SIDE, True, Resampling.BICUBIC)

@@ -10,17 +10,17 @@ __all__ = [
     "QWEN3_VISION",
     "QWEN_CONFIG",
     "QWEN_PREFIXES",
-    "QWEN_SPECIALS",
+    "QWEN_SPECIAL_TOKENS",
     "QWEN_TEMPLATE",
     "QWEN_TEXT",
     "qwen2_5_vl_shapes",
     "qwen2_vl_shapes",
     "qwen3_vl_shapes",
-    "qwen_picture",
+    "qwen_image_geometry",
     "qwen_preprocessor",
 ]
 
-QWEN_SPECIALS = ("<|image_pad|>", "<|vision_start|>", "<|vision_end|>", "<|video_pad|>")
+QWEN_SPECIAL_TOKENS = ("<|image_pad|>", "<|vision_start|>", "<|vision_end|>", "<|video_pad|>")
 QWEN_CONFIG: dict[str, Any] = {
     "image_token_id": 270,
     "vision_start_token_id": 271,
@@ -166,7 +166,7 @@ def qwen_preprocessor(config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def qwen_picture(config: dict[str, Any], height: int, width: int) -> tuple[tuple[int, int, int, int], tuple[int, int, int], int]:
+def qwen_image_geometry(config: dict[str, Any], height: int, width: int) -> tuple[tuple[int, int, int, int], tuple[int, int, int], int]:
     """Sides rounded to whole tokens; the bounds of the preprocessor are not looked at."""
     vision = config["vision_config"]
     side = vision["patch_size"] * vision["spatial_merge_size"]

@@ -20,36 +20,36 @@ from torch.utils._pytree import tree_leaves
 from foreword.cache.storage import KVStorage
 from foreword.core.batch import Batch
 from foreword.core.kv import KVLayer
-from foreword.kernels.graphs import Graphs
+from foreword.kernels.graphs import CudaGraphPool
 from foreword.kernels.ops import Ops
-from foreword.kernels.recorded import RecordedForward
-from foreword.kernels.reference import Reference
+from foreword.kernels.recorded import GraphRunner
+from foreword.kernels.reference import ReferenceOps
 from foreword.kernels.reference_sampling import gumbel
 from foreword.models.base import Precision
 from foreword.models.loader import load_model
 
-__all__ = ["Bed", "Recordable", "Tape", "TapedGraphs"]
+__all__ = ["GraphTestBed", "GraphCapturableOps", "OpTape", "TapedGraphPool"]
 
 BLOCK_SIZE, MAX_BLOCKS = 4, 16
-CONTEXT = BLOCK_SIZE * MAX_BLOCKS
-HOST_LOOKS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default, torch.ops.aten.lift_fresh.default)
+CONTEXT_LEN = BLOCK_SIZE * MAX_BLOCKS
+HOST_READS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default, torch.ops.aten.lift_fresh.default)
 
 
-class Recordable(Reference):
+class GraphCapturableOps(ReferenceOps):
     """Every row attends alone to CONTEXT positions, of which it sees some: one shape, whatever the batch."""
 
     name = "recordable"
-    recordable = True
+    supports_graphs = True
 
     def __init__(self) -> None:
         super().__init__(row_tile=1)
 
-    def compile(self, forward: Callable[[Batch], Tensor]) -> RecordedForward:
-        return RecordedForward(self, forward)
+    def compile(self, forward: Callable[[Batch], Tensor]) -> GraphRunner:
+        return GraphRunner(self, forward)
 
-    def plan_attention(self, batch: Batch, window: int | None = None) -> int | None:  # type: ignore[override]
+    def build_attention_metadata(self, batch: Batch, window: int | None = None) -> int | None:  # type: ignore[override]
         """The window: all else is in the batch."""
-        assert batch.owners is not None
+        assert batch.request_index is not None
         return window
 
     def attention(  # type: ignore[override]
@@ -60,16 +60,16 @@ class Recordable(Reference):
         scale: float,
         window: int | None = None,
         softcap: float | None = None,
-        plan: int | None = None,
+        metadata: int | None = None,
     ) -> Tensor:
-        assert batch.owners is not None and softcap is None
+        assert batch.request_index is not None and softcap is None
         tables = batch.block_tables
         tables = torch.cat((tables, tables.new_zeros(len(tables), MAX_BLOCKS - tables.shape[1])), 1)
-        at = torch.arange(CONTEXT, device=q.device)
-        slots = tables.index_select(0, batch.owners)[:, at // batch.block_size] * batch.block_size + at % batch.block_size
+        at = torch.arange(CONTEXT_LEN, device=q.device)
+        slots = tables.index_select(0, batch.request_index)[:, at // batch.block_size] * batch.block_size + at % batch.block_size
         position = batch.positions[:, None]
-        seen = (at <= position) & (at > position - (window or CONTEXT))
-        owned = batch.owners < len(tables) - 1
+        seen = (at <= position) & (at > position - (window or CONTEXT_LEN))
+        owned = batch.request_index < len(tables) - 1
         rows = [_attend(q[t], cache, slots[t], seen[t], scale) for t in range(len(q))]
         return torch.where(owned[:, None, None], torch.stack(rows), 0.0).to(q.dtype)
 
@@ -91,7 +91,7 @@ def _attend(q: Tensor, cache: KVLayer, slots: Tensor, seen: Tensor, scale: float
 
 
 @dataclass(frozen=True, slots=True)
-class _Call:
+class _RecordedCall:
     """func(*args, **kwargs) whose results lie in `outs`, but for those that are views of what it got."""
 
     func: Any
@@ -100,25 +100,25 @@ class _Call:
     outs: tuple[Tensor, ...]
 
 
-class Tape(TorchDispatchMode):
+class OpTape(TorchDispatchMode):
     """What was dispatched, to be done again with the same tensors in the same memory."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls: list[_Call] = []
+        self.calls: list[_RecordedCall] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        assert func not in HOST_LOOKS, f"{func} cannot be part of a graph"
+        assert func not in HOST_READS, f"{func} cannot be part of a graph"
         result = func(*args, **(kwargs or {}))
         given = {one.untyped_storage().data_ptr() for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)}
         outs = tuple(one for one in tree_leaves(result) if isinstance(one, Tensor))
         new = outs if not any(one.untyped_storage().data_ptr() in given for one in outs) else ()
-        self.calls.append(_Call(func, args, kwargs or {}, new))
+        self.calls.append(_RecordedCall(func, args, kwargs or {}, new))
         return result
 
-    def note(self, run: Callable[[], None]) -> None:
+    def record_call(self, run: Callable[[], None]) -> None:
         """What does its work beside torch: done again as it is."""
-        self.calls.append(_Call(run, (), {}, ()))
+        self.calls.append(_RecordedCall(run, (), {}, ()))
 
     def replay(self) -> None:
         """Memory of results may have held anything meanwhile."""
@@ -131,41 +131,41 @@ class Tape(TorchDispatchMode):
                 out.copy_(again)
 
 
-class TapedGraphs(Graphs):
+class TapedGraphPool(CudaGraphPool):
     """Warms up, captures and replays as on a GPU."""
 
-    def record(self, run: Callable[[], None]) -> Callable[[], None]:
+    def capture(self, run: Callable[[], None]) -> Callable[[], None]:
         run()
         run()
-        with Tape() as tape:
+        with OpTape() as tape:
             run()
         self.count += 1
         return tape.replay
 
 
-class Bed:
+class GraphTestBed:
     """A checkpoint on a recordable backend, its KV and its forward pass, which is captured once reserve() was called."""
 
     def __init__(self, path: Path, ops: Ops | None = None) -> None:
-        self.ops = Recordable() if ops is None else ops
-        self.model = load_model(path, self.ops, Precision.of("float32"), "cpu", CONTEXT)
-        self.kv = KVStorage(6 * MAX_BLOCKS, BLOCK_SIZE, self.model.kv_layers, "float32")
-        forward = self.model.compiled(self.kv)
-        assert isinstance(forward, RecordedForward)
+        self.ops = GraphCapturableOps() if ops is None else ops
+        self.model = load_model(path, self.ops, Precision.from_dtypes("float32"), "cpu", CONTEXT_LEN)
+        self.kv = KVStorage(6 * MAX_BLOCKS, BLOCK_SIZE, self.model.kv_layer_shapes, "float32")
+        forward = self.model.compile_logits(self.kv)
+        assert isinstance(forward, GraphRunner)
         self.forward = forward
 
     def reserve(self, rows: int) -> None:
-        self.forward.reserve(rows, MAX_BLOCKS, self.model.directions, "cpu", BLOCK_SIZE)
+        self.forward.reserve(rows, MAX_BLOCKS, self.model.uses_mrope, "cpu", BLOCK_SIZE)
 
-    def forget(self) -> None:
+    def clear_cache(self) -> None:
         """Nothing is in the cache; a value that nobody wrote is no number."""
         for part in self._parts():
             part.fill_(torch.nan)
 
-    def cached(self) -> list[Tensor]:
+    def copy_cache(self) -> list[Tensor]:
         """K and V of all layers but for the scratch block, a copy."""
         return [part[BLOCK_SIZE:].clone() for part in self._parts()]
 
     def _parts(self) -> Sequence[Tensor]:
-        layers = [self.kv.layer(index) for index in range(len(self.model.kv_layers))]
+        layers = [self.kv.layer(index) for index in range(len(self.model.kv_layer_shapes))]
         return [part for layer in layers for part in (layer.k, layer.v)]

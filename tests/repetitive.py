@@ -12,7 +12,7 @@ import json
 import random
 from collections.abc import Callable, Mapping
 
-MOST = 240
+MAX_ITEMS = 240
 
 WORDS = tuple(
     word
@@ -38,12 +38,12 @@ def table(chance: random.Random) -> str:
 
 def equal_values(chance: random.Random) -> str:
     value = chance.choice((0, 1, 0.0, None, True, -1))
-    return json.dumps([value] * min(chance.randint(8, 80), MOST // (len(json.dumps(value)) + 2)))
+    return json.dumps([value] * min(chance.randint(8, 80), MAX_ITEMS // (len(json.dumps(value)) + 2)))
 
 
 def equal_objects(chance: random.Random) -> str:
     item = {name: chance.choice((0, 1, False)) for name in "xyz"[: chance.randint(1, 3)]}
-    return json.dumps({"points": [item] * (MOST // (len(json.dumps(item)) + 2))})
+    return json.dumps({"points": [item] * (MAX_ITEMS // (len(json.dumps(item)) + 2))})
 
 
 def matrix(chance: random.Random) -> str:
@@ -73,11 +73,11 @@ def cases(chance: random.Random) -> str:
 def calls(chance: random.Random) -> str:
     """The same statement again and again, as unrolled loops and drawings have it."""
     line = chance.choice(("    step();\n", "    x = x * 2;\n", "nop\n", "<td></td>\n", "    pass\n"))
-    return f"begin {_words(chance, 3, 9)}\n" + line * (MOST // len(line)) + "end"
+    return f"begin {_words(chance, 3, 9)}\n" + line * (MAX_ITEMS // len(line)) + "end"
 
 
 def base64_dump(chance: random.Random) -> str:
-    raw = chance.randbytes(chance.randint(60, 700)) + bytes(chance.randint(0, MOST * 3 // 4)) + chance.randbytes(90)
+    raw = chance.randbytes(chance.randint(60, 700)) + bytes(chance.randint(0, MAX_ITEMS * 3 // 4)) + chance.randbytes(90)
     return base64.encodebytes(raw).decode() if chance.random() < 0.5 else base64.b64encode(raw).decode()
 
 
@@ -109,7 +109,7 @@ def poem(chance: random.Random) -> str:
 def chorus(chance: random.Random) -> str:
     """One line, as often as a song may have it."""
     line = _words(chance, 4, 8) + "\n"
-    return _words(chance, 9, 20) + "\n" + line * (MOST // len(line)) + _words(chance, 9, 20)
+    return _words(chance, 9, 20) + "\n" + line * (MAX_ITEMS // len(line)) + _words(chance, 9, 20)
 
 
 def bottles(chance: random.Random) -> str:
@@ -127,12 +127,12 @@ def triangle(chance: random.Random) -> str:
 
 def box(chance: random.Random) -> str:
     width = chance.randint(10, 60)
-    return "+" + "-" * width + "+\n" + ("|" + " " * width + "|\n") * (MOST // (width + 3)) + "+" + "-" * width + "+"
+    return "+" + "-" * width + "+\n" + ("|" + " " * width + "|\n") * (MAX_ITEMS // (width + 3)) + "+" + "-" * width + "+"
 
 
 def rulers(chance: random.Random) -> str:
     mark = chance.choice(("-", "=", "*", "_", "-=", ". ", "~"))
-    line = mark * (chance.randint(40, MOST) // len(mark))
+    line = mark * (chance.randint(40, MAX_ITEMS) // len(mark))
     return "\n".join(f"{line}\nChapter {number}: {_words(chance, 2, 5)}" for number in range(chance.randint(3, 12)))
 
 
@@ -151,7 +151,7 @@ def diff(chance: random.Random) -> str:
     return "\n".join(hunks)
 
 
-KINDS: Mapping[str, Callable[[random.Random], str]] = {
+SAMPLE_KINDS: Mapping[str, Callable[[random.Random], str]] = {
     maker.__name__: maker
     for maker in (
         table, equal_values, equal_objects, matrix, records, getters, cases, calls, base64_dump, hex_dump,
@@ -162,5 +162,5 @@ KINDS: Mapping[str, Callable[[random.Random], str]] = {
 
 def sample(number: int) -> tuple[str, str]:
     """(kind, text) of sample `number`; the kinds take turns."""
-    kind = list(KINDS)[number % len(KINDS)]
-    return kind, KINDS[kind](random.Random(number))
+    kind = list(SAMPLE_KINDS)[number % len(SAMPLE_KINDS)]
+    return kind, SAMPLE_KINDS[kind](random.Random(number))

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from random import Random
 from typing import Any
 
-__all__ = ["SAMPLING", "make_schema", "question"]
+__all__ = ["SAMPLING", "make_schema", "schema_prompt"]
 
 Schema = dict[str, Any]
 NAMES = (
@@ -43,7 +43,7 @@ MAX_DEPTH = 3
 SAMPLING: Mapping[str, Any] = {"dry_multiplier": 1.0, "dry_base": 1.75, "dry_allowed_length": 2}
 
 
-def question(schema: Schema) -> str:
+def schema_prompt(schema: Schema) -> str:
     return f"Give an example of a JSON document with the fields {', '.join(schema['properties'])}."
 
 
@@ -51,7 +51,7 @@ def make_schema(number: int) -> Schema:
     """Schema `number`: the same each time; an object at its top, definitions where it refers to them."""
     random = Random(number)
     schema = _object(random, 0)
-    definitions = {f"d{i}": _any(random, MAX_DEPTH - 1, references=False) for i in range(3)}
+    definitions = {f"d{i}": _any_schema(random, MAX_DEPTH - 1, references=False) for i in range(3)}
     definitions["tree"] = {
         "type": "object",
         "properties": {
@@ -73,7 +73,7 @@ def _list_of(items: Schema, most: int) -> Schema:
     return {"type": "array", "items": items, "maxItems": most}
 
 
-def _any(random: Random, depth: int, references: bool = True) -> Schema:
+def _any_schema(random: Random, depth: int, references: bool = True) -> Schema:
     kinds = [*LEAVES, *(BRANCHES if depth < MAX_DEPTH else ()), *(("reference",) if references else ())]
     kind = random.choice(kinds)
     if kind == "reference":
@@ -84,7 +84,7 @@ def _any(random: Random, depth: int, references: bool = True) -> Schema:
 
 def _object(random: Random, depth: int) -> Schema:
     names = random.sample(NAMES, random.randint(1, 5 - depth))
-    schema: Schema = {"type": "object", "properties": {name: _any(random, depth + 1) for name in names}}
+    schema: Schema = {"type": "object", "properties": {name: _any_schema(random, depth + 1) for name in names}}
     further = random.random()
     schema["required"] = names if further > 0.8 else [name for name in names if random.random() < 0.7]
     if further < 0.8:
@@ -98,25 +98,25 @@ def _object(random: Random, depth: int) -> Schema:
 
 def _array(random: Random, depth: int) -> Schema:
     least = random.randint(0, 2)
-    return _list_of(_any(random, depth + 1), least + random.randint(0, 3)) | ({"minItems": least} if least else {})
+    return _list_of(_any_schema(random, depth + 1), least + random.randint(0, 3)) | ({"minItems": least} if least else {})
 
 
 def _tuple(random: Random, depth: int) -> Schema:
-    parts = [_any(random, depth + 1) for _ in range(random.randint(1, 3))]
+    parts = [_any_schema(random, depth + 1) for _ in range(random.randint(1, 3))]
     return {"type": "array", "prefixItems": parts, "items": False, "minItems": len(parts)}
 
 
 def _union(random: Random, depth: int) -> Schema:
-    return {"anyOf": [_any(random, depth + 1) for _ in range(random.randint(2, 3))]}
+    return {"anyOf": [_any_schema(random, depth + 1) for _ in range(random.randint(2, 3))]}
 
 
-def _exclusive(random: Random, depth: int) -> Schema:
+def _discriminated_union(random: Random, depth: int) -> Schema:
     """Objects that are told apart by a constant."""
     return {
         "oneOf": [
             {
                 "type": "object",
-                "properties": {"kind": {"const": kind}, "value": _any(random, depth + 1)},
+                "properties": {"kind": {"const": kind}, "value": _any_schema(random, depth + 1)},
                 "required": ["kind", "value"],
                 "additionalProperties": False,
             }
@@ -125,19 +125,19 @@ def _exclusive(random: Random, depth: int) -> Schema:
     }
 
 
-def _both(random: Random, depth: int) -> Schema:
+def _all_of(random: Random, depth: int) -> Schema:
     """Two schemas of different properties at once."""
     first, second = random.sample(NAMES, 2)
     return {
         "allOf": [
-            {"type": "object", "properties": {first: _any(random, depth + 1)}, "required": [first]},
-            {"properties": {second: _any(random, depth + 1)}, "required": [second]},
+            {"type": "object", "properties": {first: _any_schema(random, depth + 1)}, "required": [first]},
+            {"properties": {second: _any_schema(random, depth + 1)}, "required": [second]},
         ],
         "maxProperties": 2,
     }
 
 
-def _text(random: Random) -> Schema:
+def _string(random: Random) -> Schema:
     least = random.randint(0, 4)
     bounds = (
         {"maxLength": 20},
@@ -169,7 +169,7 @@ def _number(random: Random) -> Schema:
 
 
 LEAVES: Mapping[str, Callable[[Random], Schema]] = {
-    "text": _text,
+    "text": _string,
     "integer": _integer,
     "number": _number,
     "boolean": lambda random: {"type": "boolean"},
@@ -185,6 +185,6 @@ BRANCHES: Mapping[str, Callable[[Random, int], Schema]] = {
     "array": _array,
     "tuple": _tuple,
     "union": _union,
-    "exclusive": _exclusive,
-    "both": _both,
+    "exclusive": _discriminated_union,
+    "both": _all_of,
 }

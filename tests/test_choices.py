@@ -13,7 +13,7 @@ import pytest
 
 from foreword.config import Config
 from tests.checkpoints import FAMILIES, write_checkpoint
-from tests.in_process import Local, serving
+from tests.in_process import ASGIServer, serving
 from tests.pictures import image_part, png
 from tests.vision_checkpoints import VISION_FAMILIES, write_vision_checkpoint
 
@@ -49,7 +49,7 @@ class Choice:
         self.finish_reason = choice["finish_reason"]
 
 
-async def ask(server: Local, messages: Any, stream: bool = False, **fields: Any) -> tuple[dict[int, Choice], dict[str, Any]]:
+async def ask(server: ASGIServer, messages: Any, stream: bool = False, **fields: Any) -> tuple[dict[int, Choice], dict[str, Any]]:
     """Choices by index, and usage."""
     body = {"messages": messages, **ASKED, **fields, "stream": stream}
     if stream:

@@ -10,9 +10,9 @@ import pytest
 from PIL import Image
 
 from foreword import LLM, SamplingParams
-from foreword.conversation import source_of
+from foreword.conversation import image_source
 from foreword.errors import ContextLengthExceeded, InvalidRequest, Unsupported
-from foreword.text.messages import PicturePart
+from foreword.text.messages import ImagePart
 from tests.checkpoints import write_checkpoint
 from tests.pictures import image_part, png
 from tests.vision_checkpoints import write_vision_checkpoint
@@ -28,7 +28,7 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
     llm = LLM(str(path), **OPTIONS)
     yield llm
     llm.check()
-    llm._pictures.close()  # type: ignore[union-attr]
+    llm._image_loader.close()  # type: ignore[union-attr]
 
 
 def user(*parts: Any) -> list[dict[str, Any]]:
@@ -110,9 +110,9 @@ def test_an_orientation_is_applied_to_files_and_not_to_what_was_opened(tmp_path:
     exif[0x0112] = 6
     file = tmp_path / "turned.png"
     Image.new("RGB", (8, 4)).save(file, exif=exif)
-    assert source_of(PicturePart("x", image=file)).data == file.read_bytes()
+    assert image_source(ImagePart("x", image=file)).data == file.read_bytes()
     with Image.open(file) as opened:
-        data = source_of(PicturePart("x", image=opened)).data
+        data = image_source(ImagePart("x", image=opened)).data
     assert data is not None and b"eXIf" not in data
     with Image.open(file).convert("CMYK") as inks:
-        assert source_of(PicturePart("x", image=inks)).data is not None
+        assert image_source(ImagePart("x", image=inks)).data is not None

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.device import DEVICE, missing_package, shared, workers
+from tests.device import DEVICE, missing_package, limit_memory_info, num_workers
 
 ROOT = Path(__file__).parent.parent
 NEEDY = "import pytest\ndef test_here() -> None: pass\n"
@@ -18,7 +18,7 @@ NEEDY = "import pytest\ndef test_here() -> None: pass\n"
 def test_a_worker_sees_its_share_of_a_gpu() -> None:
     gib = 1 << 30
     free_of_all, reserved = [100 * gib], [0]
-    told = shared(lambda *device: (free_of_all[0], 100 * gib), lambda: reserved[0], 3)
+    told = limit_memory_info(lambda *device: (free_of_all[0], 100 * gib), lambda: reserved[0], 3)
     assert told() == (30 * gib, 30 * gib)
     reserved[0] = 20 * gib
     assert told(0) == (10 * gib, 30 * gib)
@@ -29,7 +29,7 @@ def test_a_worker_sees_its_share_of_a_gpu() -> None:
 
 
 def test_workers_are_those_of_xdist() -> None:
-    assert (workers({}), workers({"PYTEST_XDIST_WORKER_COUNT": "4"})) == (1, 4)
+    assert (num_workers({}), num_workers({"PYTEST_XDIST_WORKER_COUNT": "4"})) == (1, 4)
 
 
 def test_only_optional_packages_may_be_missing() -> None:

@@ -21,7 +21,7 @@ from foreword.cli.server_process import ServerProcess
 from foreword.config import Config, option_fields
 from foreword.core.params import SamplingParams
 from foreword.models.architectures import ARCHITECTURES
-from foreword.models.vision.registry import VISION
+from foreword.models.vision.registry import VISION_MODELS
 from foreword.serve.app import ROUTES
 from tests.test_house import ALLOWED
 
@@ -147,9 +147,9 @@ def test_every_dependency_has_its_line() -> None:
 
 
 def test_every_family_is_documented() -> None:
-    assert {cells[1].strip("`") for cells in table(README, "family")} == {*ARCHITECTURES, *VISION}
+    assert {cells[1].strip("`") for cells in table(README, "family")} == {*ARCHITECTURES, *VISION_MODELS}
     assert {cells[0].strip("`") for cells in table(DOCS / "models.md", "`model_type`")} == set(ARCHITECTURES)
-    assert {cells[0].strip("`") for cells in table(DOCS / "models.md", "`model_type`, with pictures")} == set(VISION)
+    assert {cells[0].strip("`") for cells in table(DOCS / "models.md", "`model_type`, with pictures")} == set(VISION_MODELS)
 
 
 def test_sampling_parameters_are_documented_with_their_defaults() -> None:

@@ -54,7 +54,7 @@ def test_many_are_the_same_as_one_by_one(llm: LLM) -> None:
     together = llm.embed(texts, pooling="mean")
     assert together == [llm.embed(text, pooling="mean")[0] for text in texts]
     llm.check()
-    assert llm._client.idle and not llm._inbox
+    assert llm._client.idle and not llm._event_queues
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_many_are_the_same_as_one_by_one(llm: LLM) -> None:
 def test_what_is_impossible(llm: LLM, inputs: object, options: dict[str, object], error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
         llm.embed(inputs, **options)  # type: ignore[arg-type]
-    assert llm._client.idle and not llm._inbox
+    assert llm._client.idle and not llm._event_queues
 
 
 def test_the_whole_context(llm: LLM) -> None:
@@ -93,14 +93,14 @@ def test_drafters_do_not_hear_of_them(llm: LLM, monkeypatch: pytest.MonkeyPatch)
     def never(*args: object) -> None:
         raise AssertionError("a drafter was told")
 
-    drafting = llm._client._engine.drafting
-    for drafter in (*drafting.drafters, *drafting.passes):
+    drafting = llm._client._engine.proposer
+    for drafter in (*drafting.drafters, *drafting.model_drafters):
         for method in ("start", "finish", "propose"):
             monkeypatch.setattr(drafter, method, never)
     for name in ("start", "finish", "measured"):
         monkeypatch.setattr(drafting, name, never)
     llm.embed(TEXTS)
-    assert not drafting.errors and not drafting._live
+    assert not drafting.errors and not drafting._request_drafters
 
 
 def test_score_is_the_cosine(llm: LLM) -> None:
@@ -112,7 +112,7 @@ def test_score_is_the_cosine(llm: LLM) -> None:
 
 
 def test_an_error_of_one_frees_all(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    check = llm._client._engine._check
+    check = llm._client._engine._validate
 
     def refuse(request: RequestState) -> None:
         if request.id.endswith("-2"):
@@ -122,7 +122,7 @@ def test_an_error_of_one_frees_all(llm: LLM, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(llm._client._engine, "_check", refuse)
     with pytest.raises(InvalidRequest, match="not this one"):
         llm.embed([TEXTS[0]] * 30)
-    assert llm._client.idle and not llm._inbox
+    assert llm._client.idle and not llm._event_queues
     llm.check()
 
 

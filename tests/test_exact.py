@@ -23,7 +23,7 @@ from gguf import GGMLQuantizationType
 from prometheus_client.parser import text_string_to_metric_families
 
 from foreword import LLM, RequestOutput, SamplingParams
-from foreword.kernels.cpu.library import isas
+from foreword.kernels.cpu.library import supported_isas
 from tests.checkpoints import FAMILIES, write_checkpoint, write_drafter
 from tests.gguf_files import write_gguf
 
@@ -120,7 +120,7 @@ class Family:
 
 def fingerprint(output: RequestOutput) -> dict[str, Any]:
     """Everything about an answer that may not depend on how it was made."""
-    choices = [(c.token_ids, c.hashes, c.text, c.finish_reason, c.stop_reason, c.seed, c.logprobs) for c in output.outputs]
+    choices = [(c.token_ids, c.logits_hashes, c.text, c.finish_reason, c.stop_reason, c.seed, c.logprobs) for c in output.outputs]
     return {"choices": choices, "prompt_logprobs": output.prompt_logprobs, "lengths": [len(c.token_ids) for c in output.outputs]}
 
 
@@ -267,7 +267,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 def with_backends(precisions: Iterable[Any]) -> list[tuple[Any, str]]:
     """Each with every instruction set that runs here, and some with the reference."""
-    backends = [(precision, isa) for precision in precisions for isa in isas()]
+    backends = [(precision, isa) for precision in precisions for isa in supported_isas()]
     return backends + [(precision, "reference") for precision in precisions if precision in REFERENCE]
 
 

@@ -17,18 +17,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foreword.config import Config
-from foreword.core.events import Embedded, Event, Failed, Tokens
+from foreword.core.events import EmbeddingEvent, Event, ErrorEvent, TokenEvent
 from foreword.core.params import SamplingParams, Speculation
 from foreword.core.request import Request
 from foreword.core.structured import StructuredOutput
 from foreword.core.vocabulary import Vocabulary
-from foreword.drafting.control.costs import Timings
-from foreword.engine.ahead import Ahead
+from foreword.drafting.control.costs import MeasuredCosts
+from foreword.engine.ahead import OverlapLoop
 from foreword.engine.engine import Engine
 from foreword.engine.load import load
 from tests.checkpoints import EOS, VOCAB_SIZE, write_checkpoint
-from tests.engine.rounds import Twin, run_ahead
-from tests.recordable import Recordable
+from tests.engine.rounds import TwinForward, use_overlap
+from tests.recordable import GraphCapturableOps
 
 MAX_MODEL_LEN = 63
 SHARED = tuple(40 + i % 7 for i in range(34))
@@ -87,7 +87,7 @@ class House:
     model: Path
     drafter: Path
     short: Path
-    timings: Timings | None
+    timings: MeasuredCosts | None
     plain: Mapping[str, list[Any]]
 
     def engine(self, short: bool = False, **options: Any) -> Engine:
@@ -96,8 +96,8 @@ class House:
         }  # fmt: skip
         if "draft" in options.get("speculate", "") or options.get("speculate") == "auto":
             defaults["draft_model"] = str(self.short if short else self.drafter)
-        engine = load(Config(model=str(self.model), **(defaults | options)), unused_ids=(7, 8), timings=self.timings)
-        engine.know(VOCABULARY)
+        engine = load(Config(model=str(self.model), **(defaults | options)), never_sampled_ids=(7, 8), timings=self.timings)
+        engine.set_vocabulary(VOCABULARY)
         return engine
 
 
@@ -109,7 +109,7 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> House:
     short = write_checkpoint(path / "short", "llama", seed=5, dtype="bfloat16", max_position_embeddings=32)
     house = House(model, drafter, short, None, {})
     heard = serve(house.engine(max_num_seqs=1, prefix_caching=False), [Visit(request) for request in EVERYBODY])
-    timings = house.engine(speculate="auto").drafting.timings
+    timings = house.engine(speculate="auto").proposer.timings
     return replace(house, timings=timings, plain={name: told(events) for name, events in heard.items()})
 
 
@@ -137,7 +137,7 @@ def serve(engine: Engine, visits: Sequence[Visit]) -> dict[str, list[Event]]:
         for event in engine.step().events if not engine.idle else ():
             assert event.request_id not in over, "it was over"
             heard[event.request_id].append(event)
-            if not isinstance(event, Tokens) or event.finish_reason is not None:
+            if not isinstance(event, TokenEvent) or event.finish_reason is not None:
                 over.add(event.request_id)
         engine.check()
         step += 1
@@ -151,15 +151,15 @@ def told(events: Sequence[Event]) -> list[Any]:
     tokens: list[Any] = []
     found: list[Any] = []
     for event in events:
-        if isinstance(event, Tokens):
+        if isinstance(event, TokenEvent):
             places = range(event.index, event.index + len(event.token_ids))
             scores = event.logprobs or (None,) * len(places)
-            tokens += zip(places, event.token_ids, event.hashes, scores, strict=True)
+            tokens += zip(places, event.token_ids, event.logits_hashes, scores, strict=True)
             found += [event.prompt_logprobs] if event.prompt_logprobs else []
-            found += [("repeats", event.index + event.repeating.num_tokens, event.repeating.pattern)] if event.repeating else []
+            found += [("repeats", event.index + event.repetition.num_tokens, event.repetition.pattern_len)] if event.repetition else []
             found += [("end", event.finish_reason, event.stop_id)] if event.finish_reason else []
         else:
-            found.append(event.vector if isinstance(event, Embedded) else type(event.error).__name__)
+            found.append(event.vector if isinstance(event, EmbeddingEvent) else type(event.error).__name__)
     return [*tokens, *found]
 
 
@@ -175,16 +175,16 @@ def check_answers(house: House, visits: Sequence[Visit], heard: Mapping[str, lis
 
 def check_crowd(house: House, engine: Engine, crowd: Sequence[Visit], fault: tuple[str, int] | None) -> None:
     """Nothing goes wrong but what is injected."""
-    ahead = run_ahead(engine, *([] if fault is None else [fails(*fault)]))
+    ahead = use_overlap(engine, *([] if fault is None else [fails(*fault)]))
     check_answers(house, crowd, serve(engine, crowd))
-    assert ahead.num_errors <= (fault is not None) and not engine.drafting.errors
+    assert ahead.num_errors <= (fault is not None) and not engine.proposer.errors
 
 
-def fails(verb: str, call: int, error: type[Exception] = RuntimeError) -> Callable[[str, Twin], None]:
+def fails(verb: str, call: int, error: type[Exception] = RuntimeError) -> Callable[[str, TwinForward], None]:
     """Strike at one call of a verb."""
     calls: Counter[str] = Counter()
 
-    def strike(now: str, twin: Twin) -> None:
+    def strike(now: str, twin: TwinForward) -> None:
         calls[now] += 1
         if now == verb and calls[now] == call:
             raise error(f"injected into {verb}")
@@ -242,9 +242,9 @@ def crowd_of(numbers: Sequence[int]) -> list[Visit]:
     return [Visit(EVERYBODY[number]) for number in numbers]
 
 
-def running_ahead(house: House, **options: Any) -> tuple[Engine, Ahead]:
+def running_ahead(house: House, **options: Any) -> tuple[Engine, OverlapLoop]:
     engine = house.engine(**options)
-    return engine, run_ahead(engine)
+    return engine, use_overlap(engine)
 
 
 @pytest.mark.parametrize("speculate", ["off", "draft"])
@@ -255,14 +255,14 @@ def test_most_steps_are_rounds(house: House, speculate: str) -> None:
     heard = serve(engine, crowd)
     check_answers(house, crowd, heard)
     assert ahead.num_runs == 1 and ahead.num_errors == 0
-    assert ahead.num_rounds >= max(len(events) for events in heard.values()) - 1, heard
+    assert ahead.num_device_steps >= max(len(events) for events in heard.values()) - 1, heard
 
 
 def drafted(events: Sequence[Event]) -> Counter[str]:
     """Figures of speculation, as the metrics count them."""
-    uses = [event.draft for event in events if isinstance(event, Tokens) and event.draft is not None]
-    found = Counter({"drafts": len(uses), "drafted": sum(u.drafted for u in uses), "accepted": sum(u.accepted for u in uses)})
-    assert all(use.drafter == "draft" and 0 <= use.accepted <= use.drafted for use in uses)
+    uses = [event.draft for event in events if isinstance(event, TokenEvent) and event.draft is not None]
+    found = Counter({"drafts": len(uses), "drafted": sum(u.num_drafted for u in uses), "accepted": sum(u.num_accepted for u in uses)})
+    assert all(use.drafter == "draft" and 0 <= use.num_accepted <= use.num_drafted for use in uses)
     return found
 
 
@@ -274,16 +274,16 @@ def test_speculation_is_counted_as_ever(house: House) -> None:
     plain = serve(house.engine(**options), crowd)
     engine, ahead = running_ahead(house, **options)
     found = serve(engine, crowd)
-    assert ahead.num_rounds > 4
+    assert ahead.num_device_steps > 4
     for name, events in plain.items():
         mine, theirs = drafted(found[name]), drafted(events)
         assert mine["drafts"] in (theirs["drafts"], theirs["drafts"] + 1)
         assert mine["accepted"] in (theirs["accepted"], theirs["accepted"] + 1)
-        assert [e.token_ids for e in found[name] if isinstance(e, Tokens)] == [
-            e.token_ids for e in events if isinstance(e, Tokens)
+        assert [e.token_ids for e in found[name] if isinstance(e, TokenEvent)] == [
+            e.token_ids for e in events if isinstance(e, TokenEvent)
         ]
         assert 0 <= mine["drafted"] - theirs["drafted"] <= 3
-    lengths = engine.drafting.stats().lengths["draft"]
+    lengths = engine.proposer.stats().draft_length_counts["draft"]
     assert sum(lengths.values()) >= sum(drafted(events)["drafts"] for events in found.values())
 
 
@@ -291,16 +291,16 @@ def test_speculation_is_counted_as_ever(house: House) -> None:
 @pytest.mark.parametrize("speculate", ["off", "draft"])
 def test_an_error_of_a_round_costs_nobody_a_token(house: House, verb: str, speculate: str) -> None:
     engine = house.engine(speculate=speculate, draft_length="fixed")
-    ahead = run_ahead(engine, fails(verb, 1 if verb == "begin" else 3))
+    ahead = use_overlap(engine, fails(verb, 1 if verb == "begin" else 3))
     crowd = crowd_of(SAMPLED_IN_ROUNDS[:9])
     heard = serve(engine, crowd)
     check_answers(house, crowd, heard)
     assert ahead.num_errors == 1 and ahead.num_runs >= 1, "it is tried again after a while"
-    assert not any(isinstance(event, Failed) for events in heard.values() for event in events)
+    assert not any(isinstance(event, ErrorEvent) for events in heard.values() for event in events)
 
 
 def test_a_repetition_is_found_at_the_same_token(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("foreword.core.runaway.SCALES", ((2, 2),))
+    monkeypatch.setattr("foreword.core.runaway.PATTERN_LIMITS", ((2, 2),))
     crowd = [
         Visit(replace(request, params=replace(request.params, on_runaway=what, max_tokens=None, stop_token_ids=())))
         for request, what in zip([EVERYBODY[n] for n in SAMPLED_IN_ROUNDS], ("warn", "stop") * 20, strict=False)
@@ -310,8 +310,8 @@ def test_a_repetition_is_found_at_the_same_token(house: House, monkeypatch: pyte
         engine, ahead = running_ahead(house, speculate=speculate, draft_length="fixed")
         found = serve(engine, crowd)
         assert {name: told(events) for name, events in found.items()} == {name: told(events) for name, events in plain.items()}
-        assert ahead.num_rounds > 2
-    reasons = {event.finish_reason for events in plain.values() for event in events if isinstance(event, Tokens)}
+        assert ahead.num_device_steps > 2
+    reasons = {event.finish_reason for events in plain.values() for event in events if isinstance(event, TokenEvent)}
     assert "repetition" in reasons
 
 
@@ -320,14 +320,14 @@ def test_a_repetition_is_found_at_the_same_token(house: House, monkeypatch: pyte
 )
 def test_equal_on_recorded_passes(house: House, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> None:
     """The rounds of a device, as far as a CPU can compute them, beside the same engine without them."""
-    monkeypatch.setattr("foreword.engine.load.select", lambda *_: Recordable())
+    monkeypatch.setattr("foreword.engine.load.select_backend", lambda *_: GraphCapturableOps())
     small = {"draft_length": "fixed", "num_speculative_tokens": 2, "max_num_seqs": 3, "kv_cache_memory": "128tokens", **options}
     crowd = [Visit(EVERYBODY[n], 3 * i, 3 * i + 9 if i == 2 else None) for i, n in enumerate((0, 7, 3, 6, 4, 11, 8))]
     off, on = house.engine(**small, overlap=False), house.engine(**small)
-    assert off.ahead is None and on.ahead is not None
+    assert off.overlap is None and on.overlap is not None
     plain, found = serve(off, crowd), serve(on, crowd)
     for one in crowd:
         if one.goes is None:
             assert told(found[one.request.id]) == told(plain[one.request.id])
-    assert on.ahead.num_rounds > 0 or "suffix" in small["speculate"]
-    assert on.ahead.num_errors == 0
+    assert on.overlap.num_device_steps > 0 or "suffix" in small["speculate"]
+    assert on.overlap.num_errors == 0

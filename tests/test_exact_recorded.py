@@ -11,9 +11,9 @@ import pytest
 from foreword import LLM, SamplingParams
 from foreword.engine import load
 from foreword.kernels import recorded
-from foreword.kernels.device_rounds import DeviceRounds
+from foreword.kernels.device_rounds import DeviceDecodeLoop
 from tests.checkpoints import write_checkpoint, write_drafter
-from tests.recordable import BLOCK_SIZE, CONTEXT, Recordable, TapedGraphs
+from tests.recordable import BLOCK_SIZE, CONTEXT_LEN, GraphCapturableOps, TapedGraphPool
 
 PROMPTS: Any = [{"prompt_token_ids": list(range(40, 41 + 3 * n))} for n in range(4)]
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_key_value_heads": 1}
@@ -29,7 +29,7 @@ def answers(model: Path, drafter: Path | None, overlap: bool) -> list[tuple[int,
     speculation: dict[str, Any] = {"speculate": "off"}
     if drafter is not None:
         speculation = {"speculate": "draft", "draft_model": str(drafter), "draft_length": "fixed", "num_speculative_tokens": 3}
-    options = {"max_model_len": CONTEXT, "block_size": BLOCK_SIZE, "kv_cache_memory": "600tokens", "threads": 1}
+    options = {"max_model_len": CONTEXT_LEN, "block_size": BLOCK_SIZE, "kv_cache_memory": "600tokens", "threads": 1}
     llm = LLM(str(model), overlap=overlap, test_mode=True, max_num_seqs=4, max_num_batched_tokens=24, **options, **speculation)
     first = llm.generate(PROMPTS[:3], PARAMS[:3])  # rounds can sample for all of these, and not for the last
     return [tuple(output.token_ids) for output in [*first, *llm.generate(PROMPTS, PARAMS)]]
@@ -38,14 +38,14 @@ def answers(model: Path, drafter: Path | None, overlap: bool) -> list[tuple[int,
 def test_the_same_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     launched: list[int] = []
 
-    def launch(self: DeviceRounds, active: Sequence[int], num_draft: int) -> None:
-        launched.append(num_draft)
-        return plain_launch(self, active, num_draft)
+    def launch(self: DeviceDecodeLoop, active_slots: Sequence[int], num_draft_tokens: int) -> None:
+        launched.append(num_draft_tokens)
+        return plain_launch(self, active_slots, num_draft_tokens)
 
-    plain_launch = DeviceRounds.launch
-    monkeypatch.setattr(DeviceRounds, "launch", launch)
-    monkeypatch.setattr(load, "select", lambda *_, **__: Recordable())
-    monkeypatch.setattr(recorded, "Graphs", TapedGraphs)
+    plain_launch = DeviceDecodeLoop.launch
+    monkeypatch.setattr(DeviceDecodeLoop, "launch", launch)
+    monkeypatch.setattr(load, "select_backend", lambda *_, **__: GraphCapturableOps())
+    monkeypatch.setattr(recorded, "CudaGraphPool", TapedGraphPool)
     model = write_checkpoint(tmp_path / "model", "llama", seed=5, **SMALL)
     drafter = write_drafter(tmp_path / "drafter")
     plain = answers(model, None, overlap=False)

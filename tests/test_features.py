@@ -21,7 +21,7 @@ from foreword import LLM, SamplingParams, Speculation
 from foreword.config import DRAFTERS
 from foreword.errors import InvalidRequest
 from tests.checkpoints import write_checkpoint
-from tests.features import COLUMNS, FEATURES, PAGE, PICTURES, page
+from tests.features import DRAFTER_COLUMNS, FEATURES, PAGE, IMAGES, render_page
 from tests.pictures import png
 from tests.test_exact import fingerprint
 from tests.vision_checkpoints import IMAGE_TOKEN_ID, write_vision_checkpoint
@@ -117,7 +117,7 @@ def seeing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
     write_vision_checkpoint(path / "model", "qwen2_5_vl", seed=1)
     write_vision_checkpoint(path / "drafter", "qwen2_5_vl", seed=1, dtype="bfloat16")
     asked = prompts_with_pictures()
-    made = engines_of(path, asked, PICTURES, max_model_len=255, kv_cache_memory="256tokens", image_cache_memory="2kb")
+    made = engines_of(path, asked, IMAGES, max_model_len=255, kv_cache_memory="256tokens", image_cache_memory="2kb")
     yield made
     made.crowded.check()
 
@@ -153,7 +153,7 @@ def recorded(plain: LLM, asked: Sequence[Mapping[str, Any]], features: Mapping[s
                 yield json.dumps(line) + "\n"
 
 
-@pytest.mark.parametrize("drafter", COLUMNS)
+@pytest.mark.parametrize("drafter", DRAFTER_COLUMNS)
 @pytest.mark.parametrize("feature", FEATURES)
 def test_cell(engines: Engines, feature: str, drafter: str) -> None:
     assert engines.found(FEATURES[feature], drafter) == engines.expected(FEATURES[feature])
@@ -167,7 +167,7 @@ def test_every_drafter_is_right_and_wrong(engines: Engines, drafter: str) -> Non
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_every_drafter_is_right_and_wrong_about_pictures(seeing: Engines, drafter: str) -> None:
-    check_guesses(seeing, PICTURES, drafter)
+    check_guesses(seeing, IMAGES, drafter)
 
 
 def check_guesses(engines: Engines, features: Mapping[str, Any], drafter: str) -> None:
@@ -186,10 +186,10 @@ def check_guesses(engines: Engines, features: Mapping[str, Any], drafter: str) -
     assert 0 < accepted < drafted
 
 
-@pytest.mark.parametrize("drafter", COLUMNS)
-@pytest.mark.parametrize("feature", PICTURES)
+@pytest.mark.parametrize("drafter", DRAFTER_COLUMNS)
+@pytest.mark.parametrize("feature", IMAGES)
 def test_cell_with_pictures(seeing: Engines, feature: str, drafter: str) -> None:
-    assert seeing.found(PICTURES[feature], drafter) == seeing.expected(PICTURES[feature])
+    assert seeing.found(IMAGES[feature], drafter) == seeing.expected(IMAGES[feature])
 
 
 def compatible(pair: tuple[str, str]) -> bool:
@@ -202,7 +202,7 @@ def pairs() -> list[tuple[str, str, str]]:
     """Pairs of features, each with a drafter, in an order of chance."""
     found = [pair for pair in itertools.combinations(FEATURES, 2) if compatible(pair)]
     random.Random(5).shuffle(found)
-    return [(*pair, COLUMNS[i % len(COLUMNS)]) for i, pair in enumerate(found)]
+    return [(*pair, DRAFTER_COLUMNS[i % len(DRAFTER_COLUMNS)]) for i, pair in enumerate(found)]
 
 
 @pytest.mark.parametrize("number", range(PARTS))
@@ -215,7 +215,7 @@ def test_random_pairs(engines: Engines, number: int, request: pytest.FixtureRequ
         assert engines.found(settings, drafter) == engines.expected(settings), f"{first} with {second}, drafter {drafter}"
 
 
-@pytest.mark.parametrize("drafter", COLUMNS)
+@pytest.mark.parametrize("drafter", DRAFTER_COLUMNS)
 def test_embeddings_beside(engines: Engines, drafter: str) -> None:
     """Prompts become vectors between the bursts of answers that are drafted for; neither changes."""
     params = [speculated(one, drafter) for one in params_of({"temperature": 0.7})]
@@ -237,4 +237,4 @@ def test_embeddings_beside(engines: Engines, drafter: str) -> None:
 
 
 def test_the_page_is_what_is_tested() -> None:
-    assert PAGE.read_text() == page(), "run python -m tests.features"
+    assert PAGE.read_text() == render_page(), "run python -m tests.features"

@@ -26,29 +26,29 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         if limit is not None:
             (tmp_path / "max").write_text(limit + "\n")
             (tmp_path / "current").write_text(used + "\n")
-        monkeypatch.setattr(hardware, "CGROUPS", ((tmp_path / "max", tmp_path / "current"),))
-        monkeypatch.setattr(hardware, "NVIDIA_NODES", (tmp_path / "no-gpu",))
+        monkeypatch.setattr(hardware, "CGROUP_MEMORY_FILES", ((tmp_path / "max", tmp_path / "current"),))
+        monkeypatch.setattr(hardware, "NVIDIA_DEVICE_FILES", (tmp_path / "no-gpu",))
 
     return write
 
 
 def test_this_machine():
-    found = hardware.probe("cpu")
+    found = hardware.probe_hardware("cpu")
     assert found.device == "cpu" and found.cores >= 1
     assert 0 < found.free_bytes <= found.total_bytes
-    made = hardware.machine(found)
+    made = hardware.hardware_info(found)
     assert (made.device, made.cores, made.free_bytes) == ("cpu", found.cores, found.free_bytes)
 
 
 @pytest.mark.parametrize("cpuinfo, bfloat16", [(X86, True), (ARM, True), ("flags : fpu sse2\n", False), ("", False)])
 def test_bfloat16_only_where_it_costs_nothing(host, cpuinfo: str, bfloat16: bool):
     host(cpuinfo)
-    assert hardware.probe("auto").bfloat16 is bfloat16
+    assert hardware.probe_hardware("auto").bfloat16 is bfloat16
 
 
 def test_name_and_extensions(host):
     host()
-    found = hardware.probe("auto")
+    found = hardware.probe_hardware("auto")
     assert found.cpu == "Some CPU @ 2GHz" and found.isa == ("avx2", "avx512f", "avx512_bf16")
 
 
@@ -65,20 +65,20 @@ def test_name_and_extensions(host):
 )
 def test_memory_within_the_control_group(host, limit: str | None, used: str, total: int, free: int):
     host(limit=limit, used=used)
-    found = hardware.probe("auto")
+    found = hardware.probe_hardware("auto")
     assert (found.total_bytes, found.free_bytes) == (total, free)
 
 
 def test_a_gpu_that_is_not_there(host):
     host()
     with pytest.raises(ConfigError, match="no NVIDIA GPU"):
-        hardware.probe("cuda")
+        hardware.probe_hardware("cuda")
 
 
 def test_memory_of_the_gpu_counts_where_there_is_one(host):
     host()
-    gpu = replace(hardware.probe("cpu"), device="cuda", gpu="H200", gpu_total_bytes=1000, gpu_free_bytes=900)
-    assert hardware.machine(gpu).free_bytes == 900
+    gpu = replace(hardware.probe_hardware("cpu"), device="cuda", gpu="H200", gpu_total_bytes=1000, gpu_free_bytes=900)
+    assert hardware.hardware_info(gpu).free_bytes == 900
 
 
 class FakeCuda:
@@ -124,7 +124,7 @@ def gpu(host, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     def put(fake: FakeTorch, node: bool = True) -> None:
         host()
         if node:
-            monkeypatch.setattr(hardware, "NVIDIA_NODES", (tmp_path / "no-gpu", tmp_path))
+            monkeypatch.setattr(hardware, "NVIDIA_DEVICE_FILES", (tmp_path / "no-gpu", tmp_path))
         monkeypatch.setattr(hardware.importlib, "import_module", {"torch": fake}.__getitem__)
 
     return put
@@ -132,24 +132,24 @@ def gpu(host, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
 
 def test_a_gpu(gpu):
     gpu(FakeTorch(FakeCuda()))
-    found = hardware.probe("auto")
+    found = hardware.probe_hardware("auto")
     assert (found.device, found.gpu, found.gpu_free_bytes, found.bfloat16) == ("cuda", "NVIDIA X", 900, True)
-    made = hardware.machine(found)
+    made = hardware.hardware_info(found)
     assert (made.free_bytes, made.total_bytes, made.gpu, made.capability) == (900, 1000, "NVIDIA X", (9, 0))
 
 
 @pytest.mark.parametrize("capability, bfloat16", [((7, 0), False), ((7, 5), False), ((8, 0), True), ((12, 0), True)])
 def test_old_cards_have_no_bfloat16(gpu, capability: tuple[int, int], bfloat16: bool):
     gpu(FakeTorch(FakeCuda(capability)))
-    found = hardware.probe("auto")
+    found = hardware.probe_hardware("auto")
     assert (found.bfloat16, found.capability) == (bfloat16, capability)
 
 
 def test_a_gpu_that_is_asked_for_needs_no_file_of_the_driver(gpu):
     """Some systems have other ones. Without one, torch is not even imported unless it is asked for."""
     gpu(FakeTorch(FakeCuda()), node=False)
-    assert hardware.probe("cuda").gpu == "NVIDIA X"
-    assert hardware.probe("auto").device == "cpu"
+    assert hardware.probe_hardware("cuda").gpu == "NVIDIA X"
+    assert hardware.probe_hardware("auto").device == "cpu"
 
 
 @pytest.mark.parametrize(
@@ -163,11 +163,11 @@ def test_a_gpu_that_is_asked_for_needs_no_file_of_the_driver(gpu):
 def test_a_gpu_that_torch_cannot_use(gpu, fake: FakeTorch, reason: str, caplog: pytest.LogCaptureFixture):
     """Left to the choice of the engine it is the CPU, and the reason is told; asked for it is an error."""
     gpu(fake)
-    assert hardware.probe("auto").device == "cpu"
+    assert hardware.probe_hardware("auto").device == "cpu"
     assert f"although there seems to be an NVIDIA GPU: {reason}" in caplog.text
     with pytest.raises(ConfigError, match="no NVIDIA GPU can be used here: " + re.escape(reason)):
-        hardware.probe("cuda")
+        hardware.probe_hardware("cuda")
 
 
 def test_the_node_of_wsl_is_known():
-    assert Path("/dev/dxg") in hardware.NVIDIA_NODES
+    assert Path("/dev/dxg") in hardware.NVIDIA_DEVICE_FILES

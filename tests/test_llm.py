@@ -9,7 +9,7 @@ import pytest
 
 from foreword import LLM, SamplingParams, Speculation
 from foreword.core.request import RequestState
-from foreword.engine.plan import Plan
+from foreword.engine.plan import ScheduleOutput
 from foreword.errors import CheckpointError, ConfigError, ContextLengthExceeded, InvalidRequest
 from tests.checkpoints import write_checkpoint
 
@@ -65,7 +65,7 @@ def test_the_stream_is_the_answer(llm: LLM) -> None:
     (whole,) = llm.generate(TEXT, params)
     assert "".join(piece.text for piece in pieces) == whole.text
     assert whole.metrics is not None and whole.metrics.draft_tokens_acceptance == 1.0
-    assert {piece.guessed for piece in pieces} == {True, False}
+    assert {piece.is_draft for piece in pieces} == {True, False}
 
 
 def test_leaving_a_stream_frees_the_request(llm: LLM) -> None:
@@ -137,13 +137,13 @@ def test_two_streams_and_an_answer_at_once(llm: LLM) -> None:
     heard[1] += "".join(piece.text for piece in second)
     heard[0] += "".join(piece.text for piece in first)
     assert heard == expected
-    assert not llm._inbox
+    assert not llm._event_queues
 
 
 def test_a_refused_batch_leaves_nothing_behind(llm: LLM) -> None:
     with pytest.raises(InvalidRequest, match=r"speculation.method must be one of auto, off, prediction, draft"):
         llm.generate([TEXT, TEXT], [SamplingParams(), SamplingParams(speculation=Speculation("ngram"))])
-    assert llm._client.idle and not llm._inbox
+    assert llm._client.idle and not llm._event_queues
 
 
 def test_metrics_of_an_llm_are_those_of_its_engine(llm: LLM) -> None:
@@ -194,14 +194,14 @@ def test_off_has_no_draft_row_and_no_drafter(llm: LLM, monkeypatch: pytest.Monke
     engine = llm._client._engine
     asked: set[str] = set()
     drafted: Counter[str] = Counter()
-    plan = engine.scheduler.plan
+    plan = engine.scheduler.schedule
 
-    def planned(taken: int) -> Plan:
+    def planned(taken: int) -> ScheduleOutput:
         made = plan(taken)
-        drafted.update({work.state.id: work.num_draft for work in made.work})
+        drafted.update({work.state.id: work.num_draft_tokens for work in made.requests})
         return made
 
-    for drafter in (*engine.drafting.drafters, *engine.drafting.passes):
+    for drafter in (*engine.proposer.drafters, *engine.proposer.model_drafters):
         monkeypatch.setattr(drafter, "start", _hearing(drafter.start, asked))
     monkeypatch.setattr(engine.scheduler, "plan", planned)
     params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, prediction=TEXT)
@@ -222,13 +222,13 @@ def _hearing(start: Callable[[RequestState], None], heard: set[str]) -> Callable
 
 def test_drafters_learn_only_what_was_delivered(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     learned: list[tuple[int, ...]] = []
-    finish = llm._client._engine.drafting.finish
+    finish = llm._client._engine.proposer.finish
 
     def hear(request_id: str, output: Sequence[int] = ()) -> None:
         learned.append(tuple(output))
         finish(request_id, output)
 
-    monkeypatch.setattr(llm._client._engine.drafting, "finish", hear)
+    monkeypatch.setattr(llm._client._engine.proposer, "finish", hear)
     params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
     (whole,) = llm.generate(TEXT, params)
     (cut,) = llm.generate(TEXT, replace(params, stop=(whole.text[20:23],)))

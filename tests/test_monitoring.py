@@ -53,10 +53,10 @@ def metric_of(name: str) -> Metric:
     plain = name.removeprefix(PREFIX)
     for suffix in HISTOGRAM:
         row = METRICS.get(plain.removesuffix(suffix))
-        if plain.endswith(suffix) and row is not None and row.kind == "histogram":
+        if plain.endswith(suffix) and row is not None and row.metric_type == "histogram":
             return row
     row = METRICS[plain]
-    assert row.kind != "histogram", f"{name} is a histogram: {', '.join(HISTOGRAM)}"
+    assert row.metric_type != "histogram", f"{name} is a histogram: {', '.join(HISTOGRAM)}"
     return row
 
 
@@ -84,7 +84,7 @@ def test_counters_are_read_as_rates_and_gauges_are_not(place: str) -> None:
     expression = EXPRESSIONS[place]
     for metric, name, _ in selectors(expression):
         ranged = re.search(rf"(?:rate|increase|resets)\({name}(?:\{{[^}}]*\}})?\[", expression)
-        assert bool(ranged) == (metric.kind != "gauge"), name
+        assert bool(ranged) == (metric.metric_type != "gauge"), name
 
 
 def denominators(expression: str) -> Iterator[str]:

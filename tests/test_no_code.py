@@ -7,7 +7,7 @@ import pytest
 
 from foreword.config import Config
 from foreword.errors import CheckpointError, ConfigError
-from foreword.models.loader import read_facts
+from foreword.models.loader import read_model_info
 from tests.checkpoints import write_checkpoint
 from tests.test_house import FILES, ROOT
 
@@ -71,11 +71,11 @@ def test_a_checkpoint_with_code_of_its_own_is_refused(tmp_path: Path) -> None:
     config = path / "config.json"
     config.write_text(config.read_text().replace('"llama"', '"own"'))
     with pytest.raises(CheckpointError, match=r"'own' is not supported; the code that `auto_map` names is not run"):
-        read_facts(path)
+        read_model_info(path)
 
 
 def test_a_known_architecture_is_served_by_our_code(tmp_path: Path) -> None:
     """The code that lies beside it is left alone."""
     path = write_checkpoint(tmp_path / "known", auto_map=AUTO_MAP)
     (path / "modeling_own.py").write_text("raise SystemExit('this must never run')")
-    assert read_facts(path).parameters
+    assert read_model_info(path).parameters

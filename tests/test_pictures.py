@@ -14,7 +14,7 @@ from PIL import Image
 from foreword.config import Config
 from foreword.core.params import SamplingParams
 from foreword.llm import LLM
-from foreword.prepare import prepare
+from foreword.prepare import prepare_checkpoint
 from tests.vision_checkpoints import VISION_FAMILIES, write_vision_checkpoint
 
 SIZES = ((121, 333), (64, 64), (480, 200))  # (height, width)
@@ -35,7 +35,7 @@ def _png(image: Image.Image) -> bytes:
 @pytest.mark.parametrize("family", VISION_FAMILIES)
 def test_the_same_tokens_as_transformers(family: str, tmp_path: Path) -> None:
     path = write_vision_checkpoint(tmp_path, family)
-    files, mark = files_of(), VISION_FAMILIES[family].specials[0]
+    files, mark = files_of(), VISION_FAMILIES[family].special_tokens[0]
     params = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
     llm = LLM(str(path), dtype="float32", max_model_len=512, threads=1)
     (output,) = llm.generate([{"prompt": f"a{mark}bc{mark}d{mark}what?", "images": files}], params)
@@ -59,7 +59,7 @@ def theirs(path: Path, prompt_ids: tuple[int, ...], files: list[bytes], count: i
             max_new_tokens=count,
             do_sample=False,
             eos_token_id=None,
-            suppress_tokens=list(prepare(Config(model=str(path))).unused_ids),
+            suppress_tokens=list(prepare_checkpoint(Config(model=str(path))).never_sampled_ids),
             **inputs,
         )
     return made[0, len(prompt_ids) :].tolist()

@@ -15,25 +15,25 @@ from foreword.cli import check, env
 from foreword.config import Config
 from foreword.core.events import Event
 from foreword.core.params import SamplingParams
-from foreword.core.pictures import placed
+from foreword.core.pictures import expand_placeholders
 from foreword.core.request import Request
 from foreword.core.structured import StructuredOutput
 from foreword.engine import largest
 from foreword.engine import load as loading
 from foreword.engine.engine import Engine
 from foreword.engine.load import load
-from foreword.kernels.graphs import Graphs
+from foreword.kernels.graphs import CudaGraphPool
 from foreword.kernels.ops import Ops
-from foreword.kernels.reference import Reference
+from foreword.kernels.reference import ReferenceOps
 from foreword.kernels.triton.backend import TritonOps
 from tests.checkpoints import EOS, write_checkpoint
 from tests.device import DEVICE
 from tests.gguf_files import Kind, write_gguf
-from tests.kernels.triton.interpreted import exact_dots, prepared_once
-from tests.pretend_cuda import Pretended
-from tests.recordable import Recordable
+from tests.kernels.triton.interpreted import exact_dot, patch_once_per_launch
+from tests.pretend_cuda import FakeCuda
+from tests.recordable import GraphCapturableOps
 from tests.test_exact_ahead import VOCABULARY, told
-from tests.vision_checkpoints import IMAGE_TOKEN_ID, random_picture, write_vision_checkpoint
+from tests.vision_checkpoints import IMAGE_TOKEN_ID, random_image, write_vision_checkpoint
 
 pytestmark = [
     pytest.mark.skipif(DEVICE != "cpu", reason="there is a real one"),
@@ -67,8 +67,8 @@ PROMPT = (40, 41, 42, 40, 41, 42, 40, 41)
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The interpreter is slow: few graphs, of few rows."""
-    monkeypatch.setattr(largest, "GRAPH_ROWS", 2)
-    with prepared_once(), exact_dots():
+    monkeypatch.setattr(largest, "DEFAULT_GRAPH_ROWS", 2)
+    with patch_once_per_launch(), exact_dot():
         yield
 
 
@@ -96,9 +96,9 @@ def requests(which: Sequence[int] = EVERYBODY, num_tokens: int = 5, pools: bool 
 
 def shown(model: Path) -> list[Request]:
     """Requests with a picture."""
-    token_ids, pictures = placed((40, 41, IMAGE_TOKEN_ID, 42), IMAGE_TOKEN_ID, [random_picture(model, 1)])
+    token_ids, pictures = expand_placeholders((40, 41, IMAGE_TOKEN_ID, 42), IMAGE_TOKEN_ID, [random_image(model, 1)])
     params = [SamplingParams(**{"max_tokens": 4, "ignore_eos": True, **PARAMS[n]}) for n in (0, 2)]
-    return [Request(str(n), token_ids, one, n, (EOS,), pictures=pictures) for n, one in enumerate(params)]
+    return [Request(str(n), token_ids, one, n, (EOS,), images=pictures) for n, one in enumerate(params)]
 
 
 def engine_of(model: Path, device: str, **options: Any) -> Engine:
@@ -106,11 +106,11 @@ def engine_of(model: Path, device: str, **options: Any) -> Engine:
         "max_model_len": 64, "max_num_seqs": 2, "max_num_batched_tokens": 8, "block_size": 16, "speculate": "off", "threads": 1,
         "dtype": "float32", "test_mode": True,
     }  # fmt: skip
-    return load(Config(model=str(model), device=device, **(defaults | options)), unused_ids=(7, 8))
+    return load(Config(model=str(model), device=device, **(defaults | options)), never_sampled_ids=(7, 8))
 
 
 def serve(engine: Engine, crowd: Sequence[Request]) -> dict[str, list[Any]]:
-    engine.know(VOCABULARY)
+    engine.set_vocabulary(VOCABULARY)
     heard: dict[str, list[Event]] = {request.id: [] for request in crowd}
     for request in crowd:
         engine.submit(request)
@@ -124,7 +124,7 @@ def serve(engine: Engine, crowd: Sequence[Request]) -> dict[str, list[Any]]:
 def plainly(ops: Callable[[], Ops], model: Path, crowd: Sequence[Request], **options: Any) -> dict[str, list[Any]]:
     """What the same kernels say on the CPU, without drafts, without overlap."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loading, "select", lambda *_, **__: ops())
+        patch.setattr(loading, "select_backend", lambda *_, **__: ops())
         known = {
             name: value for name, value in options.items() if name not in ("speculate", "draft_model", "num_speculative_tokens")
         }
@@ -135,22 +135,22 @@ def check_equal(
     ops: Callable[[], Ops], model: Path, capability: tuple[int, int], crowd: Sequence[Request], **options: Any
 ) -> Engine:
     plain = plainly(ops, model, crowd, **options)
-    with Pretended(capability) as gpu:
+    with FakeCuda(capability) as gpu:
         engine = engine_of(model, "cuda", **options)
         found = serve(engine, crowd)
     assert found == plain
-    assert gpu.refused == [] and not engine.drafting.errors
+    assert gpu.refused == [] and not engine.proposer.errors
     return engine
 
 
 def test_torch_computes_for_old_cards(model: Path, drafter: Path) -> None:
-    engine = check_equal(Reference, model, VOLTA, requests(), speculate="auto", draft_model=str(drafter))
+    engine = check_equal(ReferenceOps, model, VOLTA, requests(), speculate="auto", draft_model=str(drafter))
     assert engine.info.backend == "reference" and "compute capability 7.5" in " ".join(engine.info.warnings)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "phi3", "gemma2", "gemma3_text"])
 def test_families(tmp_path: Path, family: str) -> None:
-    check_equal(Reference, write_checkpoint(tmp_path, family, seed=5), VOLTA, requests(FEW))
+    check_equal(ReferenceOps, write_checkpoint(tmp_path, family, seed=5), VOLTA, requests(FEW))
 
 
 @pytest.mark.parametrize("family", ["llava_next", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
@@ -158,13 +158,13 @@ def test_families_that_see(tmp_path: Path, family: str) -> None:
     model = write_vision_checkpoint(tmp_path / "model", family, seed=1)
     sees = write_vision_checkpoint(tmp_path / "sees", family, seed=1, dtype="bfloat16")
     options = {"max_model_len": 128, "max_num_batched_tokens": 32, "speculate": "draft", "draft_model": str(sees)}
-    check_equal(Reference, model, VOLTA, shown(model), **options)
+    check_equal(ReferenceOps, model, VOLTA, shown(model), **options)
 
 
 @pytest.mark.parametrize("kind", [Kind.Q8_0, Kind.Q4_0, Kind.Q5_0, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K])
 def test_blocks_of_files(tmp_path: Path, kind: Kind) -> None:
     file = write_gguf(write_checkpoint(tmp_path / "made", "llama", seed=5, **WHOLE_BLOCKS), tmp_path / "model.gguf", kind)
-    check_equal(Reference, file, VOLTA, requests((1,), 3, pools=False))
+    check_equal(ReferenceOps, file, VOLTA, requests((1,), 3, pools=False))
 
 
 @pytest.mark.parametrize(
@@ -172,15 +172,15 @@ def test_blocks_of_files(tmp_path: Path, kind: Kind) -> None:
     [{"quantization": "int4", "kv_cache_dtype": "int8"}, {"load_format": "dummy"}, {"dtype": "auto"}, {"fast_math": True}],
 )
 def test_kinds_of_weights(model: Path, options: dict[str, Any]) -> None:
-    with Pretended(VOLTA) as gpu:
+    with FakeCuda(VOLTA) as gpu:
         serve(engine_of(model, "cuda", **options), requests(FEW, 3))
     assert gpu.refused == []
 
 
 def test_triton_with_graphs_and_overlap(model: Path) -> None:
     engine = check_equal(TritonOps, model, HOPPER, requests((1,), 4, pools=False), max_num_seqs=1, max_num_batched_tokens=4)
-    assert engine.info.backend == "triton" and engine.info.num_graphs > 0
-    assert engine.ahead is not None and engine.ahead.num_rounds > 0 == engine.ahead.num_errors
+    assert engine.info.backend == "triton" and engine.info.num_cuda_graphs > 0
+    assert engine.overlap is not None and engine.overlap.num_device_steps > 0 == engine.overlap.num_errors
 
 
 def test_triton_with_all_that_is_asked_for(model: Path) -> None:
@@ -199,7 +199,7 @@ def test_triton_with_a_draft_model(model: Path, drafter: Path) -> None:
 )
 def test_triton_one_by_one(model: Path, options: dict[str, Any]) -> None:
     engine = check_equal(TritonOps, model, TURING, requests((1,), 3, pools=False), enforce_eager=True, **options)
-    assert engine.info.backend == "triton" and engine.info.num_graphs == 0
+    assert engine.info.backend == "triton" and engine.info.num_cuda_graphs == 0
 
 
 @pytest.mark.parametrize(
@@ -208,18 +208,18 @@ def test_triton_one_by_one(model: Path, options: dict[str, Any]) -> None:
     ids=str,
 )
 def test_triton_where_a_cpu_has_no_such_thing(model: Path, options: dict[str, Any]) -> None:
-    with Pretended(ADA) as gpu:
+    with FakeCuda(ADA) as gpu:
         found = serve(engine_of(model, "cuda", enforce_eager=True, **options), requests((1,), 3, pools=False))
     assert gpu.refused == [] and found["1"][-1] == ("end", "length", None)
 
 
-def steps_of(engine: Engine, gpu: Pretended, crowd: Sequence[Request]) -> list[Counter[str]]:
+def steps_of(engine: Engine, gpu: FakeCuda, crowd: Sequence[Request]) -> list[Counter[str]]:
     """What each step did, beside kernels."""
     for request in crowd:
         engine.submit(request)
     steps = []
     while not engine.idle:
-        with gpu.counted() as found:
+        with gpu.count_calls() as found:
             engine.step()
         steps.append(Counter({name: count for name, count in found.items() if name != "launch"}))
     assert gpu.refused == []
@@ -229,7 +229,7 @@ def steps_of(engine: Engine, gpu: Pretended, crowd: Sequence[Request]) -> list[C
 @pytest.fixture
 def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Graphs of torch's operations: what the host does beside kernels is the same, and takes less time."""
-    monkeypatch.setattr(loading, "select", lambda *_, **__: Recordable())
+    monkeypatch.setattr(loading, "select_backend", lambda *_, **__: GraphCapturableOps())
 
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
@@ -242,19 +242,19 @@ ROUND = {"upload": 1, "replay": 1, "download": 1, "wait": 1}  # who takes part; 
 
 @pytest.mark.usefixtures("recorded")
 def test_a_plain_step_waits_once(model: Path) -> None:
-    with Pretended() as gpu:
+    with FakeCuda() as gpu:
         steps = steps_of(engine_of(model, "cuda", overlap=False, **QUIET), gpu, BOTH)
     assert [dict(step) for step in steps[2:]] == [PLAIN_STEP] * (len(steps) - 2)
 
 
 @pytest.mark.usefixtures("recorded")
 def test_a_verified_step_waits_once(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(largest, "GRAPH_ROWS", 8)
+    monkeypatch.setattr(largest, "DEFAULT_GRAPH_ROWS", 8)
     options = {"speculate": "ngram", "draft_length": "fixed", "num_speculative_tokens": 2, "overlap": False, **QUIET}
-    with Pretended() as gpu:
+    with FakeCuda() as gpu:
         engine = engine_of(model, "cuda", **options)
         steps = steps_of(engine, gpu, BOTH)
-    assert sum(engine.drafting.stats().lengths["ngram"].values()) > 0
+    assert sum(engine.proposer.stats().draft_length_counts["ngram"].values()) > 0
     assert [dict(step) for step in steps[2:]] == [PLAIN_STEP] * (len(steps) - 2)
 
 
@@ -262,15 +262,15 @@ def test_a_verified_step_waits_once(model: Path, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("guesses", [0, 1])
 def test_a_round_waits_for_the_one_before(model: Path, drafter: Path, guesses: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory is measured, passes of both models and rounds are captured, and no round waits where it is launched."""
-    monkeypatch.setattr(largest, "GRAPH_ROWS", 4)
+    monkeypatch.setattr(largest, "DEFAULT_GRAPH_ROWS", 4)
     options: dict[str, Any] = {**QUIET, "block_size": 16}
     if guesses:
         options |= {"speculate": "draft", "draft_model": str(drafter), "draft_length": "fixed", "num_speculative_tokens": guesses}
-    with Pretended() as gpu:
+    with FakeCuda() as gpu:
         engine = engine_of(model, "cuda", **options)
         steps = steps_of(engine, gpu, BOTH)
-    assert engine.info.num_graphs > 0 and engine.ahead is not None and engine.ahead.num_errors == 0
-    assert not engine.drafting.errors and engine.ahead.num_rounds > 2
+    assert engine.info.num_cuda_graphs > 0 and engine.overlap is not None and engine.overlap.num_errors == 0
+    assert not engine.proposer.errors and engine.overlap.num_device_steps > 2
     steady = [step for step in steps if step["wait"] and step["upload"] == 1]
     expected = {**ROUND, "replay": 1 + guesses}
     assert len(steady) > 2 and [dict(step) for step in steady] == [expected] * len(steady)
@@ -279,14 +279,14 @@ def test_a_round_waits_for_the_one_before(model: Path, drafter: Path, guesses: i
 @pytest.mark.usefixtures("recorded")
 def test_the_same_tokens_with_drafts_and_rounds(model: Path, drafter: Path) -> None:
     options = {"speculate": "draft", "draft_model": str(drafter), "draft_length": "fixed", "num_speculative_tokens": 2}
-    check_equal(Recordable, model, HOPPER, requests(num_tokens=8), block_size=4, **options)
+    check_equal(GraphCapturableOps, model, HOPPER, requests(num_tokens=8), block_size=4, **options)
 
 
 @pytest.mark.parametrize("capability", [VOLTA, TURING, HOPPER])
 def test_check_and_env(model: Path, capability: tuple[int, int]) -> None:
-    with Pretended(capability):
-        told = [finding.text for finding in check.findings(Config(model=str(model), device="cuda")) if finding.ok is not False]
-        backends = env.facts()["backends"]
+    with FakeCuda(capability):
+        told = [finding.text for finding in check.run_checks(Config(model=str(model), device="cuda")) if finding.ok is not False]
+        backends = env.collect()["backends"]
     assert any("Pretended GPU" in text for text in told)
     assert backends["triton"].startswith("no: " if capability == VOLTA else "available: ")
 
@@ -294,22 +294,22 @@ def test_check_and_env(model: Path, capability: tuple[int, int]) -> None:
 def test_what_a_graph_took_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """What warming up left in the allocator's hands is none of it."""
     held = Counter[str]()
-    with Pretended() as gpu:
-        monkeypatch.setattr("foreword.kernels.graphs.WARM_UPS", 2)
+    with FakeCuda() as gpu:
+        monkeypatch.setattr("foreword.kernels.graphs.NUM_WARM_UPS", 2)
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000 - held.total(), 1000))
         monkeypatch.setattr(torch.cuda, "empty_cache", lambda: held.pop("cached", None))
-        graphs = Graphs(torch.device("cuda"))
+        graphs = CudaGraphPool(torch.device("cuda"))
 
         def run() -> None:
             held["cached" if gpu.capturing is None else "captured"] += 10
 
-        graphs.record(run)
-    assert held == {"captured": 10} and graphs.bytes == 10
+        graphs.capture(run)
+    assert held == {"captured": 10} and graphs.num_bytes == 10
 
 
 def test_the_pretence_is_as_strict_as_a_card() -> None:
     """Tensors of the host meet those of the device only where torch lets them."""
-    with Pretended() as gpu:
+    with FakeCuda() as gpu:
         there, here = torch.arange(6, device="cuda"), torch.arange(6)
         assert there.is_cuda and there.device == torch.device("cuda:0") and there.view(2, 3)[1].is_cuda and not here.is_cuda
         assert (there + torch.tensor(2)).is_cuda and torch.zeros_like(there).is_cuda and there.to("cpu").device.type == "cpu"
@@ -342,9 +342,9 @@ def test_the_pretence_is_as_strict_as_a_card() -> None:
 )
 def test_what_waits_is_counted(does: Callable[[torch.Tensor], object], counted: dict[str, int]) -> None:
     """And cannot be part of a graph."""
-    with Pretended() as gpu:
+    with FakeCuda() as gpu:
         there = torch.arange(6, device="cuda")
-        with gpu.counted() as found:
+        with gpu.count_calls() as found:
             does(there)
         assert found == counted
         graph = torch.cuda.CUDAGraph()
@@ -354,7 +354,7 @@ def test_what_waits_is_counted(does: Callable[[torch.Tensor], object], counted: 
 
 
 def test_copies_are_done_when_they_were_awaited() -> None:
-    with Pretended() as gpu:
+    with FakeCuda() as gpu:
         there, into = torch.arange(6, device="cuda"), torch.empty(6, dtype=torch.int64, pin_memory=True)
         into.copy_(there, non_blocking=True)
         done = torch.cuda.Event()

@@ -8,13 +8,13 @@ import pytest
 
 from foreword.config import Config
 from foreword.errors import ConfigError
-from foreword.resolve import Machine, ModelFacts, resolve
+from foreword.resolve import HardwareInfo, ModelInfo, resolve
 
 GIB = 1 << 30
-CPU = Machine("cpu", cores=8, free_bytes=16 * GIB, bfloat16=True)
-GPU = Machine("cuda", 8, 80 * GIB, bfloat16=True, kernels="triton", total_bytes=80 * GIB, gpu="NVIDIA X", capability=(9, 0))
-TURING = replace(GPU, bfloat16=False, free_bytes=16 * GIB, total_bytes=16 * GIB, gpu="Tesla T4", capability=(7, 5))
-MODEL = ModelFacts("llama", context=4096, dtype="bfloat16", parameters=500_000_000, vocab_size=1000, kv_values_per_token=4096)
+CPU = HardwareInfo("cpu", cores=8, free_bytes=16 * GIB, supports_bfloat16=True)
+GPU = HardwareInfo("cuda", 8, 80 * GIB, supports_bfloat16=True, kernel_backend="triton", total_bytes=80 * GIB, gpu="NVIDIA X", capability=(9, 0))
+TURING = replace(GPU, supports_bfloat16=False, free_bytes=16 * GIB, total_bytes=16 * GIB, gpu="Tesla T4", capability=(7, 5))
+MODEL = ModelInfo("llama", context_len=4096, dtype="bfloat16", parameters=500_000_000, vocab_size=1000, kv_values_per_token=4096)
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ def test_a_cpu_gets_what_it_can_use() -> None:
 
 
 def test_small_models_run_on_one_thread() -> None:
-    small = ModelFacts("llama", 1024, "bfloat16", 5_000_000, 1000, 100)
+    small = ModelInfo("llama", 1024, "bfloat16", 5_000_000, 1000, 100)
     assert resolve(Config(), CPU, small).threads == 1
     assert resolve(Config(threads=3), CPU, small).threads == 3
 
@@ -54,15 +54,15 @@ def test_small_models_run_on_one_thread() -> None:
         (CPU, "float16", "float32", ("float32", "float32")),
         (CPU, "float32", "auto", ("float32", "float32")),
         (CPU, "float32", "bfloat16", ("bfloat16", "bfloat16")),
-        (Machine("cpu", 8, 16 * GIB, bfloat16=False), "bfloat16", "auto", ("float32", "float32")),
+        (HardwareInfo("cpu", 8, 16 * GIB, supports_bfloat16=False), "bfloat16", "auto", ("float32", "float32")),
         (GPU, "bfloat16", "auto", ("bfloat16", "bfloat16")),
         (GPU, "float16", "auto", ("float16", "float16")),
         (TURING, "bfloat16", "auto", ("float16", "float16")),
         (TURING, "bfloat16", "float32", ("float32", "float32")),
     ],
 )
-def test_dtypes_of_activations_and_weights(machine: Machine, stored: str, asked: str, dtypes: tuple[str, str]) -> None:
-    model = ModelFacts("llama", 1024, stored, 1000, 1000, 100)
+def test_dtypes_of_activations_and_weights(machine: HardwareInfo, stored: str, asked: str, dtypes: tuple[str, str]) -> None:
+    model = ModelInfo("llama", 1024, stored, 1000, 1000, 100)
     resolved = resolve(Config(dtype=asked), machine, model)
     assert (resolved.dtype, resolved.weight_dtype) == dtypes
     assert resolved.kv_cache_dtype == resolved.dtype
@@ -85,14 +85,14 @@ def test_quantized_weights_are_estimated_with_the_embedding_in_8_bits(quantizati
 )
 def test_weights_that_keep_their_form_weigh_what_they_weigh(options: dict[str, Any], rest: int) -> None:
     """Beside them 20 million parameters of the layers, and as many of the embedding, become what was asked for."""
-    kept = replace(SHAPED, weight_bytes=77, kept_parameters=460_000_000, kept_embedding_parameters=80_000_000)
+    kept = replace(SHAPED, packed_bytes=77, packed_parameters=460_000_000, packed_embedding_parameters=80_000_000)
     resolved = resolve(Config(**options), CPU, kept)
     assert (resolved.weight_bytes, resolved.weight_format) == (77 + rest, "the file's types")
 
 
 @pytest.mark.parametrize(("kernels", "quantized"), [("native", 1), ("triton", 1), ("torch", 4 + 2)])
 def test_a_tower_is_not_quantized(kernels: str, quantized: int) -> None:
-    machine, seeing = replace(CPU, kernels=kernels), replace(SHAPED, tower_parameters=50_000_000)
+    machine, seeing = replace(CPU, kernel_backend=kernels), replace(SHAPED, vision_parameters=50_000_000)
     plain, rounded = (resolve(Config(quantization=kind), machine, seeing) for kind in (None, "int8"))
     assert plain.weight_bytes == seeing.parameters * 2
     assert rounded.weight_bytes == 50_000_000 * 2 + (seeing.parameters - 50_000_000) * quantized
@@ -117,7 +117,7 @@ def test_the_context_is_not_stretched() -> None:
 
 
 def test_the_draft_model_is_in_the_estimate() -> None:
-    drafter = ModelFacts("llama", 2048, "bfloat16", 50_000_000, 1000, 512)
+    drafter = ModelInfo("llama", 2048, "bfloat16", 50_000_000, 1000, 512)
     alone, both = resolve(Config(), CPU, MODEL), resolve(Config(draft_model="d"), CPU, MODEL, drafter)
     assert both.weight_bytes - alone.weight_bytes == 100_000_000
     assert both.kv_bytes // both.num_blocks == 16 * 2 * (4096 + 512)
@@ -125,7 +125,7 @@ def test_the_draft_model_is_in_the_estimate() -> None:
 
 def test_what_does_not_fit_is_refused_with_the_estimate() -> None:
     with pytest.raises(ConfigError, match=r"weights need 0.93 GiB and 50% of the free memory is 0.50 GiB"):
-        resolve(Config(), Machine("cpu", 8, GIB, True), MODEL)
+        resolve(Config(), HardwareInfo("cpu", 8, GIB, True), MODEL)
 
 
 def test_every_running_request_has_a_row_a_step() -> None:
@@ -146,18 +146,18 @@ def test_a_cache_beyond_memory_is_refused_with_the_estimate() -> None:
 
 def test_torch_holds_quantized_weights_as_numbers_too() -> None:
     """Without the kernels int8 saves no memory: float32 values, and the same in the activations' type."""
-    slow = replace(CPU, kernels="torch")
+    slow = replace(CPU, kernel_backend="torch")
     plain, rounded = (resolve(Config(quantization=kind), slow, SHAPED) for kind in (None, "int8"))
     assert plain.weight_bytes == SHAPED.parameters * 2
     assert rounded.weight_bytes == SHAPED.parameters * (4 + 2)
-    kept = replace(SHAPED, weight_bytes=77, kept_parameters=400_000_000)
+    kept = replace(SHAPED, packed_bytes=77, packed_parameters=400_000_000)
     assert resolve(Config(), slow, kept).weight_bytes == 400_000_000 * 6 + (SHAPED.parameters - 400_000_000) * 2
 
 
 # GPUs
 
-EIGHT_B = ModelFacts(
-    "llama", 131072, "bfloat16", 8_030_000_000, 128256, 2 * 32 * 8 * 128, 2 * 32 * 8, 2 * 128256 * 4096, row_values=55_296
+EIGHT_B = ModelInfo(
+    "llama", 131072, "bfloat16", 8_030_000_000, 128256, 2 * 32 * 8 * 128, 2 * 32 * 8, 2 * 128256 * 4096, activation_values_per_row=55_296
 )
 QUARTER = replace(GPU, free_bytes=23 * GIB, total_bytes=24 * GIB)
 
@@ -186,15 +186,15 @@ def test_fp8_takes_what_int8_takes() -> None:
 
 
 @pytest.mark.parametrize(("machine", "rows"), [(CPU, 512), (QUARTER, 2048), (GPU, 8192)])
-def test_a_small_card_computes_fewer_rows_a_step(machine: Machine, rows: int) -> None:
+def test_a_small_card_computes_fewer_rows_a_step(machine: HardwareInfo, rows: int) -> None:
     assert resolve(Config(), machine, MODEL).max_num_batched_tokens == rows
 
 
 def test_blocks_of_a_file_become_values_on_a_gpu() -> None:
     """But for those that the kernels there know."""
-    kept = replace(SHAPED, weight_bytes=77, kept_parameters=400_000_000)
+    kept = replace(SHAPED, packed_bytes=77, packed_parameters=400_000_000)
     assert resolve(Config(), GPU, kept).weight_bytes == SHAPED.parameters * 2
-    known = replace(kept, gpu_bytes=55, gpu_kept_parameters=300_000_000)
+    known = replace(kept, gpu_packed_bytes=55, gpu_packed_parameters=300_000_000)
     assert resolve(Config(), GPU, known).weight_bytes == (SHAPED.parameters - 300_000_000) * 2 + 55
 
 
@@ -204,13 +204,13 @@ def test_a_gpu_holds_what_was_estimated(used: int) -> None:
     machine = replace(GPU, free_bytes=GPU.total_bytes - used)
     resolved = resolve(Config(max_num_seqs=1024), machine, EIGHT_B)
     memory = resolved.memory
-    assert memory is not None and not memory.measured
-    assert memory.others >= max(used, 1)
+    assert memory is not None and not memory.is_measured
+    assert memory.other_processes >= max(used, 1)
     assert memory.weights == resolved.weight_bytes == 2 * EIGHT_B.parameters
-    assert memory.activations == 8192 * (55_296 * 2 + 128256 * 8) and memory.graphs > 0
-    assert sum(size for _, size in memory.parts) + memory.for_kv == memory.usable == int(0.9 * 80 * GIB)
+    assert memory.activations == 8192 * (55_296 * 2 + 128256 * 8) and memory.cuda_graphs > 0
+    assert sum(size for _, size in memory.parts) + memory.kv_cache == memory.usable == int(0.9 * 80 * GIB)
     per_block = 16 * EIGHT_B.kv_values_per_token * 2
-    assert memory.for_kv - per_block < resolved.kv_bytes <= memory.for_kv
+    assert memory.kv_cache - per_block < resolved.kv_bytes <= memory.kv_cache
     assert resolve(Config(max_num_seqs=1024, enforce_eager=True), machine, EIGHT_B).kv_bytes > resolved.kv_bytes
 
 
@@ -243,7 +243,7 @@ def test_what_only_the_estimate_refuses_is_tried() -> None:
     """Activations and graphs are guessed; with the weights alone there would be room for 46 thousand tokens."""
     tried = resolve(Config(max_model_len=40_000), QUARTER, EIGHT_B)
     assert tried.max_model_len == 40_000 and tried.num_blocks >= 2500
-    assert tried.memory is not None and tried.memory.activations > 0 and tried.memory.for_kv < tried.kv_bytes
+    assert tried.memory is not None and tried.memory.activations > 0 and tried.memory.kv_cache < tried.kv_bytes
     with pytest.raises(ConfigError, match=r"max_model_len 48000 does not fit: .* activations 2.17"):
         resolve(Config(max_model_len=48_000), QUARTER, EIGHT_B)
 

@@ -13,16 +13,16 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from foreword import LLM, RequestOutput, SamplingParams, Speculation
 from foreword.config import DRAFTERS
-from foreword.core.events import Tokens
-from foreword.core.runaway import SCALES, RunawayGuard
+from foreword.core.events import TokenEvent
+from foreword.core.runaway import PATTERN_LIMITS, RepetitionDetector
 from foreword.outputs import CompletionOutput
 from foreword.text.prepare import make_requests
 from tests.checkpoints import write_checkpoint
-from tests.features import COLUMNS, RUNAWAY
+from tests.features import DRAFTER_COLUMNS, REPETITION
 from tests.test_exact import fingerprint
 from tests.test_features import prompts, speculated
 
-ENOUGH = SCALES[0][1]
+ENOUGH = PATTERN_LIMITS[0][1]
 LOOP: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True, "frequency_penalty": -2.0, "max_tokens": 420}
 
 
@@ -52,7 +52,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
     drafter = write_checkpoint(path / "drafter", "llama", seed=1, dtype="bfloat16")
     options: dict[str, Any] = {"threads": 1, "test_mode": True, "kv_cache_memory": "4000tokens", "seed": 1}
     plain = LLM(str(model), speculate="off", **options)
-    known = {feature: plain.generate(prompts(), params_of(settings)) for feature, settings in RUNAWAY.items()}
+    known = {feature: plain.generate(prompts(), params_of(settings)) for feature, settings in REPETITION.items()}
     recording = path / "recording.jsonl"
     recording.write_text("".join(recorded(known)))
     drafting = LLM(
@@ -83,10 +83,10 @@ def counted(llm: LLM, name: str, **labels: str) -> float:
     return found[0] if found else 0.0
 
 
-@pytest.mark.parametrize("drafter", COLUMNS)
-@pytest.mark.parametrize("feature", RUNAWAY)
+@pytest.mark.parametrize("drafter", DRAFTER_COLUMNS)
+@pytest.mark.parametrize("feature", REPETITION)
 def test_cell(engines: Engines, feature: str, drafter: str) -> None:
-    expected, found = engines.known[feature], engines.ask(RUNAWAY[feature], drafter)
+    expected, found = engines.known[feature], engines.ask(REPETITION[feature], drafter)
     assert [fingerprint(output) for output in found] == [fingerprint(output) for output in expected]
     patterns = [output.metrics and output.metrics.repeating_tokens for output in found]
     assert patterns == [output.metrics and output.metrics.repeating_tokens for output in expected]
@@ -95,7 +95,7 @@ def test_cell(engines: Engines, feature: str, drafter: str) -> None:
 
 def test_they_end_where_they_should(engines: Engines) -> None:
     """The answers of the cells above, so that their equality says something."""
-    for feature in RUNAWAY:
+    for feature in REPETITION:
         for output in engines.known[feature]:
             for choice in output.outputs:
                 pattern = choice.metrics and choice.metrics.repeating_tokens
@@ -110,30 +110,30 @@ def test_they_end_where_they_should(engines: Engines) -> None:
 
 
 @pytest.mark.parametrize("drafter", ["off", "suffix"])
-@pytest.mark.parametrize("feature", RUNAWAY)
+@pytest.mark.parametrize("feature", REPETITION)
 def test_an_engine_that_takes_over_ends_them_there_too(engines: Engines, feature: str, drafter: str) -> None:
     """And tells of it if nobody was told before."""
     choice = engines.known[feature][0].outputs[0]
-    (found,) = (end.num_tokens for end in [RunawayGuard().feed(choice.token_ids)] if end)
+    (found,) = (end.num_tokens for end in [RepetitionDetector().feed(choice.token_ids)] if end)
     for known in (1, 200, len(choice.token_ids) - 1):
         events = resumed(
-            engines.drafting, replace(params_of(RUNAWAY[feature])[0], speculation=Speculation(drafter)), choice, known
+            engines.drafting, replace(params_of(REPETITION[feature])[0], speculation=Speculation(drafter)), choice, known
         )
         assert [token for event in events for token in event.token_ids] == list(choice.token_ids[known:])
         assert events[-1].finish_reason == choice.finish_reason
-        told = [event.index + event.repeating.num_tokens for event in events if event.repeating]
+        told = [event.index + event.repetition.num_tokens for event in events if event.repetition]
         assert told == ([found] if known < found else [])
 
 
-def resumed(llm: LLM, params: SamplingParams, choice: CompletionOutput, known: int) -> list[Tokens]:
+def resumed(llm: LLM, params: SamplingParams, choice: CompletionOutput, known: int) -> list[TokenEvent]:
     """The events of an engine that is told what was delivered before."""
     ids = tuple(prompts()[0]["prompt_token_ids"])
     request = make_requests(ids, replace(params, n=1, seed=choice.seed), llm.tokenizer, f"again-{known}", 512)[0]
-    llm._client.submit(replace(request, delivered_ids=choice.token_ids[:known]))
-    events: list[Tokens] = []
+    llm._client.submit(replace(request, resume_output_ids=choice.token_ids[:known]))
+    events: list[TokenEvent] = []
     while not events or events[-1].finish_reason is None:
         for event in llm._client.step().events:
-            assert isinstance(event, Tokens)
+            assert isinstance(event, TokenEvent)
             events.append(event)
     return events
 

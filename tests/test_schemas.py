@@ -7,7 +7,7 @@ from typing import Any
 
 import jsonschema
 
-from tests.schemas import make_schema, question
+from tests.schemas import make_schema, schema_prompt
 
 EVERYTHING = {
     *("additionalProperties", "allOf", "anyOf", "const", "enum", "exclusiveMaximum", "exclusiveMinimum", "format", "items"),
@@ -31,7 +31,7 @@ def test_schemas_are_valid_varied_and_the_same_each_time() -> None:
     assert len({json.dumps(schema["properties"], sort_keys=True) for schema in made}) > 280
     for schema in made:
         jsonschema.Draft202012Validator.check_schema(schema)
-        assert all(name in question(schema) for name in schema["properties"])
+        assert all(name in schema_prompt(schema) for name in schema["properties"])
     found = Counter(word for schema in made for word in set(keywords(schema)))
     assert not EVERYTHING - set(found)
     assert min(found[word] for word in EVERYTHING) >= 10

@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from foreword.core.pictures import Picture
+from foreword.core.pictures import PromptImage
 from tests.checkpoints import COMMON, EOS, random_weights, tokenizer
 from tests.checkpoints import FAMILIES as TEXT_FAMILIES
 from tests.llava_checkpoints import (
@@ -32,9 +32,9 @@ from tests.llava_checkpoints import (
     SIGLIP,
     anyres_preprocessor,
     clip_preprocessor,
-    llava_next_picture,
+    llava_next_image_geometry,
     llava_next_shapes,
-    llava_picture,
+    llava_image_geometry,
     llava_processor,
     llava_shapes,
     siglip_preprocessor,
@@ -45,25 +45,25 @@ from tests.qwen_checkpoints import (
     QWEN3_VISION,
     QWEN_CONFIG,
     QWEN_PREFIXES,
-    QWEN_SPECIALS,
+    QWEN_SPECIAL_TOKENS,
     QWEN_TEMPLATE,
     QWEN_TEXT,
     qwen2_5_vl_shapes,
     qwen2_vl_shapes,
     qwen3_vl_shapes,
-    qwen_picture,
+    qwen_image_geometry,
     qwen_preprocessor,
 )
 
-__all__ = ["IMAGE_TOKEN", "IMAGE_TOKEN_ID", "VISION_FAMILIES", "random_picture", "write_vision_checkpoint"]
+__all__ = ["IMAGE_TOKEN", "IMAGE_TOKEN_ID", "VISION_FAMILIES", "random_image", "write_vision_checkpoint"]
 
 LAST = re.compile(r"linear_2|merger.*(mlp\.2|linear_fc2)")  # layer of a projector
 Shapes = dict[str, tuple[int, ...]]
-Prepared = tuple[tuple[int, int, int, int], tuple[int, int, int], int]
+ImageGeometry = tuple[tuple[int, int, int, int], tuple[int, int, int], int]
 
 
 @dataclass(frozen=True)
-class Family:
+class VisionFamily:
     """What a checkpoint of one family holds.
 
     text            family of the decoder, as in tests/checkpoints.py
@@ -85,14 +85,14 @@ class Family:
     vision: Mapping[str, Any]
     preprocessor: Callable[[dict[str, Any]], dict[str, Any]]
     shapes: Callable[[dict[str, Any]], Shapes]
-    picture: Callable[[dict[str, Any], int, int], Prepared]
+    image_geometry: Callable[[dict[str, Any], int, int], ImageGeometry]
     processor: Callable[[dict[str, Any]], dict[str, Any]]
     text_options: Mapping[str, Any] = field(default_factory=dict)
     prefixes: Mapping[str, str] = field(default_factory=lambda: LLAVA_PREFIXES)
     decoder: str = "language_model."
-    flat: bool = False
-    old: bool = True
-    specials: tuple[str, ...] = (IMAGE_TOKEN,)
+    is_flat: bool = False
+    has_old_names: bool = True
+    special_tokens: tuple[str, ...] = (IMAGE_TOKEN,)
     chat_template: str = LLAVA_TEMPLATE
 
 
@@ -115,9 +115,9 @@ def write_vision_checkpoint(
     kind = VISION_FAMILIES[family]
     kind = kind if text is None else replace(kind, text=text)
     made = config_of(kind, dtype, **overrides)
-    _write_json(path / "config.json", _flattened(made) if kind.flat and layout == "old" else _without_dots(made))
-    names = {} if layout == "old" and kind.old else kind.prefixes
-    tensors = {_renamed(name, names): value for name, value in vision_weights(kind, made, seed).items()}
+    _write_json(path / "config.json", _flatten(made) if kind.is_flat and layout == "old" else _without_dots(made))
+    names = {} if layout == "old" and kind.has_old_names else kind.prefixes
+    tensors = {_rename(name, names): value for name, value in vision_weights(kind, made, seed).items()}
     save_file({name: value.to(getattr(torch, dtype)) for name, value in tensors.items()}, path / "model.safetensors")
     _write_json(path / "preprocessor_config.json", kind.preprocessor(made))
     _write_json(path / "processor_config.json", kind.processor(made))
@@ -125,7 +125,7 @@ def write_vision_checkpoint(
     return path
 
 
-def config_of(kind: Family, dtype: str, **overrides: Any) -> dict[str, Any]:
+def config_of(kind: VisionFamily, dtype: str, **overrides: Any) -> dict[str, Any]:
     """config.json as a dictionary; options that are to be removed stand as `...`."""
     nested = {
         "text_config": {**COMMON, **TEXT_FAMILIES[kind.text], "model_type": kind.text, **kind.text_options, "torch_dtype": dtype},
@@ -137,7 +137,7 @@ def config_of(kind: Family, dtype: str, **overrides: Any) -> dict[str, Any]:
     return config | {"model_type": kind.model_type, "architectures": [kind.architecture]}
 
 
-def vision_weights(kind: Family, config: dict[str, Any], seed: int) -> dict[str, Tensor]:
+def vision_weights(kind: VisionFamily, config: dict[str, Any], seed: int) -> dict[str, Tensor]:
     """All tensors, by their old names, float32."""
     text = {**_without_dots(config["text_config"]), "model_type": kind.text}
     generator = torch.Generator().manual_seed(seed + 1)
@@ -147,15 +147,15 @@ def vision_weights(kind: Family, config: dict[str, Any], seed: int) -> dict[str,
     return {**decoder, **tower}
 
 
-def random_picture(path: Path, seed: int = 0, height: int = 40, width: int = 30) -> Picture:
+def random_image(path: Path, seed: int = 0, height: int = 40, width: int = 30) -> PromptImage:
     """A picture of random colours for the checkpoint in `path`, prepared as if it had been of this size."""
     config = json.loads((path / "config.json").read_text(encoding="utf-8"))
     family = next(one for one in VISION_FAMILIES.values() if one.model_type == config["model_type"])
-    shape, grid, num_tokens = family.picture(config, height, width)
+    shape, grid, num_tokens = family.image_geometry(config, height, width)
     generator = torch.Generator().manual_seed(seed)
     pixels = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8).numpy().tobytes()
     digest = blake2b(pixels + repr((shape, height, width)).encode(), digest_size=16).digest()
-    return Picture(digest, num_tokens, grid, (height, width), shape, pixels)
+    return PromptImage(digest, num_tokens, grid, (height, width), shape, pixels)
 
 
 def _scaled(name: str, value: Tensor, size: float) -> Tensor:
@@ -173,20 +173,20 @@ def _scaled(name: str, value: Tensor, size: float) -> Tensor:
     return value * (1.6 / math.sqrt(math.prod(value.shape[1:])))
 
 
-def _write_tokenizer(path: Path, family: Family) -> None:
+def _write_tokenizer(path: Path, family: VisionFamily) -> None:
     made = tokenizer()
-    made.add_special_tokens(list(family.specials))
+    made.add_special_tokens(list(family.special_tokens))
     made.save(str(path / "tokenizer.json"))
     special = {"bos_token": "<bos>", "eos_token": "<eos>", "chat_template": family.chat_template, "add_bos_token": False}
     _write_json(path / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", **special})
     _write_json(path / "generation_config.json", {"bos_token_id": 256, "eos_token_id": EOS})
 
 
-def _renamed(name: str, prefixes: Mapping[str, str]) -> str:
+def _rename(name: str, prefixes: Mapping[str, str]) -> str:
     return next((new + name.removeprefix(old) for old, new in prefixes.items() if name.startswith(old)), name)
 
 
-def _flattened(config: dict[str, Any]) -> dict[str, Any]:
+def _flatten(config: dict[str, Any]) -> dict[str, Any]:
     plain = _without_dots(config)
     return {**plain.pop("text_config"), **plain}
 
@@ -199,8 +199,8 @@ def _write_json(path: Path, values: Any) -> None:
     path.write_text(json.dumps(values, indent=1), encoding="utf-8")
 
 
-VISION_FAMILIES: dict[str, Family] = {
-    "llava": Family(
+VISION_FAMILIES: dict[str, VisionFamily] = {
+    "llava": VisionFamily(
         architecture="LlavaForConditionalGeneration",
         model_type="llava",
         text="llama",
@@ -208,10 +208,10 @@ VISION_FAMILIES: dict[str, Family] = {
         vision=CLIP,
         preprocessor=clip_preprocessor,
         shapes=llava_shapes,
-        picture=llava_picture,
+        image_geometry=llava_image_geometry,
         processor=llava_processor,
     ),
-    "llava_siglip": Family(
+    "llava_siglip": VisionFamily(
         architecture="LlavaForConditionalGeneration",
         model_type="llava",
         text="qwen2",
@@ -219,10 +219,10 @@ VISION_FAMILIES: dict[str, Family] = {
         vision=SIGLIP,
         preprocessor=siglip_preprocessor,
         shapes=llava_shapes,
-        picture=llava_picture,
+        image_geometry=llava_image_geometry,
         processor=llava_processor,
     ),
-    "llava_next": Family(
+    "llava_next": VisionFamily(
         architecture="LlavaNextForConditionalGeneration",
         model_type="llava_next",
         text="mistral",
@@ -230,10 +230,10 @@ VISION_FAMILIES: dict[str, Family] = {
         vision=CLIP,
         preprocessor=anyres_preprocessor,
         shapes=llava_next_shapes,
-        picture=llava_next_picture,
+        image_geometry=llava_next_image_geometry,
         processor=llava_processor,
     ),
-    "qwen2_vl": Family(
+    "qwen2_vl": VisionFamily(
         architecture="Qwen2VLForConditionalGeneration",
         model_type="qwen2_vl",
         text="qwen2",
@@ -241,7 +241,7 @@ VISION_FAMILIES: dict[str, Family] = {
         vision=QWEN2_VISION,
         preprocessor=qwen_preprocessor,
         shapes=qwen2_vl_shapes,
-        picture=qwen_picture,
+        image_geometry=qwen_image_geometry,
         processor=lambda _: {"processor_class": "Qwen2VLProcessor"},
         text_options={
             **QWEN_TEXT,
@@ -250,11 +250,11 @@ VISION_FAMILIES: dict[str, Family] = {
         },
         prefixes=QWEN_PREFIXES,
         decoder="",
-        flat=True,
-        specials=QWEN_SPECIALS,
+        is_flat=True,
+        special_tokens=QWEN_SPECIAL_TOKENS,
         chat_template=QWEN_TEMPLATE,
     ),
-    "qwen2_5_vl": Family(
+    "qwen2_5_vl": VisionFamily(
         architecture="Qwen2_5_VLForConditionalGeneration",
         model_type="qwen2_5_vl",
         text="qwen2",
@@ -262,7 +262,7 @@ VISION_FAMILIES: dict[str, Family] = {
         vision=QWEN2_5_VISION,
         preprocessor=qwen_preprocessor,
         shapes=qwen2_5_vl_shapes,
-        picture=qwen_picture,
+        image_geometry=qwen_image_geometry,
         processor=lambda _: {"processor_class": "Qwen2_5_VLProcessor"},
         text_options={
             **QWEN_TEXT,
@@ -271,11 +271,11 @@ VISION_FAMILIES: dict[str, Family] = {
         },
         prefixes=QWEN_PREFIXES,
         decoder="",
-        flat=True,
-        specials=QWEN_SPECIALS,
+        is_flat=True,
+        special_tokens=QWEN_SPECIAL_TOKENS,
         chat_template=QWEN_TEMPLATE,
     ),
-    "qwen3_vl": Family(
+    "qwen3_vl": VisionFamily(
         architecture="Qwen3VLForConditionalGeneration",
         model_type="qwen3_vl",
         text="qwen3",
@@ -283,7 +283,7 @@ VISION_FAMILIES: dict[str, Family] = {
         vision=QWEN3_VISION,
         preprocessor=qwen_preprocessor,
         shapes=qwen3_vl_shapes,
-        picture=qwen_picture,
+        image_geometry=qwen_image_geometry,
         processor=lambda _: {"processor_class": "Qwen3VLProcessor"},
         text_options={
             **QWEN_TEXT,
@@ -294,8 +294,8 @@ VISION_FAMILIES: dict[str, Family] = {
         },
         prefixes=QWEN_PREFIXES,
         decoder="",
-        old=False,
-        specials=QWEN_SPECIALS,
+        has_old_names=False,
+        special_tokens=QWEN_SPECIAL_TOKENS,
         chat_template=QWEN_TEMPLATE,
     ),
 }

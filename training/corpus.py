@@ -47,7 +47,7 @@ KINDS: dict[str, tuple[Generator, float, float]] = {
     "json write": (tasks.json_write, 0.08, 0.06),
     "story": (tasks.tell_story, 0.06, 0.03),
 }
-_EDITS_FROM = 0.2
+_EDITS_START_PROGRESS = 0.2
 _COPY_SHARE, _COPY_UNTIL = 0.7, 0.08
 _HELD_OUT_ONE_IN = 64
 REFRESH = 2.0  # the progress of a run that learns changed answers of the FAQ after its end
@@ -77,7 +77,7 @@ def draw(rng: Random, size: int, progress: float = 1.0) -> Sample:
     elif progress >= REFRESH and rng.random() < _REFRESH_SHARE:
         generate = faq.ask
     else:
-        phase = 2 if progress >= _EDITS_FROM else 1
+        phase = 2 if progress >= _EDITS_START_PROGRESS else 1
         generate = rng.choices([one[0] for one in KINDS.values()], weights=[one[phase] for one in KINDS.values()])[0]
     sample = generate(rng, size)
     return draw(rng, size, progress) if held_out(sample) else sample
@@ -141,7 +141,7 @@ class Rows:
     labels: np.ndarray
 
 
-def rows(tokenizer: Tokenizer, rng: Random, batch: int, length: int, progress: float = 1.0) -> Rows:
+def pack_rows(tokenizer: Tokenizer, rng: Random, batch: int, length: int, progress: float = 1.0) -> Rows:
     """Fill `batch` rows of `length` tokens with whole conversations."""
     shape = (batch, length)
     tokens, positions = np.zeros(shape, np.int64), np.zeros(shape, np.int64)

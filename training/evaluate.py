@@ -24,12 +24,12 @@ from foreword import demo
 from training import corpus, stories
 from training.tasks import Sample
 
-CHAIN = 4
+DRAFT_LEN = 4
 _MAX_NEW_TOKENS = 300
 
 
 @dataclass(slots=True)
-class Tally:
+class KindCounts:
     """Counts over the samples of one kind."""
 
     samples: int = 0
@@ -48,16 +48,16 @@ def chat_ids(tokenizer: Tokenizer, sample: Sample) -> list[int]:
 
 
 @torch.inference_mode()
-def guesses(model: LlamaForCausalLM, prompt: list[int], output: list[int]) -> list[int]:
+def greedy_tokens(model: LlamaForCausalLM, prompt: list[int], output: list[int]) -> list[int]:
     """Return the model's greedy token at each place of `output`, given what stands before it."""
     logits = model(torch.tensor([prompt + output])).logits[0, len(prompt) - 1 : -1]
     return logits.float().argmax(-1).tolist()
 
 
 @torch.inference_mode()
-def greedy(model: LlamaForCausalLM, prompt: list[int], expected: list[int]) -> list[int]:
+def generate_greedy(model: LlamaForCausalLM, prompt: list[int], expected: list[int]) -> list[int]:
     """Return the greedy continuation. If one pass over the expected answer confirms it, that is the continuation."""
-    if guesses(model, prompt, expected) == expected:
+    if greedy_tokens(model, prompt, expected) == expected:
         return expected
     room = min(_MAX_NEW_TOKENS, model.config.max_position_embeddings - len(prompt))
     ids = torch.tensor([prompt])
@@ -65,19 +65,19 @@ def greedy(model: LlamaForCausalLM, prompt: list[int], expected: list[int]) -> l
     return whole[0, len(prompt) :].tolist()
 
 
-def lookup(tokens: list[int], longest: int = 4, shortest: int = 2) -> list[int]:
+def prompt_lookup(tokens: list[int], max_ngram: int = 4, min_ngram: int = 2) -> list[int]:
     """Return what followed the last occurrence of the longest matching suffix (prompt lookup)."""
-    for size in range(min(longest, len(tokens) - 1), shortest - 1, -1):
+    for size in range(min(max_ngram, len(tokens) - 1), min_ngram - 1, -1):
         suffix = tokens[-size:]
         for at in range(len(tokens) - size - 1, -1, -1):
             if tokens[at : at + size] == suffix:
                 start = at + size
                 period = len(tokens) - start
-                return [tokens[start + i % period] for i in range(CHAIN)]
+                return [tokens[start + i % period] for i in range(DRAFT_LEN)]
     return []
 
 
-def chains(output: list[int], draft: Callable[[int], list[int]]) -> tuple[int, int]:
+def count_accepted(output: list[int], draft: Callable[[int], list[int]]) -> tuple[int, int]:
     """Walk along the output as speculative decoding does; return tokens drafted and accepted.
 
     draft(i) guesses what stands from place i on. Drafts are cut at the end of the output.
@@ -97,28 +97,28 @@ def is_right(sample: Sample, text: str) -> bool:
 
 def measure(
     model: LlamaForCausalLM, drafter: LlamaForCausalLM, tokenizer: Tokenizer, samples: list[Sample], show: bool = False
-) -> Tally:
+) -> KindCounts:
     """Run the samples of one kind."""
-    tally, end = Tally(), tokenizer.token_to_id(corpus.END)
+    tally, end = KindCounts(), tokenizer.token_to_id(corpus.END)
     for sample in track(samples, description=samples[0].kind, transient=True):
         prompt = chat_ids(tokenizer, sample)
         expected = [*tokenizer.encode(sample.answer, add_special_tokens=False).ids, end]
-        output = greedy(model, prompt, expected)
+        output = generate_greedy(model, prompt, expected)
         text = tokenizer.decode(output[:-1], skip_special_tokens=False)
         right = output[-1] == end and is_right(sample, text)
         if show and not right:
             print(f"--- {sample.prompt}\nwanted: {sample.answer}\ngot:    {text}")
         tally.samples, tally.right, tally.tokens = tally.samples + 1, tally.right + right, tally.tokens + len(output)
         # While a chain agrees with the target, its context is the target's own; one pass thus gives all chains.
-        agreed = guesses(drafter, prompt, output)
-        by_model = chains(output, lambda at, g=agreed: g[at : at + CHAIN])
-        by_ngram = chains(output, lambda at, p=prompt, o=output: lookup(p + o[:at]))
+        agreed = greedy_tokens(drafter, prompt, output)
+        by_model = count_accepted(output, lambda at, g=agreed: g[at : at + DRAFT_LEN])
+        by_ngram = count_accepted(output, lambda at, p=prompt, o=output: prompt_lookup(p + o[:at]))
         tally.model_drafted, tally.model_accepted = tally.model_drafted + by_model[0], tally.model_accepted + by_model[1]
         tally.ngram_drafted, tally.ngram_accepted = tally.ngram_drafted + by_ngram[0], tally.ngram_accepted + by_ngram[1]
     return tally
 
 
-def report(tallies: dict[str, Tally]) -> None:
+def report(tallies: dict[str, KindCounts]) -> None:
     """Print the table and the JSON line."""
     table = Table("kind", "samples", "right %", "draft model %", "n-gram %", "n-gram tokens drafted / output token")
     for kind, one in tallies.items():

@@ -27,14 +27,14 @@ def wordings() -> tuple[dict[str, list[str]], dict[str, list[str]]]:
     return train, held_out
 
 
-def normal(question: str) -> str:
+def normalize(question: str) -> str:
     """Reduce a question to its lower-case words, so that case and punctuation make no new wording."""
     return " ".join(re.findall(r"[\w-]+", question.casefold()))
 
 
 @cache
 def _forbidden() -> frozenset[str]:
-    return frozenset(normal(one) for several in wordings()[1].values() for one in several)
+    return frozenset(normalize(one) for several in wordings()[1].values() for one in several)
 
 
 def _typo(rng: Random, text: str) -> str:
@@ -111,7 +111,7 @@ def ask(rng: Random, size: int) -> Sample:
     wording = rng.choice(train[question])
     bare = reword(rng, wording) if rng.random() < 0.5 else wording
     text = vary(rng, bare)
-    if any(one in _forbidden() for one in (normal(bare), normal(text))):
+    if any(one in _forbidden() for one in (normalize(bare), normalize(text))):
         return ask(rng, size)
     return Sample("faq", text, page.answers()[question])
 

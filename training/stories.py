@@ -26,7 +26,7 @@ def _prompt(rng: Random, who: str, animal: str, thing: str, place: str, long: bo
 
 
 def _beginning(rng: Random, who: str, place: str) -> str:
-    return w.skewed(
+    return w.choose_skewed(
         rng,
         (
             f"Once upon a time {who} lived near the {place}.",
@@ -37,8 +37,8 @@ def _beginning(rng: Random, who: str, place: str) -> str:
 
 
 def _meeting(rng: Random, who: str, animal: str, place: str) -> str:
-    adjective = w.skewed(rng, ("small", "old", "clever", "happy"))
-    return w.skewed(
+    adjective = w.choose_skewed(rng, ("small", "old", "clever", "happy"))
+    return w.choose_skewed(
         rng,
         (
             f"In the {place} {who} met a {adjective} {animal}.",
@@ -49,7 +49,7 @@ def _meeting(rng: Random, who: str, animal: str, place: str) -> str:
 
 
 def _trouble(rng: Random, animal: str, thing: str, place: str) -> str:
-    return w.skewed(
+    return w.choose_skewed(
         rng,
         (
             f'"I have lost my {thing}," said the {animal}. "Can you help me?"',
@@ -61,9 +61,9 @@ def _trouble(rng: Random, animal: str, thing: str, place: str) -> str:
 
 def _journey(rng: Random, who: str, animal: str, thing: str, place: str) -> str:
     """Return the middle of a long story, six sentences."""
-    weather = w.skewed(rng, ("The sun was warm", "It began to rain", "The wind was cold"))
-    food = w.skewed(rng, ("bread", "apples", "cheese", "soup"))
-    day = w.skewed(rng, ("the next morning", "after a long rest", "at night"))
+    weather = w.choose_skewed(rng, ("The sun was warm", "It began to rain", "The wind was cold"))
+    food = w.choose_skewed(rng, ("bread", "apples", "cheese", "soup"))
+    day = w.choose_skewed(rng, ("the next morning", "after a long rest", "at night"))
     choices = (
         (f'"Do not worry," said {who}. "We will find the {thing} together."', f'"Come with me," said {who} to the {animal}.'),
         (f"{weather}, and they walked a long way through the {place}.",),
@@ -81,12 +81,12 @@ def _journey(rng: Random, who: str, animal: str, thing: str, place: str) -> str:
             f"The {animal} ran ahead, and {who} followed as fast as possible.",
         ),
     )
-    return " ".join(w.skewed(rng, one) for one in choices)
+    return " ".join(w.choose_skewed(rng, one) for one in choices)
 
 
 def _search(rng: Random, who: str, animal: str, thing: str) -> str:
-    colour = w.skewed(rng, ("red", "green", "white", "old"))
-    return w.skewed(
+    colour = w.choose_skewed(rng, ("red", "green", "white", "old"))
+    return w.choose_skewed(
         rng,
         (
             f"{who} and the {animal} looked everywhere, and at last they found the {thing} under a {colour} stone.",
@@ -97,7 +97,7 @@ def _search(rng: Random, who: str, animal: str, thing: str) -> str:
 
 
 def _ending(rng: Random, who: str, animal: str, thing: str) -> str:
-    return w.skewed(
+    return w.choose_skewed(
         rng,
         (
             f"The {animal} thanked {who}, and they were friends from then on.",
@@ -126,11 +126,11 @@ def story(rng: Random, long: bool) -> tuple[str, str, bool]:
     return _prompt(rng, who, animal, thing, place, long), f"{first} {rest}", True
 
 
-def _spread(parts: list[set[str]], text: str) -> bool:
+def _matches_parts(parts: list[set[str]], text: str) -> bool:
     """Say whether the text is one option of each part, in order."""
     if not parts:
         return not text
-    return any(_spread(parts[1:], text[len(one) :].removeprefix(" ")) for one in parts[0] if text.startswith(one))
+    return any(_matches_parts(parts[1:], text[len(one) :].removeprefix(" ")) for one in parts[0] if text.startswith(one))
 
 
 def is_story(prompt: str, text: str) -> bool:
@@ -141,16 +141,16 @@ def is_story(prompt: str, text: str) -> bool:
     names = [one for one in re.findall(r"[A-Z]\w+", prompt) if one not in _NO_NAMES]
     casts = product(
         names,
-        *([one for one in pool if one in (prompt if has(prompt, pool) else text)] for pool in (w.ANIMALS, w.THINGS, w.PLACES)),
+        *([one for one in pool if one in (prompt if contains_any(prompt, pool) else text)] for pool in (w.ANIMALS, w.THINGS, w.PLACES)),
     )  # fmt: skip
-    whole = text if has(prompt, w.ANIMALS) else prompt + text
+    whole = text if contains_any(prompt, w.ANIMALS) else prompt + text
     return any(_fits("long story" in prompt, whole, *cast) for cast in casts)
 
 
 _NO_NAMES = frozenset(("Tell", "Write", "A", "Please", "There", "Once", "One", "In"))
 
 
-def has(text: str, pool: list[str]) -> bool:
+def contains_any(text: str, pool: list[str]) -> bool:
     """Say whether any word of the pool stands in the text."""
     return not set(re.findall(r"\w+", text)).isdisjoint(pool)
 
@@ -165,4 +165,4 @@ def _fits(long: bool, text: str, who: str, animal: str, thing: str, place: str) 
         {_search(rng, who, animal, thing) for _ in draws},
         {_ending(rng, who, animal, thing) for _ in draws},
     ]
-    return _spread(parts, text)
+    return _matches_parts(parts, text)

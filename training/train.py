@@ -46,7 +46,7 @@ def row_length(progress: float) -> int:
     return 256 if progress < 0.8 else 512 if progress < 0.9 or progress >= corpus.REFRESH else 1024
 
 
-def rate(step: int, progress: float, refresh: bool = False) -> float:
+def lr_factor(step: int, progress: float, refresh: bool = False) -> float:
     """Return the factor on the learning rates: warm-up, constant, then straight down to zero."""
     if refresh:
         return _REFRESH_RATE * (1 - progress)
@@ -94,7 +94,7 @@ def draw_batch(tokenizer: Tokenizer, seed: int, step: int, progress: float) -> B
     """Return the batch of a step."""
     length = row_length(progress)
     rng = Random(f"{seed}:{step}")
-    return Batch(corpus.rows(tokenizer, rng, TOKENS_PER_STEP // length, length, progress))
+    return Batch(corpus.pack_rows(tokenizer, rng, TOKENS_PER_STEP // length, length, progress))
 
 
 class Run:
@@ -156,7 +156,7 @@ class Run:
                 self.mean[name].lerp_(tensor, 1 - keep)
 
 
-def distilled(student: Tensor, teacher: Tensor, labels: Tensor) -> Tensor:
+def distillation_loss(student: Tensor, teacher: Tensor, labels: Tensor) -> Tensor:
     """Return the loss of the drafter: agree with the teacher, with some weight on the text itself.
 
     student, teacher  float32 [N, V] logits
@@ -174,7 +174,7 @@ def load_teacher(folder: Path) -> LlamaForCausalLM:
 
 
 @contextmanager
-def saving(run: Run) -> Iterator[None]:
+def save_on_exit(run: Run) -> Iterator[None]:
     """Write a checkpoint on the way out, also when told to stop."""
     try:
         yield
@@ -195,7 +195,7 @@ def train(run: Run, minutes: float, steps: int | None, distil: bool, refresh: bo
     note = TextColumn("{task.fields[note]}")
     bar = Progress("{task.description}", BarColumn(), "{task.percentage:.1f} %", TimeRemainingColumn(), note)
     log = (run.folder / f"{run.role}.jsonl").open("a", encoding="utf-8")
-    with bar, log, ThreadPoolExecutor(1) as ahead, saving(run):
+    with bar, log, ThreadPoolExecutor(1) as ahead, save_on_exit(run):
         task, saved_at = bar.add_task(run.role, total=1.0, note=""), time.monotonic()
         stage = corpus.REFRESH if refresh else progress_now()
         pending = ahead.submit(draw_batch, tokenizer, run.seed, run.step, stage)
@@ -208,10 +208,10 @@ def train(run: Run, minutes: float, steps: int | None, distil: bool, refresh: bo
             if teacher and stage >= _DISTIL_FROM:
                 with torch.no_grad():
                     goal = batch.logits(teacher, teacher.model)
-                loss = distilled(logits, goal, batch.labels)
+                loss = distillation_loss(logits, goal, batch.labels)
             else:
                 loss = F.cross_entropy(logits, batch.labels)
-            run.update(loss, rate(run.step, progress, refresh))
+            run.update(loss, lr_factor(run.step, progress, refresh))
             run.step, run.tokens = run.step + 1, run.tokens + int((batch.positions > 0).sum())
             run.elapsed_s += time.monotonic() - began
             if run.step % 10 == 0:

@@ -98,7 +98,7 @@ def any_word(rng: Random) -> str:
     return rng.choice(_FOREIGN)
 
 
-def skewed(rng: Random, options: tuple[str, ...]) -> str:
+def choose_skewed(rng: Random, options: tuple[str, ...]) -> str:
     """Choose with falling weights (1, 1/2, 1/4 ...).
 
     Free choices inside answers are skewed so that the greedy answer is well defined: among equally likely words two

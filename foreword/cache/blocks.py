@@ -20,7 +20,7 @@ class BlockPool:
     def __init__(self, num_blocks: int) -> None:
         assert num_blocks > 0
         self.num_blocks = num_blocks
-        self._references = [0] * (num_blocks + 1)
+        self._ref_counts = [0] * (num_blocks + 1)
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks + 1))
         self._block_of: dict[bytes, int] = {}
         self._hash_of: dict[int, bytes] = {}
@@ -39,34 +39,34 @@ class BlockPool:
         digest = self._hash_of.pop(block, None)
         if digest is not None:
             del self._block_of[digest]
-        self._references[block] = 1
+        self._ref_counts[block] = 1
         return block
 
-    def share(self, digest: bytes) -> int | None:
+    def acquire(self, digest: bytes) -> int | None:
         """One more reference to the block that holds this content, or None."""
         block = self._block_of.get(digest)
         if block is None:
             return None
-        if self._references[block] == 0:
+        if self._ref_counts[block] == 0:
             del self._free[block]
-        self._references[block] += 1
+        self._ref_counts[block] += 1
         return block
 
-    def holds(self, digest: bytes) -> bool:
+    def contains(self, digest: bytes) -> bool:
         return digest in self._block_of
 
     def is_free(self, digest: bytes) -> bool:
         """Whether sharing this content would take a block from the free ones."""
-        return self._references[self._block_of[digest]] == 0
+        return self._ref_counts[self._block_of[digest]] == 0
 
     def publish(self, block: int, digest: bytes) -> None:
         """The block's content is complete and committed: it can be found from now on."""
-        assert self._references[block] > 0
+        assert self._ref_counts[block] > 0
         if digest not in self._block_of and block not in self._hash_of:
             self._block_of[digest] = block
             self._hash_of[block] = digest
 
-    def withdraw(self, blocks: Iterable[int]) -> None:
+    def invalidate(self, blocks: Iterable[int]) -> None:
         """Whatever these blocks hold, it can be found no more."""
         for block in blocks:
             digest = self._hash_of.pop(block, None)
@@ -76,20 +76,20 @@ class BlockPool:
     def release(self, blocks: Iterable[int]) -> None:
         """Give up one reference to each, the last block first: beginnings outlive their continuations."""
         for block in reversed(list(blocks)):
-            assert self._references[block] > 0, f"block {block} released twice"
-            self._references[block] -= 1
-            if self._references[block] == 0:
+            assert self._ref_counts[block] > 0, f"block {block} released twice"
+            self._ref_counts[block] -= 1
+            if self._ref_counts[block] == 0:
                 self._free[block] = None
                 if block not in self._hash_of:
                     self._free.move_to_end(block, last=False)
 
-    def check(self, held: Iterable[Iterable[int]]) -> None:
+    def check(self, holders: Iterable[Iterable[int]]) -> None:
         """Assert that references are exactly those of the holders, and that nothing leaked."""
         counts = [0] * (self.num_blocks + 1)
-        for blocks in held:
+        for blocks in holders:
             for block in blocks:
                 counts[block] += 1
-        assert counts == self._references, "block references differ from their holders"
+        assert counts == self._ref_counts, "block references differ from their holders"
         assert set(self._free) == {b for b in range(1, self.num_blocks + 1) if counts[b] == 0}, "free list is wrong"
         assert all(self._hash_of[block] == digest for digest, block in self._block_of.items())
         assert len(self._hash_of) == len(self._block_of)

@@ -7,12 +7,12 @@ from collections.abc import Container
 
 from torch import Tensor
 
-__all__ = ["FeatureCache", "Key"]
+__all__ = ["EncoderCache", "FeatureKey"]
 
-Key = tuple[str, bytes]  # tenant and digest: nobody learns from the time it takes what others have shown
+FeatureKey = tuple[str, bytes]  # tenant and digest: nobody learns from the time it takes what others have shown
 
 
-class FeatureCache:
+class EncoderCache:
     """Features by tenant and picture. Who needs some says so; the others go once the bound is reached, least recently used first.
 
     num_bytes  that are held
@@ -21,37 +21,37 @@ class FeatureCache:
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
         self.num_bytes = 0
-        self._features: OrderedDict[Key, Tensor] = OrderedDict()
+        self._features: OrderedDict[FeatureKey, Tensor] = OrderedDict()
 
     def __contains__(self, key: object) -> bool:
         return key in self._features
 
-    def __getitem__(self, key: Key) -> Tensor:
+    def __getitem__(self, key: FeatureKey) -> Tensor:
         """[num_tokens, width]; it has been used just now."""
         self._features.move_to_end(key)
         return self._features[key]
 
-    def put(self, key: Key, features: Tensor) -> None:
+    def put(self, key: FeatureKey, features: Tensor) -> None:
         """Hold more. What must give way for it does so in trim()."""
         assert key not in self._features, "encoded twice"
         self._features[key] = features
         self.num_bytes += features.nbytes
 
-    def bytes_of(self, needed: Container[Key]) -> int:
+    def needed_bytes(self, needed: Container[FeatureKey]) -> int:
         """Of those that are needed."""
         return sum(features.nbytes for key, features in self._features.items() if key in needed)
 
-    def trim(self, needed: Container[Key], room: int = 0) -> None:
+    def evict(self, needed: Container[FeatureKey], room_bytes: int = 0) -> None:
         """Let go of what nobody needs, until `room` bytes more would not exceed the bound."""
-        most = self.max_bytes - room
+        most = self.max_bytes - room_bytes
         for key in [key for key in self._features if key not in needed] if self.num_bytes > most else ():
             self.num_bytes -= self._features.pop(key).nbytes
             if self.num_bytes <= most:
                 return
 
-    def clear(self, needed: Container[Key]) -> None:
+    def evict_unneeded(self, needed: Container[FeatureKey]) -> None:
         """Let go of all that nobody needs: memory is short."""
-        self.trim(needed, self.max_bytes)
+        self.evict(needed, self.max_bytes)
 
     def check(self) -> None:
         """Assert that what is held is what is counted."""

@@ -13,7 +13,7 @@ from foreword.core.memory import HugePages
 
 __all__ = ["KVStorage"]
 
-SCALED = (torch.int8, torch.float8_e4m3fn)
+SCALED_DTYPES = (torch.int8, torch.float8_e4m3fn)
 
 
 class KVStorage:
@@ -34,7 +34,7 @@ class KVStorage:
         self._memory = HugePages()
         slots = (num_blocks + 1) * block_size
         stored = torch.float8_e4m3fn if dtype == "fp8" else getattr(torch, dtype)
-        self._layers = tuple(self._layer((slots, *shape), stored) for shape in layers)
+        self._layers = tuple(self._make_layer((slots, *shape), stored) for shape in layers)
 
     def layer(self, index: int) -> KVLayer:
         """K and V of one layer."""
@@ -45,14 +45,14 @@ class KVStorage:
         tensors = [tensor for layer in self._layers for tensor in (layer.k, layer.v, layer.k_scale, layer.v_scale)]
         return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
-    def _layer(self, shape: tuple[int, int, int], dtype: torch.dtype) -> KVLayer:
+    def _make_layer(self, shape: tuple[int, int, int], dtype: torch.dtype) -> KVLayer:
         """shape (S, Hk, D)"""
         k, v = self._zeros(shape, dtype), self._zeros(shape, dtype)
-        if dtype not in SCALED:
+        if dtype not in SCALED_DTYPES:
             return KVLayer(k, v)
         return KVLayer(k, v, self._zeros(shape[:2], torch.float32), self._zeros(shape[:2], torch.float32))
 
     def _zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         if self.device != "cpu":
             return torch.zeros(shape, dtype=dtype, device=self.device)
-        return self._memory.take(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
+        return self._memory.allocate(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)

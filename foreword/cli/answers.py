@@ -14,32 +14,32 @@ from typing import Any, Protocol, cast
 import httpx
 
 from foreword.cli.options import ENGINE_GROUPS, add_config_options, read_config
-from foreword.cli.stream import Chunk, choices_of, chunks, text_of
+from foreword.cli.stream import Chunk, choices_of, iter_chunks, text_of
 from foreword.core.params import SamplingParams
 from foreword.core.structured import StructuredOutput
 from foreword.errors import ForewordError
 
-__all__ = ["ENDED", "Answer", "Message", "Piece", "Remote", "Source", "add_source_options", "open_source", "request_body"]
+__all__ = ["FINISH_NOTES", "ChatResult", "Message", "ChatPiece", "HTTPBackend", "ChatBackend", "add_backend_options", "open_backend", "request_body"]
 
 Message = Mapping[str, Any]  # `content` is a text, or a list of parts
 CONNECT_TIMEOUT_S = 10.0
-ENDED: Mapping[str, str] = MappingProxyType(  # what a user should know about the end of an answer
+FINISH_NOTES: Mapping[str, str] = MappingProxyType(  # what a user should know about the end of an answer
     {"repetition": "the answer repeated itself and was ended; --on-runaway warn lets it go on"}
 )
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class ChatPiece:
     """Text of an answer, as it comes; `guessed`: a drafter had guessed it and the model agreed. The last may be empty: it has
     the reason of the end."""
 
     text: str
-    guessed: bool = False
+    is_drafted: bool = False
     finish_reason: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class ChatResult:
     """A whole answer. Fields that the source does not tell are None."""
 
     text: str
@@ -48,34 +48,34 @@ class Answer:
     metrics: Mapping[str, Any] | None
 
 
-class Source(Protocol):
+class ChatBackend(Protocol):
     """Answers a conversation (messages) or continues a text (str). Raises ForewordError."""
 
     name: str
     speculation: str | None
 
-    def stream(self, prompt: str | Sequence[Message], params: SamplingParams) -> Iterator[Piece]: ...
+    def stream(self, prompt: str | Sequence[Message], params: SamplingParams) -> Iterator[ChatPiece]: ...
 
-    def answer(self, prompt: str | Sequence[Message], params: SamplingParams) -> Answer: ...
+    def answer(self, prompt: str | Sequence[Message], params: SamplingParams) -> ChatResult: ...
 
 
-def add_source_options(parser: argparse.ArgumentParser) -> None:
+def add_backend_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--base-url", metavar="URL", help="ask this server instead of loading a model here")
     add_config_options(parser, ENGINE_GROUPS, more=("api_key", "log_level"))
 
 
 @contextmanager
-def open_source(args: argparse.Namespace) -> Iterator[Source]:
+def open_backend(args: argparse.Namespace) -> Iterator[ChatBackend]:
     """The server at --base-url, else a model in this process: only then is torch imported."""
     config = read_config(args)
     if args.base_url:
-        with closing(Remote(args.base_url, config.api_key, config.served_model_name)) as remote:
+        with closing(HTTPBackend(args.base_url, config.api_key, config.served_model_name)) as remote:
             yield remote
     else:
-        yield cast(Source, importlib.import_module("foreword.cli.local").Local(config))
+        yield cast(ChatBackend, importlib.import_module("foreword.cli.local").Local(config))
 
 
-class Remote:
+class HTTPBackend:
     """A server that speaks OpenAI's API. One of ours also tells which tokens were guessed."""
 
     def __init__(
@@ -91,35 +91,35 @@ class Remote:
     def close(self) -> None:
         self._http.close()
 
-    def stream(self, prompt: str | Sequence[Message], params: SamplingParams) -> Iterator[Piece]:
+    def stream(self, prompt: str | Sequence[Message], params: SamplingParams) -> Iterator[ChatPiece]:
         path, body = request_body(self.name, prompt, params)
-        with self._asking(), self._http.stream("POST", path, json=body | {"stream": True, "metrics": True}) as response:
+        with self._translate_http_errors(), self._http.stream("POST", path, json=body | {"stream": True, "metrics": True}) as response:
             if response.is_error:
                 response.read()
-            _check(response)
-            for chunk in chunks(response):
-                yield from _pieces(chunk)
+            _check_status(response)
+            for chunk in iter_chunks(response):
+                yield from _stream_pieces(chunk)
 
-    def answer(self, prompt: str | Sequence[Message], params: SamplingParams) -> Answer:
+    def answer(self, prompt: str | Sequence[Message], params: SamplingParams) -> ChatResult:
         path, body = request_body(self.name, prompt, params)
-        with self._asking():
-            response = _check(self._http.post(path, json=body | {"metrics": True}))
-        with _understanding(response):
+        with self._translate_http_errors():
+            response = _check_status(self._http.post(path, json=body | {"metrics": True}))
+        with _translate_parse_errors(response):
             got = response.json()
             choice = got["choices"][0]
             text = choice["message"]["content"] if "message" in choice else choice["text"]
-            return Answer(str(text or ""), choice["finish_reason"], None, got.get("metrics"))
+            return ChatResult(str(text or ""), choice["finish_reason"], None, got.get("metrics"))
 
     def _first_model(self) -> str:
-        with self._asking():
-            response = _check(self._http.get("/v1/models"))
-        with _understanding(response):
+        with self._translate_http_errors():
+            response = _check_status(self._http.get("/v1/models"))
+        with _translate_parse_errors(response):
             name = str(response.json()["data"][0]["id"])
             name.encode()  # half of a surrogate pair cannot be asked for
             return name
 
     @contextmanager
-    def _asking(self) -> Iterator[None]:
+    def _translate_http_errors(self) -> Iterator[None]:
         try:
             yield
         except httpx.HTTPError as error:
@@ -128,11 +128,11 @@ class Remote:
 
 def request_body(model: str, prompt: str | Sequence[Message], params: SamplingParams) -> tuple[str, dict[str, Any]]:
     """Path and JSON body that ask a server for the same; defaults are spelled out only where they differ."""
-    body: dict[str, Any] = {"model": model, **params.changed(), "temperature": params.temperature}
+    body: dict[str, Any] = {"model": model, **params.non_default_fields(), "temperature": params.temperature}
     if "speculation" in body:
         body["speculation"] = {name: value for name, value in asdict(params.speculation).items() if value is not None}
     if params.structured is not None:
-        body["structured_outputs"] = _outputs(body.pop("structured"))
+        body["structured_outputs"] = _structured_outputs(body.pop("structured"))
     if params.prediction is not None:
         body["prediction"] = {"type": "content", "content": params.prediction}
     if isinstance(prompt, str):
@@ -140,37 +140,37 @@ def request_body(model: str, prompt: str | Sequence[Message], params: SamplingPa
     return "/v1/chat/completions", body | {"messages": list(prompt)}
 
 
-def _outputs(structured: StructuredOutput) -> dict[str, Any]:
+def _structured_outputs(structured: StructuredOutput) -> dict[str, Any]:
     """The constraint as the server's `structured_outputs`."""
     names = {"json_schema": "json", "lark": "grammar", "gbnf": "grammar"}
-    values = {"json_object": True, "choice": json.loads(structured.text) if structured.kind == "choice" else None}
-    body = {names.get(structured.kind, structured.kind): values.get(structured.kind, structured.text)}
+    values = {"json_object": True, "choice": json.loads(structured.text) if structured.constraint_type == "choice" else None}
+    body = {names.get(structured.constraint_type, structured.constraint_type): values.get(structured.constraint_type, structured.text)}
     given = {"after": structured.after, "disable_any_whitespace": not structured.whitespace or None}
     return body | {name: value for name, value in given.items() if value is not None}
 
 
-def _pieces(chunk: Chunk) -> Iterator[Piece]:
+def _stream_pieces(chunk: Chunk) -> Iterator[ChatPiece]:
     for choice in choices_of(chunk):
         if "tokens" in choice:
-            yield from _told(choice["tokens"])
+            yield from _drafted_pieces(choice["tokens"])
         elif text := text_of(choice):
-            yield Piece(text)
+            yield ChatPiece(text)
         if isinstance(reason := choice.get("finish_reason"), str):
-            yield Piece("", finish_reason=reason)
+            yield ChatPiece("", finish_reason=reason)
 
 
-def _told(tokens: Any) -> Iterator[Piece]:
+def _drafted_pieces(tokens: Any) -> Iterator[ChatPiece]:
     """Pairs of a text and whether it was guessed."""
     for pair in tokens if isinstance(tokens, list) else ():
         match pair:
             case [str(text), bool(guessed)]:
-                yield from (Piece(text, guessed),) if text else ()
+                yield from (ChatPiece(text, guessed),) if text else ()
             case _:
                 raise ForewordError(f"the server's stream holds a token that is none: {pair!r:.80}")
 
 
 @contextmanager
-def _understanding(response: httpx.Response) -> Iterator[None]:
+def _translate_parse_errors(response: httpx.Response) -> Iterator[None]:
     """An answer that is not OpenAI's is an error in words."""
     try:
         yield
@@ -178,7 +178,7 @@ def _understanding(response: httpx.Response) -> Iterator[None]:
         raise ForewordError(f"{response.url}: what the server answered cannot be read: {response.text[:80]!r}") from None
 
 
-def _check(response: httpx.Response) -> httpx.Response:
+def _check_status(response: httpx.Response) -> httpx.Response:
     """The response, or the server's own words as an error."""
     if response.is_success:
         return response

@@ -10,32 +10,32 @@ from fastapi import FastAPI
 
 from foreword.cli.banner import model_name
 from foreword.encoders.client import EncoderClient
-from foreword.encoders.recipe import read_decoder_recipe
-from foreword.engine.client import ProcessClient
+from foreword.encoders.recipe import read_decoder_pooling_config
+from foreword.engine.client import SubprocessClient
 from foreword.errors import ConfigError
-from foreword.metrics.recorder import Recorder
-from foreword.prepare import Prepared
+from foreword.metrics.recorder import MetricsRecorder
+from foreword.prepare import CheckpointInfo
 from foreword.resolve import EngineInfo
 from foreword.serve.app import create_app
-from foreword.serve.draining import Drain
-from foreword.serve.entrance import waiting_room
+from foreword.serve.draining import DrainState
+from foreword.serve.entrance import loading_app
 from foreword.serve.readiness import Health
 
-__all__ = ["Backends"]
+__all__ = ["ServerStack"]
 
 
-class Backends:
+class ServerStack:
     """Both clients; leaving the context ends their processes.
 
     name  of the generating model in the API
     """
 
-    def __init__(self, prepared: Prepared, on_progress: Callable[[int, int], None] | None = None) -> None:
+    def __init__(self, prepared: CheckpointInfo, on_progress: Callable[[int, int], None] | None = None) -> None:
         self.name = model_name(prepared.config, prepared.path)
-        self.engine = ProcessClient(prepared.config, prepared.unused_ids, prepared.tokenizer.vocabulary, on_progress)
+        self.engine = SubprocessClient(prepared.config, prepared.never_sampled_ids, prepared.tokenizer.vocabulary, on_progress)
         self.encoder = EncoderClient(prepared.config) if prepared.config.embedding_model else None
         self._prepared = prepared
-        self._recipe = read_decoder_recipe(prepared.path)
+        self._pooling_config = read_decoder_pooling_config(prepared.path)
 
     async def start(self) -> EngineInfo:
         """Load both at once. Raises ConfigError or CheckpointError."""
@@ -53,11 +53,11 @@ class Backends:
             )
         return info
 
-    def waiting_room(self, drain: Drain) -> FastAPI:
+    def loading_app(self, drain: DrainState) -> FastAPI:
         """What the server answers until start() has returned."""
-        return waiting_room(Health(self.engine, self.encoder, drain))
+        return loading_app(Health(self.engine, self.encoder, drain))
 
-    def application(self, recorder: Recorder, drain: Drain | None = None) -> FastAPI:
+    def serving_app(self, recorder: MetricsRecorder, drain: DrainState | None = None) -> FastAPI:
         """The server's application, with both behind it."""
         prepared = self._prepared
         return create_app(
@@ -67,15 +67,15 @@ class Backends:
             recorder,
             self.name,
             self.encoder,
-            self._recipe,
+            self._pooling_config,
             drain,
             prepared.processor,
         )
 
-    async def __aenter__(self) -> Backends:
+    async def __aenter__(self) -> ServerStack:
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    async def __aexit__(self, exc_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self.encoder is not None:
             await self.encoder.close()
         await self.engine.close()

@@ -7,15 +7,15 @@ import re
 import shlex
 from pathlib import Path
 
-from foreword.cli.terminal import bytes_text, count_text
+from foreword.cli.terminal import format_bytes, format_count
 from foreword.config import Config
 from foreword.demo import BUNDLED
 from foreword.encoders.client import EncoderInfo
 from foreword.resolve import EngineInfo
 
 __all__ = [
-    "address",
-    "banner",
+    "local_url",
+    "banner_lines",
     "curl_line",
     "encoder_line",
     "loading_line",
@@ -25,8 +25,8 @@ __all__ = [
 ]
 
 ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}
-QUESTION = "What is speculative decoding?"
-OTHER_QUESTION = "What can you do?"  # where nobody asked for the former, not a word is said of it
+EXAMPLE_PROMPT = "What is speculative decoding?"
+SECOND_EXAMPLE_PROMPT = "What can you do?"  # where nobody asked for the former, not a word is said of it
 
 
 def model_name(config: Config, path: Path) -> str:
@@ -37,17 +37,17 @@ def model_name(config: Config, path: Path) -> str:
     return bundled or (config.model or path.name).rstrip("/").rsplit("/", 1)[-1]
 
 
-def address(host: str, port: int) -> str:
+def local_url(host: str, port: int) -> str:
     """The base URL under which this machine reaches the server."""
     host = ANY_ADDRESS.get(host, host)
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def banner(
+def banner_lines(
     config: Config, info: EngineInfo, name: str, url: str, load_s: float, encoder: EncoderInfo | None = None
 ) -> tuple[str, ...]:
     """The lines, in order; warnings last, so that they are seen."""
-    question = QUESTION if info.resolved.drafters else OTHER_QUESTION
+    question = EXAMPLE_PROMPT if info.resolved.drafters else SECOND_EXAMPLE_PROMPT
     return (
         loading_line(name, info, load_s),
         *((device_line(info),) if info.gpu is not None else ()),
@@ -56,11 +56,11 @@ def banner(
         *(() if encoder is None else (encoder_line(encoder),)),
         f"address: {url} (docs: {url}/docs, metrics: {url}/metrics)",
         f"try: {curl_line(url, name, bool(config.api_key or config.api_key_file), question)}",
-        *(f"warning: {text}" for text in (*open_door(config), *info.warnings)),
+        *(f"warning: {text}" for text in (*open_without_key_warning(config), *info.warnings)),
     )
 
 
-def open_door(config: Config) -> tuple[str, ...]:
+def open_without_key_warning(config: Config) -> tuple[str, ...]:
     """A server that others can reach without a key should say so."""
     if config.api_key or config.api_key_file or config.host in ("localhost", "::1") or config.host.startswith("127."):
         return ()
@@ -71,7 +71,7 @@ def loading_line(name: str, info: EngineInfo, load_s: float) -> str:
     """Where the time went; what the engine did not measure itself is the start of its process."""
     spans = {"start": load_s - sum(info.load_seconds.values()), **info.load_seconds}
     stages = ", ".join(f"{stage} {seconds:.2f} s" for stage, seconds in spans.items())
-    size = count_text(info.parameters)
+    size = format_count(info.parameters)
     return f"loaded: {name} ({info.architecture}, {size} parameters, {info.backend}) in {load_s:.2f} s ({stages})"
 
 
@@ -84,8 +84,8 @@ def parse_loading_line(line: str) -> dict[str, float] | None:
 
 def device_line(info: EngineInfo) -> str:
     """The GPU, who computes on it, and whether Python stands between its kernels."""
-    if info.num_graphs:
-        graphs = f"{info.num_graphs} CUDA graphs in {info.load_seconds.get('graphs', 0.0):.2f} s"
+    if info.num_cuda_graphs:
+        graphs = f"{info.num_cuda_graphs} CUDA graphs in {info.load_seconds.get('graphs', 0.0):.2f} s"
     else:
         graphs = "no CUDA graphs" + (" (--enforce-eager)" if info.resolved.enforce_eager else "")
     return f"device: {info.gpu}; {info.backend}, {graphs}"
@@ -94,8 +94,8 @@ def device_line(info: EngineInfo) -> str:
 def memory_line(info: EngineInfo) -> str:
     chosen = info.resolved
     return (
-        f"memory: weights {bytes_text(chosen.weight_bytes)} in {chosen.weight_format}, "
-        f"KV cache {bytes_text(chosen.kv_bytes)} in {chosen.kv_cache_dtype} for {chosen.num_blocks * chosen.block_size} tokens; "
+        f"memory: weights {format_bytes(chosen.weight_bytes)} in {chosen.weight_format}, "
+        f"KV cache {format_bytes(chosen.kv_bytes)} in {chosen.kv_cache_dtype} for {chosen.num_blocks * chosen.block_size} tokens; "
         f"context {chosen.max_model_len} tokens, {chosen.max_num_seqs} requests at once"
     )
 
@@ -106,7 +106,7 @@ def speculation_line(info: EngineInfo) -> str:
         return "speculation: off; turn on with --speculate auto"
     chosen = info.resolved
     names = ", ".join(chosen.drafters)
-    model = f" (draft model {info.draft_model}, {count_text(info.draft_parameters)} parameters)" if info.draft_model else ""
+    model = f" (draft model {info.draft_model}, {format_count(info.draft_parameters)} parameters)" if info.draft_model else ""
     length = "as much as pays, at most" if chosen.draft_length == "adaptive" else "whenever there is a guess, up to"
     bound = f"{length} {chosen.num_speculative_tokens} tokens a request and step"
     return f"speculation: {names}{model}; {bound}; turn off with --speculate off"
@@ -116,14 +116,14 @@ def encoder_line(encoder: EncoderInfo) -> str:
     """What the encoder beside the model is for."""
     use = (
         "ranks pairs of texts"
-        if encoder.kind == "rank"
-        else f"embeds texts as {encoder.hidden} values, pooling {encoder.pooling}"
+        if encoder.task == "rank"
+        else f"embeds texts as {encoder.hidden_size} values, pooling {encoder.pooling}"
     )
-    size = count_text(encoder.parameters)
+    size = format_count(encoder.num_parameters)
     return f"encoder: {encoder.name} ({encoder.architecture}, {size} parameters) {use}, at most {encoder.max_tokens} tokens"
 
 
-def curl_line(url: str, name: str, needs_key: bool, question: str = QUESTION) -> str:
+def curl_line(url: str, name: str, needs_key: bool, question: str = EXAMPLE_PROMPT) -> str:
     """A request that works when pasted into a shell (with a key, where FOREWORD_API_KEY is set)."""
     body = json.dumps({"model": name, "messages": [{"role": "user", "content": question}]})
     key = ' -H "Authorization: Bearer $FOREWORD_API_KEY"' if needs_key else ""

@@ -10,7 +10,7 @@ import argparse
 import importlib
 
 from foreword.cli.bench_gpu_scale import SECTIONS
-from foreword.cli.bench_shapes import KINDS, PARTS, SHAPES
+from foreword.cli.bench_shapes import WEIGHT_FORMATS, PARTS, SHAPES
 from foreword.cli.options import ENGINE_GROUPS, GROUPS, add_config_options
 
 __all__ = ["add_arguments"]
@@ -23,8 +23,8 @@ MODULES = {
     "kernels": "foreword.cli.bench_kernels",
     "gpu": "foreword.cli.bench_gpu",
 }
-KINDS_BY_DEFAULT = "bfloat16,int8,int4,q8_0,q4_0,q4_k,q6_k"
-ROWS_BY_DEFAULT = "1,2,4,8,16,64,512"
+DEFAULT_WEIGHT_FORMATS = "bfloat16,int8,int4,q8_0,q4_0,q4_k,q6_k"
+DEFAULT_ROWS = "1,2,4,8,16,64,512"
 ISAS = ("auto", "amx", "avx512", "avx2", "portable", "reference")
 
 
@@ -87,12 +87,12 @@ def _add_speculate(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_kernels(parser: argparse.ArgumentParser) -> None:
-    all_kinds, parts = ", ".join(KINDS), ", ".join(PARTS)
+    all_kinds, parts = ", ".join(WEIGHT_FORMATS), ", ".join(PARTS)
     parser.add_argument(
         "--shape", default="qwen2.5-0.5b", metavar="NAME", help=f"{', '.join(SHAPES)}, or one matrix NxK (default: qwen2.5-0.5b)"
     )
-    parser.add_argument("--kinds", default=KINDS_BY_DEFAULT, metavar="LIST", help=f"of {all_kinds} (default: {KINDS_BY_DEFAULT})")
-    parser.add_argument("--rows", default=ROWS_BY_DEFAULT, metavar="LIST", help=f"of linear layers (default: {ROWS_BY_DEFAULT})")
+    parser.add_argument("--kinds", default=DEFAULT_WEIGHT_FORMATS, metavar="LIST", help=f"of {all_kinds} (default: {DEFAULT_WEIGHT_FORMATS})")
+    parser.add_argument("--rows", default=DEFAULT_ROWS, metavar="LIST", help=f"of linear layers (default: {DEFAULT_ROWS})")
     parser.add_argument("--parts", default=",".join(PARTS), metavar="LIST", help=f"of {parts} (default: all)")
     parser.add_argument("--isa", default="auto", choices=ISAS, help="instruction set (default: the best that runs here)")
     parser.add_argument("--threads", type=int, metavar="N", help="threads of the kernels, and of torch (default: all cores)")

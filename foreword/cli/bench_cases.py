@@ -14,23 +14,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foreword.cli.bench_machine import seconds
-from foreword.cli.bench_shapes import KINDS, Kind, Shape, WeightMatrix
+from foreword.cli.bench_machine import time_call
+from foreword.cli.bench_shapes import WEIGHT_FORMATS, WeightFormat, ModelShape, WeightMatrix
 from foreword.core.batch import Batch, Chunk, build_batch
 from foreword.core.kv import KVLayer
-from foreword.kernels.ops import Blocks, Matrix, Ops, PackedLinear
+from foreword.kernels.ops import QuantizedBlocks, Matrix, Ops, PackedLinear
 
-__all__ = ["Case", "Cases"]
+__all__ = ["KernelCase", "KernelCases"]
 
 BLOCK_SIZE = 16
-TOKENS = 256  # rows of the table that activations come from
-MOST_HEAD_ROWS = 16  # more logits than that are never asked for at once
-MOST_VALUES = 1 << 26  # of one result
+VOCAB_SIZE = 256  # rows of the table that activations come from
+MAX_HEAD_ROWS = 16  # more logits than that are never asked for at once
+MAX_VALUES = 1 << 26  # of one result
 REPEATS = 16  # of what takes microseconds
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class KernelCase:
     """`prepare` makes fresh arguments, `call` is timed; it does the operation `times` times.
 
     setting     what the operation is applied to
@@ -43,29 +43,29 @@ class Case:
     setting: str
     rows: int
     call: Callable[[Any], object]
-    times: int
+    repeats: int
     num_bytes: float = 0.0
-    operations: float = 0.0
-    peak: str = ""
+    num_ops: float = 0.0
+    peak_format: str = ""
     prepare: Callable[[], Any] = lambda: None
 
-    def seconds(self) -> float:
+    def time_op(self) -> float:
         """Of one operation."""
         argument = self.prepare()
-        return seconds(lambda: self.call(argument)) / self.times
+        return time_call(lambda: self.call(argument)) / self.repeats
 
 
-class Cases:
+class KernelCases:
     """The cases of one shape on one backend."""
 
-    def __init__(self, ops: Ops, shape: Shape) -> None:
+    def __init__(self, ops: Ops, shape: ModelShape) -> None:
         self.ops = ops
         self.shape = shape
 
-    def linear(self, name: str, rows: Sequence[int]) -> Iterator[Case]:
+    def linear(self, name: str, rows: Sequence[int]) -> Iterator[KernelCase]:
         """Every matrix of the shape as one of KINDS, times so many rows."""
-        kind = KINDS[name]
-        dtype = torch.float32 if kind.peak == "float32" else torch.bfloat16
+        kind = WEIGHT_FORMATS[name]
+        dtype = torch.float32 if kind.peak_format == "float32" else torch.bfloat16
         for matrix in self.shape.matrices:
             if not kind.fits(matrix):
                 continue
@@ -73,44 +73,44 @@ class Cases:
             weights = [self.ops.pack_linear([source], name) for _ in range(matrix.copies)]
             forward = self._linear_forward(matrix, weights, dtype)
             for count in rows:
-                if count <= _most_rows(matrix):
-                    call = self._call(forward, self._batch(count))
+                if count <= _max_rows(matrix):
+                    call = self._timed_call(forward, self._batch(count))
                     size, operations = kind.num_bytes(matrix), 2.0 * matrix.n * matrix.k * count
-                    yield Case(f"linear {matrix.name}", name, count, call, matrix.copies, size, operations, kind.peak)
+                    yield KernelCase(f"linear {matrix.name}", name, count, call, matrix.copies, size, operations, kind.peak_format)
 
     def attention(
         self, kv_dtype: torch.dtype, contexts: Sequence[int], prompts: Sequence[int], rows: Sequence[int]
-    ) -> Iterator[Case]:
+    ) -> Iterator[KernelCase]:
         """Rows at the end of a context, and whole prompts, over the caches of all layers."""
         shape, longest = self.shape, max((*contexts, *prompts), default=0)
-        caches = [_cache(shape, longest, kv_dtype) for _ in range(shape.layers)]
+        caches = [_random_kv_cache(shape, longest, kv_dtype) for _ in range(shape.layers)]
         forward = self._attention_forward(caches)
         setting = f"attention, {str(kv_dtype).removeprefix('torch.')} KV"
         for context in contexts:
             size = 2.0 * context * shape.kv_heads * shape.head_dim * kv_dtype.itemsize
             for count in rows:
-                call = self._call(forward, self._batch(count, context - count))
-                yield Case(f"decode at {context}", setting, count, call, shape.layers, size)
+                call = self._timed_call(forward, self._batch(count, context - count))
+                yield KernelCase(f"decode at {context}", setting, count, call, shape.layers, size)
         for length in prompts:
             operations = 2.0 * shape.heads * shape.head_dim * length * (length + 1)
-            call = self._call(forward, self._batch(length))
-            yield Case("prompt", setting, length, call, shape.layers, 0.0, operations, "bfloat16")
+            call = self._timed_call(forward, self._batch(length))
+            yield KernelCase("prompt", setting, length, call, shape.layers, 0.0, operations, "bfloat16")
 
-    def rows(self, counts: Sequence[int]) -> Iterator[Case]:
+    def elementwise(self, counts: Sequence[int]) -> Iterator[KernelCase]:
         """Norm, RoPE and gated activation."""
         forwards = {"norm": self._norm_forward(), "rope": self._rope_forward(), "gated silu": self._gated_forward()}
         for op, forward in forwards.items():
             for count in counts:
-                yield Case(op, "bfloat16 rows", count, self._call(forward, self._batch(count)), REPEATS)
+                yield KernelCase(op, "bfloat16 rows", count, self._timed_call(forward, self._batch(count)), REPEATS)
 
-    def sampler(self, vocab: int, counts: Sequence[int]) -> Iterator[Case]:
+    def sampler(self, vocab: int, counts: Sequence[int]) -> Iterator[KernelCase]:
         """The steps of sampling over rows of logits."""
         for count in counts:
             logits = torch.randn(count, vocab).mul_(4)
-            for name, step in self._steps(count).items():
-                yield Case(name, f"sampler, V = {vocab}", count, step, 1, prepare=logits.clone)
+            for name, step in self._sampling_ops(count).items():
+                yield KernelCase(name, f"sampler, V = {vocab}", count, step, 1, prepare=logits.clone)
 
-    def _steps(self, count: int) -> dict[str, Callable[[Tensor], object]]:
+    def _sampling_ops(self, count: int) -> dict[str, Callable[[Tensor], object]]:
         """Operations on logits [count, V], by name."""
         ops, numbers = self.ops, torch.arange(count)
         hot, cold = torch.zeros(count, dtype=torch.bool), torch.ones(count, dtype=torch.bool)
@@ -118,9 +118,9 @@ class Cases:
         return {
             "greedy": lambda logits: ops.sample(logits, numbers, numbers, cold),
             "sampled": lambda logits: ops.sample(logits, numbers, numbers, hot),
-            "top-k 40": lambda logits: ops.keep_top_k(logits, k),
-            "top-p 0.95": lambda logits: ops.keep_top_p(logits, p),
-            "min-p 0.05": lambda logits: ops.keep_min_p(logits, 1 - p),
+            "top-k 40": lambda logits: ops.apply_top_k(logits, k),
+            "top-p 0.95": lambda logits: ops.apply_top_p(logits, p),
+            "min-p 0.05": lambda logits: ops.apply_min_p(logits, 1 - p),
             "logprobs": lambda logits: (ops.log_sum_exp(logits), ops.top_ids(logits, 20)),
         }
 
@@ -129,33 +129,33 @@ class Cases:
     def _linear_forward(
         self, matrix: WeightMatrix, weights: Sequence[PackedLinear], dtype: torch.dtype
     ) -> Callable[[Batch], Tensor]:
-        ops, table = self.ops, self._table(matrix.k)
+        ops, table = self.ops, self._embedding_table(matrix.k)
 
         def forward(batch: Batch) -> Tensor:
             x = ops.embedding(batch.token_ids, table, dtype)
             for weight in weights:
                 y = ops.linear(x, weight)
-            return ops.take_rows(y, batch.sample_rows)
+            return ops.index_rows(y, batch.sample_rows)
 
         return ops.compile(forward)
 
     def _attention_forward(self, caches: Sequence[KVLayer]) -> Callable[[Batch], Tensor]:
         ops, shape = self.ops, self.shape
         width = shape.heads * shape.head_dim
-        table = self._table(width)
+        table = self._embedding_table(width)
 
         def forward(batch: Batch) -> Tensor:
             q = ops.embedding(batch.token_ids, table, torch.bfloat16).view(-1, shape.heads, shape.head_dim)
-            plan = ops.plan_attention(batch)
+            plan = ops.build_attention_metadata(batch)
             for cache in caches:
-                y = ops.attention(q, cache, batch, shape.head_dim**-0.5, plan=plan)
-            return ops.take_rows(y.view(-1, width), batch.sample_rows)
+                y = ops.attention(q, cache, batch, shape.head_dim**-0.5, metadata=plan)
+            return ops.index_rows(y.view(-1, width), batch.sample_rows)
 
         return ops.compile(forward)
 
     def _norm_forward(self) -> Callable[[Batch], Tensor]:
         weight = torch.ones(self.shape.hidden)
-        return self._repeated(self.shape.hidden, lambda x, _: self.ops.rms_norm(x, weight, 1e-6))
+        return self._repeat_op(self.shape.hidden, lambda x, _: self.ops.rms_norm(x, weight, 1e-6))
 
     def _rope_forward(self) -> Callable[[Batch], Tensor]:
         shape = self.shape
@@ -165,43 +165,43 @@ class Cases:
             heads = x.view(-1, shape.heads, shape.head_dim)
             return self.ops.rope(heads, table, batch.positions).view(-1, shape.heads * shape.head_dim)
 
-        return self._repeated(shape.heads * shape.head_dim, rope)
+        return self._repeat_op(shape.heads * shape.head_dim, rope)
 
     def _gated_forward(self) -> Callable[[Batch], Tensor]:
-        return self._repeated(2 * self.shape.intermediate, lambda x, _: self.ops.gated(x, "silu"))
+        return self._repeat_op(2 * self.shape.intermediate, lambda x, _: self.ops.gated_act(x, "silu"))
 
-    def _repeated(self, width: int, operation: Callable[[Tensor, Batch], Tensor]) -> Callable[[Batch], Tensor]:
-        ops, table = self.ops, self._table(width)
+    def _repeat_op(self, width: int, operation: Callable[[Tensor, Batch], Tensor]) -> Callable[[Batch], Tensor]:
+        ops, table = self.ops, self._embedding_table(width)
 
         def forward(batch: Batch) -> Tensor:
             x = ops.embedding(batch.token_ids, table, torch.bfloat16)
             for _ in range(REPEATS):
                 y = operation(x, batch)
-            return ops.take_rows(y, batch.sample_rows)
+            return ops.index_rows(y, batch.sample_rows)
 
         return ops.compile(forward)
 
-    def _table(self, width: int) -> PackedLinear:
+    def _embedding_table(self, width: int) -> PackedLinear:
         """What token ids below TOKENS become."""
-        return self.ops.pack_linear([torch.randn(TOKENS, width, dtype=torch.bfloat16)], "bfloat16")
+        return self.ops.pack_linear([torch.randn(VOCAB_SIZE, width, dtype=torch.bfloat16)], "bfloat16")
 
     def _batch(self, rows: int, start: int = 0) -> Batch:
         """One request: `rows` tokens behind `start` others, whose blocks lie in disorder."""
         num_blocks = -(-(start + rows) // BLOCK_SIZE)
         blocks = (torch.randperm(num_blocks) + 1).tolist()
-        chunk = Chunk([row % TOKENS for row in range(rows)], start, blocks, 1)
+        chunk = Chunk([row % VOCAB_SIZE for row in range(rows)], start, blocks, 1)
         return build_batch([chunk], BLOCK_SIZE, self.ops.row_tile, "cpu")
 
-    def _call(self, forward: Callable[[Batch], Tensor], batch: Batch) -> Callable[[Any], object]:
+    def _timed_call(self, forward: Callable[[Batch], Tensor], batch: Batch) -> Callable[[Any], object]:
         forward(batch)  # compiled with the first call
         return lambda _: forward(batch)
 
 
-def _most_rows(matrix: WeightMatrix) -> int:
-    return MOST_HEAD_ROWS if matrix.name == "head" else MOST_VALUES // matrix.n
+def _max_rows(matrix: WeightMatrix) -> int:
+    return MAX_HEAD_ROWS if matrix.name == "head" else MAX_VALUES // matrix.n
 
 
-def _cache(shape: Shape, tokens: int, dtype: torch.dtype) -> KVLayer:
+def _random_kv_cache(shape: ModelShape, tokens: int, dtype: torch.dtype) -> KVLayer:
     """K and V of random values, and one scale a slot and head where they are int8."""
     slots = (-(-tokens // BLOCK_SIZE) + 1) * BLOCK_SIZE
     size = (slots, shape.kv_heads, shape.head_dim)
@@ -211,12 +211,12 @@ def _cache(shape: Shape, tokens: int, dtype: torch.dtype) -> KVLayer:
     return KVLayer(torch.randn(size, dtype=dtype), torch.randn(size, dtype=dtype))
 
 
-def _random_weight(name: str, kind: Kind, matrix: WeightMatrix) -> Matrix:
+def _random_weight(name: str, weight_format: WeightFormat, matrix: WeightMatrix) -> Matrix:
     """Values around 1 / sqrt(k), as bfloat16 or in the blocks of a file."""
     scale = 1 / math.sqrt(matrix.k)
-    if not kind.is_blocks:
+    if not weight_format.is_blocks:
         return torch.randn(matrix.n, matrix.k, dtype=torch.bfloat16).mul_(scale)
-    blocks = torch.randint(0, 256, (matrix.n, matrix.k // kind.values, kind.size), dtype=torch.uint8)
-    for offset in kind.scales:
+    blocks = torch.randint(0, 256, (matrix.n, matrix.k // weight_format.block_values, weight_format.block_bytes), dtype=torch.uint8)
+    for offset in weight_format.scale_offsets:
         blocks[..., offset : offset + 2] = torch.tensor([scale / 64], dtype=torch.float16).view(torch.uint8)
-    return Blocks(name, blocks.view(matrix.n, -1), matrix.k)
+    return QuantizedBlocks(name, blocks.view(matrix.n, -1), matrix.k)

@@ -23,15 +23,15 @@ from foreword.errors import ConfigError
 __all__ = [
     "DEMO",
     "OFF",
-    "Example",
+    "PromptExample",
     "modes",
-    "params",
+    "sampling_params",
     "percentile",
     "ratio",
     "read_examples",
-    "rotated",
-    "show",
-    "show_json",
+    "rotate",
+    "print_table",
+    "print_json",
     "with_all_drafters",
 ]
 
@@ -39,24 +39,24 @@ Item = TypeVar("Item")
 
 OFF = "off"
 DEMO = "demo"
-WIDE = 180  # columns of a table that nobody's window bounds
+MAX_TABLE_WIDTH = 180  # columns of a table that nobody's window bounds
 
 
 @dataclass(frozen=True, slots=True)
-class Example:
+class PromptExample:
     """A user message, and what kind of work it is."""
 
-    kind: str
+    category: str
     prompt: str
 
 
-def read_examples(args: argparse.Namespace) -> tuple[Example, ...]:
+def read_examples(args: argparse.Namespace) -> tuple[PromptExample, ...]:
     """Those of --prompts, else those that suit the bundled demo. Raises ConfigError."""
     if not args.prompts:
-        return tuple(Example(kind, prompt) for kind, prompt in EXAMPLES)
+        return tuple(PromptExample(kind, prompt) for kind, prompt in EXAMPLES)
     try:
         lines = [json.loads(line) for line in Path(args.prompts).read_text(encoding="utf-8").splitlines() if line.strip()]
-        found = tuple(Example(str(line.get("kind", "all")), str(line["prompt"])) for line in lines)
+        found = tuple(PromptExample(str(line.get("kind", "all")), str(line["prompt"])) for line in lines)
     except (OSError, ValueError, KeyError, AttributeError) as error:
         raise ConfigError(f"--prompts {args.prompts}: not JSON lines with a prompt ({type(error).__name__}: {error})") from None
     if not found:
@@ -80,11 +80,11 @@ def modes(drafters: Sequence[str]) -> tuple[str, ...]:
     return (OFF, *(alone if len(alone) > 1 else ()), *(("auto",) if drafters else ()))
 
 
-def params(mode: str, max_tokens: int, temperature: float = 0.0, seed: int = 0) -> SamplingParams:
+def sampling_params(mode: str, max_tokens: int, temperature: float = 0.0, seed: int = 0) -> SamplingParams:
     return SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=seed, speculation=Speculation(mode))
 
 
-def rotated(items: Sequence[Item], by: int) -> tuple[Item, ...]:
+def rotate(items: Sequence[Item], by: int) -> tuple[Item, ...]:
     """The same in another order each round, so that none always goes first."""
     by %= len(items)
     return (*items[by:], *items[:by])
@@ -102,7 +102,7 @@ def ratio(plain_s: Sequence[float], other_s: Sequence[float]) -> float:
     return statistics.median(plain / other for plain, other in zip(plain_s, other_s, strict=True))
 
 
-def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """A table on stdout; one that goes into a file is as wide as it needs."""
     table = Table(title=title, title_justify="left")
     for index, column in enumerate(columns):
@@ -111,10 +111,10 @@ def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> N
         table.add_row(*row)
     console = Console(soft_wrap=True)
     if not console.is_terminal:
-        console.width = max(console.width, WIDE)
+        console.width = max(console.width, MAX_TABLE_WIDTH)
     console.print(table)
 
 
-def show_json(result: Mapping[str, Any]) -> None:
+def print_json(result: Mapping[str, Any]) -> None:
     """The last line of a benchmark. A nan would be a bug of ours: it is not JSON."""
     print(json.dumps({"machine": platform.platform(), **result}, allow_nan=False))

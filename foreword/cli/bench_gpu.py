@@ -27,21 +27,21 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from foreword.cli.bench_common import show, show_json
-from foreword.cli.bench_gpu_bed import Yard
-from foreword.cli.bench_gpu_ceilings import Ceilings
-from foreword.cli.bench_gpu_checks import Checks
-from foreword.cli.bench_gpu_device import Device
-from foreword.cli.bench_gpu_engines import Engines
-from foreword.cli.bench_gpu_findings import Findings, Section, run_sections
-from foreword.cli.bench_gpu_kernels import Kernels
-from foreword.cli.bench_gpu_peers import Peers
-from foreword.cli.bench_gpu_scale import FULL, QUICK, REHEARSAL, SECTIONS, Scale
-from foreword.cli.bench_gpu_speculation import Speculated
-from foreword.cli.bench_gpu_steps import Steps
-from foreword.cli.bench_gpu_targets import verdicts
+from foreword.cli.bench_common import print_table, print_json
+from foreword.cli.bench_gpu_bed import EngineFactory
+from foreword.cli.bench_gpu_ceilings import Roofline
+from foreword.cli.bench_gpu_checks import OpChecks
+from foreword.cli.bench_gpu_device import BenchDevice
+from foreword.cli.bench_gpu_engines import ExactnessChecks
+from foreword.cli.bench_gpu_findings import Report, BenchSection, run_sections
+from foreword.cli.bench_gpu_kernels import KernelTimings
+from foreword.cli.bench_gpu_peers import Baselines
+from foreword.cli.bench_gpu_scale import FULL, QUICK, DRY_RUN, SECTIONS, BenchConfig
+from foreword.cli.bench_gpu_speculation import SpeculationTimings
+from foreword.cli.bench_gpu_steps import StepTimings
+from foreword.cli.bench_gpu_targets import judge
 from foreword.errors import ConfigError
-from foreword.hardware import probe
+from foreword.hardware import probe_hardware
 
 __all__ = ["run"]
 
@@ -51,20 +51,20 @@ GRACE_S = 60.0  # beyond all budgets: then the run is taken to hang, and ends wi
 def run(args: argparse.Namespace) -> int:
     names = _sections(args.only)
     scale = _scale(args)
-    findings = Findings({"rehearsal": scale.rehearsal, "quick": args.quick}, Path(args.out) if args.out else None)
+    findings = Report({"rehearsal": scale.is_dry_run, "quick": args.quick}, Path(args.out) if args.out else None)
     with tempfile.TemporaryDirectory(prefix="foreword-bench-") as folder, _watched(sum(scale.budgets[name] for name in names)):
         run_sections(_made(scale, Path(folder), names), findings)
     findings.write()
     _show(findings, scale)
-    return 1 if findings.broken or (findings.failed_checks() and not scale.rehearsal) else 0
+    return 1 if findings.broken or (findings.failed_checks() and not scale.is_dry_run) else 0
 
 
-def _scale(args: argparse.Namespace) -> Scale:
+def _scale(args: argparse.Namespace) -> BenchConfig:
     """Raises ConfigError where there is no GPU."""
     if args.device == "cpu":
         os.environ.setdefault("TRITON_INTERPRET", "1")  # read where a kernel is defined, which is later
-        return REHEARSAL
-    probe("cuda")
+        return DRY_RUN
+    probe_hardware("cuda")
     return QUICK if args.quick else FULL
 
 
@@ -77,20 +77,20 @@ def _sections(text: str | None) -> tuple[str, ...]:
     return tuple(name for name in SECTIONS if name in asked)
 
 
-def _made(scale: Scale, folder: Path, names: tuple[str, ...]) -> list[Section]:
+def _made(scale: BenchConfig, folder: Path, names: tuple[str, ...]) -> list[BenchSection]:
     """Nothing is loaded before its section begins."""
-    device = Device(scale.device)
-    ceilings, yard = Ceilings(scale, device), Yard(scale, device, folder)
+    device = BenchDevice(scale.device)
+    ceilings, yard = Roofline(scale, device), EngineFactory(scale, device, folder)
     parts: dict[str, Any] = {
         "ceilings": lambda: ceilings.parts(),
-        "checks": lambda: Checks(scale).parts(),
-        "engines": lambda: Engines(yard).parts(),
-        "kernels": lambda: Kernels(scale, device, ceilings).parts(),
-        "steps": lambda: Steps(yard, ceilings).parts(),
-        "speculation": lambda: Speculated(yard).parts(),
-        "peers": lambda: Peers(yard).parts(),
+        "checks": lambda: OpChecks(scale).parts(),
+        "engines": lambda: ExactnessChecks(yard).parts(),
+        "kernels": lambda: KernelTimings(scale, device, ceilings).parts(),
+        "steps": lambda: StepTimings(yard, ceilings).parts(),
+        "speculation": lambda: SpeculationTimings(yard).parts(),
+        "peers": lambda: Baselines(yard).parts(),
     }
-    return [Section(name, parts[name], scale.budgets[name]) for name in names]
+    return [BenchSection(name, parts[name], scale.budgets[name]) for name in names]
 
 
 @contextmanager
@@ -103,25 +103,25 @@ def _watched(budget_s: float) -> Iterator[None]:
         faulthandler.cancel_dump_traceback_later()
 
 
-def _show(findings: Findings, scale: Scale) -> None:
+def _show(findings: Report, scale: BenchConfig) -> None:
     for section, parts in findings.figures.items():
         rows = [(part, name, _text(value)) for part, figures in parts.items() for name, value in figures.items()]
-        show(
-            section + (" (rehearsal: these are no figures of a GPU)" if scale.rehearsal else ""),
+        print_table(
+            section + (" (rehearsal: these are no figures of a GPU)" if scale.is_dry_run else ""),
             ("part", "figure", "value"),
             rows,
         )
     left = [(name, reason) for name, reason in findings.skipped.items()]
     left += [(name, told.splitlines()[-1]) for name, told in findings.broken.items()]
     if left:
-        show("left out, or broken", ("part", "reason"), left)
+        print_table("left out, or broken", ("part", "reason"), left)
     failed = findings.failed_checks()
-    show("checks that failed", ("part",), [(name,) for name in failed] or [("none of those that ran",)])
-    judged = verdicts(findings, scale)
+    print_table("checks that failed", ("part",), [(name,) for name in failed] or [("none of those that ran",)])
+    judged = judge(findings, scale)
     table = [(row.what, row.bound, row.measured, row.verdict) for row in judged]
-    show("targets", ("figure", "target", "measured", "verdict"), table)
+    print_table("targets", ("figure", "target", "measured", "verdict"), table)
     targets = {row.what: row.verdict for row in judged}
-    show_json({**findings.as_json(), "failed_checks": failed, "targets": targets})
+    print_json({**findings.as_json(), "failed_checks": failed, "targets": targets})
 
 
 def _text(value: Any) -> str:

@@ -12,17 +12,17 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from foreword.cli.bench_gpu_device import Device, Idle
-from foreword.cli.bench_gpu_scale import ROLES, Scale, write_model
+from foreword.cli.bench_gpu_device import BenchDevice, IdleShare
+from foreword.cli.bench_gpu_scale import ROLES, BenchConfig, write_model
 from foreword.config import Config
-from foreword.core.events import Failed, StepReport, Tokens
+from foreword.core.events import ErrorEvent, StepReport, TokenEvent
 from foreword.core.params import SamplingParams, Speculation
 from foreword.core.request import Request
 from foreword.core.structured import StructuredOutput
 from foreword.core.vocabulary import Vocabulary
 from foreword.engine.local import LocalClient
 
-__all__ = ["Answered", "Bed", "Question", "Yard", "questions"]
+__all__ = ["BenchResult", "BenchEngine", "BenchRequest", "EngineFactory", "make_requests"]
 
 WARM_STEPS = 4
 FIRST_ID = 32  # prompts are of ids from here on
@@ -30,7 +30,7 @@ BYTES = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class BenchRequest:
     """What is asked; the same question may be asked under several names."""
 
     prompt_ids: tuple[int, ...]
@@ -56,18 +56,18 @@ class Question:
         return Request(name, self.prompt_ids, params, self.seed)
 
 
-def questions(count: int, prompt: int, max_tokens: int, vocab: int, **options: Any) -> list[Question]:
+def make_requests(count: int, prompt: int, max_tokens: int, vocab: int, **options: Any) -> list[BenchRequest]:
     """Prompts of random ids, `prompt` tokens each, answered greedily unless options say otherwise."""
     chance = Random(count * 1_000_003 + prompt)
     last = min(vocab, 1 << 16)
     return [
-        Question(tuple(chance.randrange(FIRST_ID, last) for _ in range(prompt)), number, max_tokens, **options)
+        BenchRequest(tuple(chance.randrange(FIRST_ID, last) for _ in range(prompt)), number, max_tokens, **options)
         for number in range(count)
     ]
 
 
 @dataclass(slots=True)
-class Answered:
+class BenchResult:
     """Answers in the order of the questions.
 
     seconds   from when all had their first token to the last token of all
@@ -100,10 +100,10 @@ class Answered:
         return statistics.median([stages.get(name, 0.0) * 1e6 for stages in self.stages] or [0.0])
 
 
-class Bed:
+class BenchEngine:
     """One engine, driven step by step. Nothing else is open on it while a method runs."""
 
-    def __init__(self, config: Config, device: Device) -> None:
+    def __init__(self, config: Config, device: BenchDevice) -> None:
         self.client = LocalClient(config, (), lambda: _spelling(self.client.info.vocab_size))
         self._device = device
         self._serial = itertools.count()
@@ -112,20 +112,20 @@ class Bed:
         """Let go of the engine, whoever still holds the bed."""
         del self.client
 
-    def answer(self, asked: Sequence[Question]) -> Answered:
+    def answer(self, asked: Sequence[BenchRequest]) -> BenchResult:
         """All of them at once."""
-        return self._finish(_Open(asked, next(self._serial)))
+        return self._finish(_Inflight(asked, next(self._serial)))
 
-    def one_by_one(self, asked: Sequence[Question]) -> Answered:
+    def one_by_one(self, asked: Sequence[BenchRequest]) -> BenchResult:
         found = [self.answer([question]) for question in asked]
-        return Answered([one.tokens[0] for one in found], [one.hashes[0] for one in found])
+        return BenchResult([one.tokens[0] for one in found], [one.hashes[0] for one in found])
 
-    def first_token_s(self, question: Question) -> float:
+    def first_token_s(self, question: BenchRequest) -> float:
         """From asking to the first token, and no further."""
         with self._begun([question]) as seconds:
             return seconds
 
-    def idle(self, asked: Sequence[Question], steps: int) -> Idle | None:
+    def idle(self, asked: Sequence[BenchRequest], steps: int) -> IdleShare | None:
         """Of the device, while all of them decode."""
         with self._begun(asked):
             for _ in range(WARM_STEPS):
@@ -133,9 +133,9 @@ class Bed:
             return self._device.idle(lambda: [self.client.step() for _ in range(steps)])
 
     @contextmanager
-    def _begun(self, asked: Sequence[Question]) -> Iterator[float]:
+    def _begun(self, asked: Sequence[BenchRequest]) -> Iterator[float]:
         """All have their first token, so many seconds after they were asked; in the end they are given up."""
-        open_ = _Open(asked, next(self._serial))
+        open_ = _Inflight(asked, next(self._serial))
         self._device.wait()
         started = time.perf_counter()
         self._begin(open_)
@@ -145,13 +145,13 @@ class Bed:
         while not self.client.idle:
             self.client.step()
 
-    def _begin(self, open_: _Open) -> None:
+    def _begin(self, open_: _Inflight) -> None:
         for request in open_.requests:
             self.client.submit(request)
         while open_.waiting:
             open_.take(self.client.step())
 
-    def _finish(self, open_: _Open) -> Answered:
+    def _finish(self, open_: _Inflight) -> BenchResult:
         self._begin(open_)
         before, preempted = open_.num_tokens, 0
         stages = []
@@ -169,13 +169,13 @@ class Bed:
         )
 
 
-class _Open:
+class _Inflight:
     """Questions under way.
 
     waiting  names of those without a token; left: of those that are not over
     """
 
-    def __init__(self, asked: Sequence[Question], serial: int) -> None:
+    def __init__(self, asked: Sequence[BenchRequest], serial: int) -> None:
         self.requests = [question.request(f"{serial}-{number}") for number, question in enumerate(asked)]
         self.waiting = {request.id for request in self.requests}
         self.left = set(self.waiting)
@@ -185,39 +185,39 @@ class _Open:
 
     def take(self, report: StepReport) -> None:
         for event in report.events:
-            if isinstance(event, Failed):
+            if isinstance(event, ErrorEvent):
                 raise event.error
-            assert isinstance(event, Tokens)
+            assert isinstance(event, TokenEvent)
             self._tokens[event.request_id] += event.token_ids
-            self._hashes[event.request_id] += event.hashes
+            self._hashes[event.request_id] += event.logits_hashes
             self.num_tokens += len(event.token_ids)
             self.waiting.discard(event.request_id)
             if event.draft is not None:
-                self._drafted += event.draft.drafted
-                self._accepted += event.draft.accepted
+                self._drafted += event.draft.num_drafted
+                self._accepted += event.draft.num_accepted
             if event.finish_reason is not None:
                 self.left.discard(event.request_id)
 
-    def answered(self) -> Answered:
+    def answered(self) -> BenchResult:
         tokens, hashes = ([tuple(told[request.id]) for request in self.requests] for told in (self._tokens, self._hashes))
-        return Answered(tokens, hashes, drafted=self._drafted, accepted=self._accepted)
+        return BenchResult(tokens, hashes, drafted=self._drafted, accepted=self._accepted)
 
 
 @dataclass(frozen=True, slots=True)
-class Yard:
+class EngineFactory:
     """Where engines are made: one at a time, or as many as are compared.
 
     folder  of model directories and recordings
     """
 
-    scale: Scale
-    device: Device
+    scale: BenchConfig
+    device: BenchDevice
     folder: Path
 
     @contextmanager
-    def bed(self, role: str, **options: Any) -> Iterator[Bed]:
+    def bed(self, role: str, **options: Any) -> Iterator[BenchEngine]:
         """An engine of this role's shape; its memory is free again afterwards."""
-        bed = Bed(self.config(role, **options), self.device)
+        bed = BenchEngine(self.config(role, **options), self.device)
         try:
             yield bed
         finally:
@@ -228,7 +228,7 @@ class Yard:
         scale = self.scale
         model = write_model(self.folder, scale.shape(role), scale.dtype)
         options.setdefault("kv_cache_memory", f"{self.cache_tokens}tokens")
-        options.setdefault("max_num_seqs", max(*scale.fast_streams, *scale.crowds))
+        options.setdefault("max_num_seqs", max(*scale.fast_streams, *scale.batch_sizes))
         options.setdefault("max_num_batched_tokens", max(scale.long_prompt, options["max_num_seqs"]))
         options.setdefault("prefix_caching", False)
         options.setdefault("speculate", "off")
@@ -246,7 +246,7 @@ class Yard:
         """Of a cache that holds all that is ever asked at once."""
         scale = self.scale
         longest = scale.prompt + max(scale.answer, scale.check_tokens) + 64
-        return max(max(*scale.fast_streams, *scale.crowds) * longest, 2 * scale.long_prompt) + 1024
+        return max(max(*scale.fast_streams, *scale.batch_sizes) * longest, 2 * scale.long_prompt) + 1024
 
     def drafter(self, role: str) -> str:
         """The directory of the draft model beside a role's."""

@@ -9,18 +9,18 @@ from typing import Any
 
 import torch
 
-from foreword.cli.bench_gpu_device import Device
-from foreword.cli.bench_gpu_findings import Part
-from foreword.cli.bench_gpu_scale import Scale
+from foreword.cli.bench_gpu_device import BenchDevice
+from foreword.cli.bench_gpu_findings import Measurement
+from foreword.cli.bench_gpu_scale import BenchConfig
 
-__all__ = ["Ceilings"]
+__all__ = ["Roofline"]
 
 LAUNCHES = 200
 TINY = 64
 
 
 @dataclass
-class Ceilings:
+class Roofline:
     """Measured once, when first asked for. All are medians over rounds.
 
     bandwidth  bytes a second of a copy within the device's memory, read and written
@@ -28,8 +28,8 @@ class Ceilings:
     launch     seconds that the host takes to launch one small operation of torch
     """
 
-    scale: Scale
-    device: Device
+    scale: BenchConfig
+    device: BenchDevice
 
     @cached_property
     def bandwidth(self) -> float:
@@ -58,11 +58,11 @@ class Ceilings:
         seconds = sorted(self.device.in_turn({"": run}, max(self.scale.rounds, 3))[""])
         return seconds[len(seconds) // 2]
 
-    def parts(self) -> Iterator[Part]:
-        yield Part("device", self._device)
-        yield Part("copy", lambda: {"gb_s": self.bandwidth / 1e9})
-        yield Part("product", lambda: {"tflop_s": self.product / 1e12})
-        yield Part("launch", lambda: {"us": self.launch * 1e6})
+    def parts(self) -> Iterator[Measurement]:
+        yield Measurement("device", self._device)
+        yield Measurement("copy", lambda: {"gb_s": self.bandwidth / 1e9})
+        yield Measurement("product", lambda: {"tflop_s": self.product / 1e12})
+        yield Measurement("launch", lambda: {"us": self.launch * 1e6})
 
     def _device(self) -> Mapping[str, Any]:
         if not self.device.cuda:

@@ -12,16 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foreword.cli.bench_gpu_findings import Part
-from foreword.cli.bench_gpu_ops import BLOCK_SIZE, Inputs, backend, differing, same_bits
-from foreword.cli.bench_gpu_scale import Scale
-from foreword.cli.bench_shapes import KINDS, Shape, WeightMatrix
+from foreword.cli.bench_gpu_findings import Measurement
+from foreword.cli.bench_gpu_ops import BLOCK_SIZE, RandomInputs, backend, differing_rows, same_bits
+from foreword.cli.bench_gpu_scale import BenchConfig
+from foreword.cli.bench_shapes import WEIGHT_FORMATS, ModelShape, WeightMatrix
 from foreword.core.batch import Batch
 from foreword.core.kv import KVLayer
-from foreword.kernels.ops import Blocks, Ops
-from foreword.kernels.reference import Reference
+from foreword.kernels.ops import QuantizedBlocks, Ops
+from foreword.kernels.reference import ReferenceOps
 
-__all__ = ["Checks"]
+__all__ = ["OpChecks"]
 
 WEIGHT_KINDS = ("int8", "int4", "fp8", "q8_0", "q4_k", "q6_k")
 KV_KINDS = ("auto", "int8", "fp8")
@@ -32,25 +32,25 @@ SAMPLED_ROWS = 6
 DRAFTED = 4
 
 
-class Checks:
+class OpChecks:
     """Of the operations that `backend()` yields."""
 
-    def __init__(self, scale: Scale) -> None:
+    def __init__(self, scale: BenchConfig) -> None:
         self.scale = scale
         self.device = scale.device
         self.ops: Ops = backend(scale.device)
-        self.reference = Reference()
-        self.inputs = Inputs(scale.device, scale.dtype)
+        self.reference = ReferenceOps()
+        self.inputs = RandomInputs(scale.device, scale.dtype)
 
-    def parts(self) -> Iterator[Part]:
-        yield Part("row check at load", self._row_check)
+    def parts(self) -> Iterator[Measurement]:
+        yield Measurement("row check at load", self._row_check)
         for role in self.scale.kernel_roles:
             for matrix in self.scale.shape(role).matrices:
                 yield self._part(f"linear {role} {matrix.name}", self._linear, "bfloat16", matrix)
         first = self.scale.shape(self.scale.kernel_roles[0])
         down = next(matrix for matrix in first.matrices if matrix.name == "down")
         for kind in WEIGHT_KINDS:
-            if kind not in KINDS or KINDS[kind].fits(down):
+            if kind not in WEIGHT_FORMATS or WEIGHT_FORMATS[kind].fits(down):
                 yield self._part(f"linear {kind}", self._linear, kind, down)
         yield self._part("linear, negative control", self._plain_linear, down)
         for role in self.scale.kernel_roles:
@@ -61,26 +61,26 @@ class Checks:
             yield self._part(f"rows {role}", self._rows, self.scale.shape(role))
         yield self._part("sampling", self._sampling, self.scale.small.vocab)
 
-    def _part(self, name: str, check: Callable[..., Mapping[str, Any]], *given: Any) -> Part:
+    def _part(self, name: str, check: Callable[..., Mapping[str, Any]], *given: Any) -> Measurement:
         def run() -> Mapping[str, Any]:
             with torch.inference_mode():
                 return check(*given)
 
-        return Part(name, run)
+        return Measurement(name, run)
 
     def _row_check(self) -> Mapping[str, Any]:
         """The checks that loading makes on a card, if this backend has them; they are too large for an interpreter."""
-        if self.ops.name != "triton" or self.scale.rehearsal:
+        if self.ops.name != "triton" or self.scale.is_dry_run:
             return {"skipped": f"the backend is {self.ops.name} on {self.device}"}
         checks = importlib.import_module("foreword.kernels.triton.checks")
-        found = checks.check_rows(self.ops, self.device) or checks.check_attention(self.ops, self.device)
+        found = checks.check_row_invariance(self.ops, self.device) or checks.check_attention_invariance(self.ops, self.device)
         return {"ok": found is None, "found": found or "equal"}
 
     # Linear layers
 
     def _linear(self, kind: str, matrix: WeightMatrix) -> Mapping[str, Any]:
         weight = self.inputs.weight(kind, matrix.n, matrix.k)
-        as_held = self.scale.dtype if kind == "bfloat16" or isinstance(weight, Blocks) else kind
+        as_held = self.scale.dtype if kind == "bfloat16" or isinstance(weight, QuantizedBlocks) else kind
         packed = self.ops.pack_linear([weight], as_held)
         dtype = torch.float32 if matrix.name == "head" else None
         most = self._most_rows(matrix)
@@ -104,17 +104,17 @@ class Checks:
         x = self.inputs.normal(self._most_rows(matrix), matrix.k)
         return {"caught": bool(self._crowds(x, lambda rows: rows @ weight.T)["differ"])}
 
-    def _gated(self, shape: Shape) -> Mapping[str, Any]:
+    def _gated(self, shape: ModelShape) -> Mapping[str, Any]:
         size = shape.intermediate
         weight = self.inputs.normal(2 * size, shape.hidden, scale=shape.hidden**-0.5)
         packed = self.ops.pack_linear([weight], self.scale.dtype)
         x = self.inputs.normal(self._most_rows(WeightMatrix("gate_up", 2 * size, shape.hidden, 1)), shape.hidden)
-        result = self._crowds(x, lambda rows: self.ops.linear_gated(rows, packed, "silu"))
+        result = self._crowds(x, lambda rows: self.ops.linear_gated_act(rows, packed, "silu"))
         few = x[:COMPARED_ROWS]
         gate, up = (few.double() @ weight.double().T).chunk(2, -1)
         plain_gate, plain_up = (few @ weight.T).chunk(2, -1)
         plain = torch.nn.functional.silu(plain_gate) * plain_up
-        result |= self._against(self.ops.linear_gated(few, packed, "silu"), torch.nn.functional.silu(gate) * up, plain)
+        result |= self._against(self.ops.linear_gated_act(few, packed, "silu"), torch.nn.functional.silu(gate) * up, plain)
         return _verdict(result)
 
     def _most_rows(self, matrix: WeightMatrix) -> int:
@@ -138,7 +138,7 @@ class Checks:
 
     # Attention
 
-    def _attention(self, shape: Shape, kind: str, window: int | None) -> Mapping[str, Any]:
+    def _attention(self, shape: ModelShape, kind: str, window: int | None) -> Mapping[str, Any]:
         """One context: all its rows as one prompt; cut elsewhere; alone; verified; with neighbours."""
         tokens, ops = self.scale.check_context, self.ops
         blocks = self.inputs.blocks(tokens)
@@ -159,7 +159,7 @@ class Checks:
         differ = [
             f"chunk from {start}"
             for start, count in chunks
-            if differing(rows((start, count, blocks)), whole[start : start + count])
+            if differing_rows(rows((start, count, blocks)), whole[start : start + count])
         ]
         for place in places:
             crowd = [(tokens - 1 - number % 3, 1, others) for number in range(7)]
@@ -171,7 +171,7 @@ class Checks:
                 "verified": rows((place, count, blocks)),
                 "verified in a crowd": rows((place, count, blocks), *[(tokens - count, count, others)] * 3),
             }
-            differ += [f"{name} at {place}" for name, got in seen.items() if differing(got, whole[place : place + len(got)])]
+            differ += [f"{name} at {place}" for name, got in seen.items() if differing_rows(got, whole[place : place + len(got)])]
         last = (tokens - COMPARED_ROWS // 4, COMPARED_ROWS // 4, blocks)
         asked = q[last[0] :]
         exact_batch = self.inputs.batch(self.reference, [last])
@@ -180,13 +180,13 @@ class Checks:
         exact = self.reference.attention(torch.cat([asked, padding]), wide, exact_batch, shape.head_dim**-0.5, window)
         return _verdict({"differ": differ, **self._against(whole[last[0] :], exact[: len(asked)])})
 
-    def _attend(self, q: Tensor, cache: KVLayer, batch: Batch, shape: Shape, window: int | None) -> Tensor:
-        plan = self.ops.plan_attention(batch, window)
-        return self.ops.attention(q, cache, batch, shape.head_dim**-0.5, window, plan=plan)
+    def _attend(self, q: Tensor, cache: KVLayer, batch: Batch, shape: ModelShape, window: int | None) -> Tensor:
+        plan = self.ops.build_attention_metadata(batch, window)
+        return self.ops.attention(q, cache, batch, shape.head_dim**-0.5, window, metadata=plan)
 
     # Rows
 
-    def _rows(self, shape: Shape) -> Mapping[str, Any]:
+    def _rows(self, shape: ModelShape) -> Mapping[str, Any]:
         ops, inputs = self.ops, self.inputs
         most = max(count for count in self.scale.row_counts if count <= 4096)
         weight = inputs.normal(shape.hidden, dtype=torch.float32)
@@ -194,7 +194,7 @@ class Checks:
         embedding = ops.pack_linear([inputs.normal(64, shape.hidden)], self.scale.dtype)
         runs: dict[str, tuple[Callable[[Ops, Tensor], Tensor], Tensor]] = {
             "norm": (lambda one, x: one.rms_norm(x, weight, 1e-6), inputs.normal(most, shape.hidden)),
-            "gated": (lambda one, x: one.gated(x, "silu"), inputs.normal(most, 2 * shape.intermediate)),
+            "gated": (lambda one, x: one.gated_act(x, "silu"), inputs.normal(most, 2 * shape.intermediate)),
             "softcap": (lambda one, x: one.softcap(x, 30.0), inputs.normal(most, shape.hidden)),
             "add": (lambda one, x: one.add(x, x), inputs.normal(most, shape.hidden)),
         }
@@ -210,18 +210,18 @@ class Checks:
         turned = ops.rope(heads, table, where)
         for count in (1, 2, most // 2 + 1):
             part = ops.rope(heads[-count:].contiguous(), table, where[-count:])
-            result["differ"] += [f"rope {count}"] if differing(part, turned[-count:]) else []
+            result["differ"] += [f"rope {count}"] if differing_rows(part, turned[-count:]) else []
         exact = self.reference.rope(heads[:COMPARED_ROWS], table, where[:COMPARED_ROWS])
         worst = max(worst, float(_distance(turned[:COMPARED_ROWS], exact)))
         result["differ"] += self._written(shape, table, most)
         ids = inputs.whole(0, 64, most)
         looked_up = ops.embedding(ids, embedding, self.inputs.dtype)
         result["differ"] += (
-            ["embedding"] if differing(ops.embedding(ids[-1:], embedding, self.inputs.dtype), looked_up[-1:]) else []
+            ["embedding"] if differing_rows(ops.embedding(ids[-1:], embedding, self.inputs.dtype), looked_up[-1:]) else []
         )
         return _verdict({**result, "error": worst, "close": worst <= CLOSE[self.inputs.dtype]})
 
-    def _written(self, shape: Shape, table: Tensor, rows: int) -> list[str]:
+    def _written(self, shape: ModelShape, table: Tensor, rows: int) -> list[str]:
         """q turned, k turned and v in the cache: at once, and one row alone; and as rope() and write_kv() do."""
         inputs, ops = self.inputs, self.ops
         q, k, v = (inputs.normal(rows, heads, shape.head_dim) for heads in (shape.heads, shape.kv_heads, shape.kv_heads))
@@ -236,14 +236,14 @@ class Checks:
             pairs = [(alone, turned[last]), (other.k[last], one.k[last]), (other.v[last], one.v[last])]
             if one.k_scale is not None and other.k_scale is not None:
                 pairs.append((other.k_scale[last], one.k_scale[last]))
-            found += [f"rope and {kind} cache"] if any(differing(a, b) for a, b in pairs) else []
+            found += [f"rope and {kind} cache"] if any(differing_rows(a, b) for a, b in pairs) else []
         return found
 
     # Sampling
 
     def _sampling(self, vocab: int) -> Mapping[str, Any]:
         """Every operation on rows of logits beside the reference's on the CPU: bits, not closeness."""
-        host = Inputs("cpu", "float32", seed=1)
+        host = RandomInputs("cpu", "float32", seed=1)
         logits = host.normal(SAMPLED_ROWS, vocab, scale=4.0)
         logits[1].round_()
         logits[2, ::3] = -torch.inf
@@ -260,17 +260,17 @@ class Checks:
         steps: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
             "log_sum_exp": (lambda ops, x: ops.log_sum_exp(x), ()),
             "top_ids": (lambda ops, x: ops.top_ids(x, min(20, vocab)), ()),
-            "keep_allowed": (lambda ops, x, m: ops.keep_allowed(x, m), (masks,)),
-            "add_at": (lambda ops, x, s, i, a: ops.add_at(x, s, i, a), (starts, ids, amounts)),
-            "penalize": (lambda ops, x, s, i, p: ops.penalize(x, s, i, p), (starts, ids, share.float() + 0.5)),
-            "keep_top_n_sigma": (lambda ops, x, n: ops.keep_top_n_sigma(x, n), (share * 3,)),
-            "keep_top_k": (lambda ops, x, k: ops.keep_top_k(x, k), (count * 50 + 1,)),
-            "keep_top_p": (lambda ops, x, p: ops.keep_top_p(x, p), (share,)),
-            "keep_typical_p": (lambda ops, x, p: ops.keep_typical_p(x, p), (share,)),
-            "keep_min_p": (lambda ops, x, p: ops.keep_min_p(x, p), (1 - share,)),
-            "exclude_top": (lambda ops, x, *g: ops.exclude_top(x, *g), (seeds, count, share, share / 50)),
+            "apply_mask": (lambda ops, x, m: ops.apply_mask(x, m), (masks,)),
+            "add_bias": (lambda ops, x, s, i, a: ops.add_bias(x, s, i, a), (starts, ids, amounts)),
+            "apply_repetition_penalty": (lambda ops, x, s, i, p: ops.apply_repetition_penalty(x, s, i, p), (starts, ids, share.float() + 0.5)),
+            "apply_top_n_sigma": (lambda ops, x, n: ops.apply_top_n_sigma(x, n), (share * 3,)),
+            "apply_top_k": (lambda ops, x, k: ops.apply_top_k(x, k), (count * 50 + 1,)),
+            "apply_top_p": (lambda ops, x, p: ops.apply_top_p(x, p), (share,)),
+            "apply_typical_p": (lambda ops, x, p: ops.apply_typical_p(x, p), (share,)),
+            "apply_min_p": (lambda ops, x, p: ops.apply_min_p(x, p), (1 - share,)),
+            "apply_xtc": (lambda ops, x, *g: ops.apply_xtc(x, *g), (seeds, count, share, share / 50)),
             "sample": (lambda ops, x, s, n, g: ops.sample(x, s, n, g), (seeds, count, greedy)),
-            "divide": (lambda ops, x, d: ops.divide(x, d), (share.float() * 2,)),
+            "apply_temperature": (lambda ops, x, d: ops.apply_temperature(x, d), (share.float() * 2,)),
         }
         differ = [name for name, (step, given) in steps.items() if not self._sampled_alike(step, logits, given)]
         return {"ok": not differ, "differ": differ, "operations": len(steps), "vocab": vocab}

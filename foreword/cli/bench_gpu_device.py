@@ -13,14 +13,14 @@ import torch
 from torch.autograd import DeviceType  # type: ignore[attr-defined]
 from torch.profiler import ProfilerActivity, profile
 
-__all__ = ["Device", "Idle", "idle_of", "medians"]
+__all__ = ["BenchDevice", "IdleShare", "idle_shares", "medians"]
 
 GAP_US = 4.0  # kernels of one graph follow each other within less: a longer gap is one between steps
 MIN_SECONDS = 0.002  # of one measurement: events of a device tell microseconds
 
 
 @dataclass(frozen=True, slots=True)
-class Idle:
+class IdleShare:
     """How long the device had nothing to do, as shares of the time from its first kernel to its last.
 
     between  in gaps that are longer than those between kernels of one graph
@@ -33,7 +33,7 @@ class Idle:
     all: float
 
 
-class Device:
+class BenchDevice:
     """ "cuda", or "cpu" for rehearsals, where nothing is asynchronous and graphs are plain calls."""
 
     def __init__(self, name: str) -> None:
@@ -91,7 +91,7 @@ class Device:
         self.seconds(run)
         return max(1, min(1000, int(MIN_SECONDS / max(self.seconds(run), 1e-7))))
 
-    def idle(self, run: Callable[[], object]) -> Idle | None:
+    def idle(self, run: Callable[[], object]) -> IdleShare | None:
         """While `run` runs; None if the profiler saw nothing of the device."""
         activity, wanted = ProfilerActivity.CPU, DeviceType.CPU
         if self.cuda:  # alone: to look at the host as well would slow it down, and the device would wait for it
@@ -100,7 +100,7 @@ class Device:
         with profile(activities=[activity]) as seen:
             run()
             self.wait()
-        return idle_of([(e.time_range.start, e.time_range.end) for e in seen.events() if e.device_type == wanted])
+        return idle_shares([(e.time_range.start, e.time_range.end) for e in seen.events() if e.device_type == wanted])
 
     def free(self) -> None:
         """Give back the memory of what is no longer referred to."""
@@ -114,7 +114,7 @@ def _replay(graph: torch.cuda.CUDAGraph, run: Callable[[], object]) -> None:
     graph.replay()
 
 
-def idle_of(intervals: Sequence[tuple[float, float]]) -> Idle | None:
+def idle_shares(intervals: Sequence[tuple[float, float]]) -> IdleShare | None:
     """Intervals of work in microseconds, in any order; they may overlap."""
     if not intervals:
         return None
@@ -126,7 +126,7 @@ def idle_of(intervals: Sequence[tuple[float, float]]) -> Idle | None:
             gaps.append(begin - reached)
         reached = max(reached, end)
     span = max(reached - first, 1e-9)
-    return Idle(span, len(intervals), sum(gap for gap in gaps if gap > GAP_US) / span, sum(gaps) / span)
+    return IdleShare(span, len(intervals), sum(gap for gap in gaps if gap > GAP_US) / span, sum(gaps) / span)
 
 
 def medians(found: Mapping[str, Sequence[float]]) -> dict[str, float]:

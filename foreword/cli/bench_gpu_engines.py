@@ -12,39 +12,39 @@ from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
 
-from foreword.cli.bench_gpu_bed import FIRST_ID, Answered, Bed, Question, Yard
-from foreword.cli.bench_gpu_findings import Part
-from foreword.cli.bench_gpu_scale import Scale
+from foreword.cli.bench_gpu_bed import FIRST_ID, BenchResult, BenchEngine, BenchRequest, EngineFactory
+from foreword.cli.bench_gpu_findings import Measurement
+from foreword.cli.bench_gpu_scale import BenchConfig
 
-__all__ = ["Engines", "Told", "population"]
+__all__ = ["ExactnessChecks", "ExpectedOutputs", "make_population"]
 
 ROLE = "small"
 ERROR_RATE = 0.3  # of the replayed drafts
 SMALL_SHARE = 3  # so many of a crowd fit a small cache
 
 
-def population(scale: Scale) -> list[Question]:
+def make_population(scale: BenchConfig) -> list[BenchRequest]:
     """Different in length, half of them greedy, the others sampled with filters; some share a beginning."""
     chance = Random(5)
     last = min(scale.shape(ROLE).vocab, 1 << 16)
     common = [chance.randrange(FIRST_ID, last) for _ in range(scale.prompt)]
     found = []
-    for number in range(scale.population):
+    for number in range(scale.num_requests):
         own = [chance.randrange(FIRST_ID, last) for _ in range(chance.randint(2, scale.prompt))]
         prompt = tuple(common[: chance.choice((0, 0, len(common) // 2))] + own)[: scale.prompt]
         options = ({}, {"temperature": 1.0}, {}, {"temperature": 0.7, "top_k": 40, "top_p": 0.9})[number % 4]
-        found.append(Question(prompt, 1000 + number, scale.check_tokens, **options))  # type: ignore[arg-type]
+        found.append(BenchRequest(prompt, 1000 + number, scale.check_tokens, **options))  # type: ignore[arg-type]
     return found
 
 
 @dataclass(slots=True)
-class Told:
+class ExpectedOutputs:
     """What was answered first, by the question's number; everything later is compared with that."""
 
     tokens: dict[int, tuple[int, ...]] = field(default_factory=dict)
     hashes: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
-    def compare(self, answered: Answered) -> dict[str, Any]:
+    def compare(self, answered: BenchResult) -> dict[str, Any]:
         """Of questions 0, 1, ...; what is new is kept."""
         tokens_differ, bits_differ, compared = [], [], 0
         for number, (tokens, hashes) in enumerate(zip(answered.tokens, answered.hashes, strict=True)):
@@ -60,20 +60,20 @@ class Told:
         return {"ok": not tokens_differ and not bits_differ, **told, "preemptions": answered.preemptions}
 
 
-class Engines:
-    def __init__(self, yard: Yard) -> None:
+class ExactnessChecks:
+    def __init__(self, yard: EngineFactory) -> None:
         self.yard = yard
         self.scale = yard.scale
-        self.asked = population(yard.scale)
-        self.told = Told()
+        self.asked = make_population(yard.scale)
+        self.told = ExpectedOutputs()
 
-    def parts(self) -> Iterator[Part]:
-        crowd, crowds = self.scale.crowds[0], self.scale.crowds
+    def parts(self) -> Iterator[Measurement]:
+        crowd, crowds = self.scale.batch_sizes[0], self.scale.batch_sizes
         with self.bed(enforce_eager=True, overlap=False) as plain:
-            yield Part("one at a time", lambda: self.told.compare(plain.one_by_one(self.asked[: self.scale.solo])), 5)
+            yield Measurement("one at a time", lambda: self.told.compare(plain.one_by_one(self.asked[: self.scale.num_single])), 5)
             yield self._part(plain, f"{crowd} at once, eager", crowd)
         with self.bed() as graphs:
-            yield Part("graphs, one at a time", lambda: self.told.compare(graphs.one_by_one(self.asked[: self.scale.solo])))
+            yield Measurement("graphs, one at a time", lambda: self.told.compare(graphs.one_by_one(self.asked[: self.scale.num_single])))
             for count in crowds:
                 yield self._part(graphs, f"graphs, {count} at once", count)
         with self.bed(overlap=False) as waiting:
@@ -96,15 +96,15 @@ class Engines:
             yield self._part(narrow, f"preemption and small chunks, {crowd} at once", crowd)
             yield self._part(narrow, f"preemption and replay drafts, {crowd} at once", crowd, "replay")
         with self.bed(fast_math=True) as fast:
-            yield Part("--fast-math, negative control", lambda: self._control(fast, crowd))
+            yield Measurement("--fast-math, negative control", lambda: self._control(fast, crowd))
 
     def bed(self, **options: Any) -> Any:
         """An engine that tells hashes."""
-        return self.yard.bed(ROLE, test_mode=True, **{"max_num_seqs": max(self.scale.crowds), **options})
+        return self.yard.bed(ROLE, test_mode=True, **{"max_num_seqs": max(self.scale.batch_sizes), **options})
 
-    def _part(self, bed: Bed, name: str, count: int, method: str = "off") -> Part:
+    def _part(self, bed: BenchEngine, name: str, count: int, method: str = "off") -> Measurement:
         asked = [replace(question, method=method) for question in self.asked[:count]]
-        return Part(name, lambda: self.told.compare(bed.answer(asked)))
+        return Measurement(name, lambda: self.told.compare(bed.answer(asked)))
 
     def _recording(self) -> str:
         """What was answered so far, for drafts of it that are right most of the time."""
@@ -113,14 +113,14 @@ class Engines:
         path.write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
         return str(path)
 
-    def _control(self, bed: Bed, crowd: int) -> Mapping[str, Any]:
+    def _control(self, bed: BenchEngine, crowd: int) -> Mapping[str, Any]:
         """Alone and in a crowd, compared with itself."""
-        own = Told()
-        own.compare(bed.one_by_one(self.asked[: self.scale.solo]))
+        own = ExpectedOutputs()
+        own.compare(bed.one_by_one(self.asked[: self.scale.num_single]))
         found = own.compare(bed.answer(self.asked[:crowd]))
         return {"caught": not found["ok"], "compared": found["compared"], "bits_differ": found["bits_differ"]}
 
 
-def _recorded(question: Question, tokens: Sequence[int]) -> dict[str, Any]:
+def _recorded(question: BenchRequest, tokens: Sequence[int]) -> dict[str, Any]:
     prompt = list(question.prompt_ids)
     return {"prompt_token_ids": prompt, "token_ids": list(tokens), "seed": question.seed, "error_rate": ERROR_RATE}

@@ -12,16 +12,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from foreword.cli.terminal import errors
+from foreword.cli.terminal import stderr_console
 
-__all__ = ["Findings", "Part", "Section", "run_sections"]
+__all__ = ["Report", "Measurement", "BenchSection", "run_sections"]
 
 TOLD_LINES = 12  # of a traceback
 LEAST_S = 1.0  # with less left nothing more is loaded
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class Measurement:
     """A piece of a section: `run` yields its figures; it is left out where less than `needs_s` seconds are left.
 
     A figure named `ok` says whether a check held.
@@ -33,16 +33,16 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Section:
+class BenchSection:
     """`parts` may load what its parts share between two of them, and free it."""
 
     name: str
-    parts: Callable[[], Iterator[Part]]
+    parts: Callable[[], Iterator[Measurement]]
     budget_s: float
 
 
 @dataclass(slots=True)
-class Findings:
+class Report:
     """Figures by section and part.
 
     skipped   parts that were left out, with the reason
@@ -86,7 +86,7 @@ class Findings:
             os.replace(beside, self.path)
 
 
-def run_sections(sections: list[Section], findings: Findings, clock: Callable[[], float] = time.perf_counter) -> None:
+def run_sections(sections: list[BenchSection], findings: Report, clock: Callable[[], float] = time.perf_counter) -> None:
     """Every part for which there is time. A part that raises is told, and the rest goes on."""
     deadline = clock()
     for section in sections:
@@ -100,7 +100,7 @@ def run_sections(sections: list[Section], findings: Findings, clock: Callable[[]
         findings.write()
 
 
-def _run_parts(section: Section, findings: Findings, deadline: float, clock: Callable[[], float]) -> None:
+def _run_parts(section: BenchSection, findings: Report, deadline: float, clock: Callable[[], float]) -> None:
     parts = section.parts()
     for part in parts:
         name = f"{section.name}: {part.name}"
@@ -111,7 +111,7 @@ def _run_parts(section: Section, findings: Findings, deadline: float, clock: Cal
                 findings.skipped[f"{section.name}: all behind that"] = "the section's time is over"
                 break
             continue
-        errors().print(f"{name} ...", style="dim")
+        stderr_console().print(f"{name} ...", style="dim")
         try:
             findings.figures.setdefault(section.name, {})[part.name] = dict(part.run())
         except Exception:  # a figure that cannot be had must not cost the others
@@ -120,6 +120,6 @@ def _run_parts(section: Section, findings: Findings, deadline: float, clock: Cal
     parts.close()  # type: ignore[attr-defined]
 
 
-def _broke(findings: Findings, name: str) -> None:
+def _broke(findings: Report, name: str) -> None:
     findings.broken[name] = "".join(traceback.format_exc().splitlines(keepends=True)[-TOLD_LINES:])
-    errors().print(f"{name}: {findings.broken[name].splitlines()[-1]}", style="red", markup=False)
+    stderr_console().print(f"{name}: {findings.broken[name].splitlines()[-1]}", style="red", markup=False)

@@ -14,15 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foreword.cli.bench_gpu_ceilings import Ceilings
-from foreword.cli.bench_gpu_device import Device
-from foreword.cli.bench_gpu_findings import Part
-from foreword.cli.bench_gpu_ops import BLOCK_SIZE, Inputs, backend
-from foreword.cli.bench_gpu_scale import Scale
-from foreword.cli.bench_shapes import KINDS, Shape, WeightMatrix
+from foreword.cli.bench_gpu_ceilings import Roofline
+from foreword.cli.bench_gpu_device import BenchDevice
+from foreword.cli.bench_gpu_findings import Measurement
+from foreword.cli.bench_gpu_ops import BLOCK_SIZE, RandomInputs, backend
+from foreword.cli.bench_gpu_scale import BenchConfig
+from foreword.cli.bench_shapes import WEIGHT_FORMATS, ModelShape, WeightMatrix
 from foreword.kernels.ops import Ops
 
-__all__ = ["Kernels"]
+__all__ = ["KernelTimings"]
 
 QUANTIZED = ("int8", "fp8", "int4")
 FP8_BYTES = 1.0
@@ -33,15 +33,15 @@ CACHES = 4
 CROWD, CROWD_CONTEXT = 64, 1024
 
 
-class Kernels:
-    def __init__(self, scale: Scale, device: Device, ceilings: Ceilings) -> None:
+class KernelTimings:
+    def __init__(self, scale: BenchConfig, device: BenchDevice, ceilings: Roofline) -> None:
         self.scale = scale
         self.device = device
         self.ceilings = ceilings
         self.ops: Ops = backend(scale.device)
-        self.inputs = Inputs(scale.device, scale.dtype)
+        self.inputs = RandomInputs(scale.device, scale.dtype)
 
-    def parts(self) -> Iterator[Part]:
+    def parts(self) -> Iterator[Measurement]:
         for role in self.scale.kernel_roles:
             for matrix in self.scale.shape(role).matrices:
                 yield self._part(f"linear {role} {matrix.name}", self._linear, matrix, self.scale.dtype, self.scale.kernel_rows)
@@ -55,7 +55,7 @@ class Kernels:
         for kind in QUANTIZED:
             yield self._part(f"linear {kind}", self._linear, gate_up, kind, self.scale.kernel_rows[:3])
 
-    def _part(self, name: str, measure: Callable[..., Mapping[str, Any]], *given: Any) -> Part:
+    def _part(self, name: str, measure: Callable[..., Mapping[str, Any]], *given: Any) -> Measurement:
         def run() -> Mapping[str, Any]:
             with torch.inference_mode():
                 try:
@@ -63,11 +63,11 @@ class Kernels:
                 finally:
                     self.device.free()
 
-        return Part(name, run)
+        return Measurement(name, run)
 
     def _linear(self, matrix: WeightMatrix, kind: str, row_counts: Sequence[int]) -> Mapping[str, Any]:
         """One weight after the other; gate_up with its activation, as models call it."""
-        value_bytes = KINDS[kind].size / KINDS[kind].values if kind in KINDS else FP8_BYTES
+        value_bytes = WEIGHT_FORMATS[kind].block_bytes / WEIGHT_FORMATS[kind].block_values if kind in WEIGHT_FORMATS else FP8_BYTES
         size = value_bytes * matrix.n * matrix.k
         copies = max(FEW_COPIES, min(MOST_COPIES, int(self.scale.working_set / size) + 1))
         source = self.inputs.normal(matrix.n, matrix.k, scale=matrix.k**-0.5)
@@ -95,11 +95,11 @@ class Kernels:
         dtype = torch.float32 if matrix.name == "head" else None
         for weight in weights:
             if matrix.name == "gate_up":
-                self.ops.linear_gated(x, weight, "silu")
+                self.ops.linear_gated_act(x, weight, "silu")
             else:
                 self.ops.linear(x, weight, dtype)
 
-    def _attention(self, shape: Shape) -> Mapping[str, Any]:
+    def _attention(self, shape: ModelShape) -> Mapping[str, Any]:
         """One row at the end of a context; many requests; a verification of five rows; a whole prompt."""
         longest = max(self.scale.contexts)
         blocks = self.inputs.blocks(longest)
@@ -131,13 +131,13 @@ class Kernels:
         return found
 
     def _attend(
-        self, shape: Shape, caches: Sequence[Any], chunks: Sequence[tuple[int, int, Sequence[int]]]
+        self, shape: ModelShape, caches: Sequence[Any], chunks: Sequence[tuple[int, int, Sequence[int]]]
     ) -> Callable[[], object]:
         ops, batch = self.ops, self.inputs.batch(self.ops, chunks)
         q = self.inputs.normal(len(batch.positions), shape.heads, shape.head_dim)
-        plan = ops.plan_attention(batch)
+        plan = ops.build_attention_metadata(batch)
         scale = shape.head_dim**-0.5
-        return self.device.graph(lambda: [ops.attention(q, cache, batch, scale, plan=plan) for cache in caches])
+        return self.device.graph(lambda: [ops.attention(q, cache, batch, scale, metadata=plan) for cache in caches])
 
     def _sampler(self, vocab: int) -> Mapping[str, Any]:
         """With the copy that each of them needs, since filters change logits in place."""
@@ -157,14 +157,14 @@ class Kernels:
             "copy": lambda logits: logits,
             "greedy": lambda logits: ops.sample(logits, numbers, numbers, cold),
             "sampled": lambda logits: ops.sample(logits, numbers, numbers, hot),
-            "top-k 40": lambda logits: ops.keep_top_k(logits, k),
-            "top-p 0.95": lambda logits: ops.keep_top_p(logits, p),
-            "min-p 0.05": lambda logits: ops.keep_min_p(logits, 1 - p),
+            "top-k 40": lambda logits: ops.apply_top_k(logits, k),
+            "top-p 0.95": lambda logits: ops.apply_top_p(logits, p),
+            "min-p 0.05": lambda logits: ops.apply_min_p(logits, 1 - p),
             "log-sum-exp": ops.log_sum_exp,
             "top 20": lambda logits: ops.top_ids(logits, 20),
         }
 
-    def _rows(self, shape: Shape) -> Mapping[str, Any]:
+    def _rows(self, shape: ModelShape) -> Mapping[str, Any]:
         """What stands between the products of a layer."""
         ops, inputs = self.ops, self.inputs
         weight = inputs.normal(shape.hidden, dtype=torch.float32)
@@ -178,7 +178,7 @@ class Kernels:
             at = torch.arange(rows, device=self.device.name)
             runs = {
                 "norm": self.device.graph(partial(ops.rms_norm, x, weight, 1e-6)),
-                "gated": self.device.graph(partial(ops.gated, wide, "silu")),
+                "gated": self.device.graph(partial(ops.gated_act, wide, "silu")),
                 "rope and cache": self.device.graph(partial(ops.rope_and_cache, q, k, v, table, at, None, cache, at)),
             }
             found |= {f"{rows} {name} us": span * 1e6 for name, span in self._medians(runs).items()}

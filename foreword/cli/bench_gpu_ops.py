@@ -9,13 +9,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from foreword.cli.bench_shapes import KINDS, Shape, WeightMatrix
+from foreword.cli.bench_shapes import WEIGHT_FORMATS, ModelShape, WeightMatrix
 from foreword.core.batch import Batch, Chunk, build_batch
 from foreword.core.kv import KVLayer
-from foreword.kernels.ops import Blocks, Matrix, Ops
-from foreword.kernels.registry import select
+from foreword.kernels.ops import QuantizedBlocks, Matrix, Ops
+from foreword.kernels.registry import select_backend
 
-__all__ = ["BLOCK_SIZE", "Inputs", "backend", "differing", "same_bits"]
+__all__ = ["BLOCK_SIZE", "RandomInputs", "backend", "differing_rows", "same_bits"]
 
 BLOCK_SIZE = 16
 SCALE_OF_BLOCKS = 2.0**-10
@@ -24,7 +24,7 @@ SCALE_OF_BLOCKS = 2.0**-10
 def backend(device: str) -> Ops:
     """What computes on this device; in a rehearsal the same kernels in Triton's interpreter, where Triton is installed."""
     if device == "cuda" or importlib.util.find_spec("triton") is None:
-        return select(device)
+        return select_backend(device)
     ops: Ops = importlib.import_module("foreword.kernels.triton.backend").TritonOps(eager=True)
     return ops
 
@@ -36,12 +36,12 @@ def same_bits(left: Tensor, right: Tensor) -> bool:
     return left.dtype == right.dtype and torch.equal(left.contiguous().view(ints), right.contiguous().view(ints))
 
 
-def differing(left: Tensor, right: Tensor) -> int:
+def differing_rows(left: Tensor, right: Tensor) -> int:
     """Rows that differ in some bit."""
     return sum(not same_bits(a, b) for a, b in zip(left, right, strict=True)) if not same_bits(left, right) else 0
 
 
-class Inputs:
+class RandomInputs:
     """Random values of one data type on one device, the same in every run."""
 
     def __init__(self, device: str, dtype: str, seed: int = 0) -> None:
@@ -59,20 +59,20 @@ class Inputs:
 
     def weight(self, kind: str, n: int, k: int) -> Matrix:
         """[n, k] around 1 / sqrt(k), as a tensor or in the blocks of a file."""
-        known = KINDS.get(kind)
+        known = WEIGHT_FORMATS.get(kind)
         if known is None or not known.is_blocks:
             return self.normal(n, k, scale=k**-0.5)
-        blocks = self.whole(0, 256, n, k // known.values, known.size).to(torch.uint8)
-        for offset in known.scales:
+        blocks = self.whole(0, 256, n, k // known.block_values, known.block_bytes).to(torch.uint8)
+        for offset in known.scale_offsets:
             blocks[..., offset : offset + 2] = torch.tensor([SCALE_OF_BLOCKS], dtype=torch.float16, device=self.device).view(
                 torch.uint8
             )
-        return Blocks(kind, blocks.view(n, -1), k)
+        return QuantizedBlocks(kind, blocks.view(n, -1), k)
 
     def matrix(self, matrix: WeightMatrix) -> Matrix:
         return self.weight("bfloat16", matrix.n, matrix.k)
 
-    def cache(self, shape: Shape, slots: int, kind: str = "auto") -> KVLayer:
+    def cache(self, shape: ModelShape, slots: int, kind: str = "auto") -> KVLayer:
         """K and V of random values; `kind` as --kv-cache-dtype."""
         size = (slots, shape.kv_heads, shape.head_dim)
         if kind == "auto":
@@ -87,7 +87,7 @@ class Inputs:
     def batch(self, ops: Ops, chunks: Sequence[tuple[int, int, Sequence[int]]]) -> Batch:
         """Of (first position, rows, blocks) each."""
         made = [Chunk([0] * rows, start, blocks, 1) for start, rows, blocks in chunks]
-        return build_batch(made, BLOCK_SIZE, ops.row_tile, self.device, owners=ops.recordable)
+        return build_batch(made, BLOCK_SIZE, ops.row_tile, self.device, with_request_index=ops.supports_graphs)
 
     def blocks(self, tokens: int, first: int = 1) -> list[int]:
         """A block table for so many tokens, in disorder; block numbers from `first` on."""

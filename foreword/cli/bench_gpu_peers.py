@@ -16,24 +16,24 @@ from typing import Any
 
 import torch
 
-from foreword.cli.bench_common import rotated
-from foreword.cli.bench_gpu_bed import Bed, Question, Yard, questions
-from foreword.cli.bench_gpu_findings import Part
+from foreword.cli.bench_common import rotate
+from foreword.cli.bench_gpu_bed import BenchEngine, BenchRequest, EngineFactory, make_requests
+from foreword.cli.bench_gpu_findings import Measurement
 from foreword.cli.bench_gpu_scale import ROLES, write_model
 
-__all__ = ["Peers"]
+__all__ = ["Baselines"]
 
 WARM_ROUNDS = 2  # the first compiles, the second records
 
 
-class Peers:
-    def __init__(self, yard: Yard) -> None:
+class Baselines:
+    def __init__(self, yard: EngineFactory) -> None:
         self.yard = yard
         self.scale = yard.scale
 
-    def parts(self) -> Iterator[Part]:
+    def parts(self) -> Iterator[Measurement]:
         for role in reversed(ROLES):
-            yield Part(f"transformers {role}", partial(self._compared, role), 40)
+            yield Measurement(f"transformers {role}", partial(self._compared, role), 40)
             self.yard.device.free()
 
     def _compared(self, role: str) -> Mapping[str, Any]:
@@ -41,7 +41,7 @@ class Peers:
         if importlib.util.find_spec("transformers") is None:
             return {"skipped": "transformers is not installed"}
         generate, about = self._peer(role)
-        (question,) = questions(1, self.scale.prompt, self.scale.peer_tokens, self.scale.shape(role).vocab)
+        (question,) = make_requests(1, self.scale.prompt, self.scale.peer_tokens, self.scale.shape(role).vocab)
         with self.yard.bed(role) as bed:
             runs: dict[str, Callable[[], float]] = {
                 "foreword": lambda: _token_s(bed, question),
@@ -49,7 +49,7 @@ class Peers:
             }
             spans: dict[str, list[float]] = {name: [] for name in runs}
             for number in range(WARM_ROUNDS + self.scale.rounds):
-                for name in rotated(tuple(runs), number):
+                for name in rotate(tuple(runs), number):
                     span = runs[name]()
                     if number >= WARM_ROUNDS:
                         spans[name].append(span)
@@ -57,7 +57,7 @@ class Peers:
         rates = {f"{name} tok/s": 1 / statistics.median(each) for name, each in spans.items()}
         return {"times transformers": times, **rates, **about()}
 
-    def _peer(self, role: str) -> tuple[Callable[[Question, int], None], Callable[[], dict[str, Any]]]:
+    def _peer(self, role: str) -> tuple[Callable[[BenchRequest, int], None], Callable[[], dict[str, Any]]]:
         """What answers a question with so many tokens, and what is to be told of it."""
         transformers = importlib.import_module("transformers")
         folder = write_model(self.yard.folder, self.scale.shape(role), self.scale.dtype)
@@ -66,7 +66,7 @@ class Peers:
         with torch.device(self.scale.device):
             model = transformers.AutoModelForCausalLM.from_config(config).to(getattr(torch, self.scale.dtype)).eval()
 
-        def generate(question: Question, count: int) -> None:
+        def generate(question: BenchRequest, count: int) -> None:
             ids = torch.tensor([question.prompt_ids], device=self.scale.device)
             with torch.inference_mode():
                 model.generate(
@@ -85,7 +85,7 @@ class Peers:
             "compiled": getattr(model, "_compiled_call", None) is not None,
         }
 
-    def _peer_token_s(self, generate: Callable[[Question, int], None], question: Question) -> float:
+    def _peer_token_s(self, generate: Callable[[BenchRequest, int], None], question: BenchRequest) -> float:
         """A whole answer, less one of a single token."""
         few, many = 2, question.max_tokens
         spans = []
@@ -96,5 +96,5 @@ class Peers:
         return max(spans[1] - spans[0], 1e-9) / (many - few)
 
 
-def _token_s(bed: Bed, question: Question) -> float:
+def _token_s(bed: BenchEngine, question: BenchRequest) -> float:
     return 1 / max(bed.answer([question]).rate, 1e-9)

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 
-from foreword.cli.bench_shapes import SHAPES, Shape, model_shape
+from foreword.cli.bench_shapes import SHAPES, ModelShape, model_shape
 
-__all__ = ["FULL", "QUICK", "REHEARSAL", "ROLES", "SECTIONS", "Scale", "write_model"]
+__all__ = ["FULL", "QUICK", "DRY_RUN", "ROLES", "SECTIONS", "BenchConfig", "write_model"]
 
 ROLES = ("large", "small")
 MODEL_TYPES = MappingProxyType({"qwen2": "Qwen2ForCausalLM", "llama": "LlamaForCausalLM"})
@@ -21,7 +21,7 @@ SECTIONS = tuple(BUDGETS)
 
 
 @dataclass(frozen=True, slots=True)
-class Scale:
+class BenchConfig:
     """Sizes and budgets.
 
     device          "cuda" or "cpu"
@@ -52,10 +52,10 @@ class Scale:
 
     device: str
     dtype: str
-    large: Shape
-    small: Shape
-    drafter: Shape
-    small_drafter: Shape
+    large: ModelShape
+    small: ModelShape
+    drafter: ModelShape
+    small_drafter: ModelShape
     budgets: Mapping[str, float]
     rounds: int
     copy_bytes: int
@@ -68,9 +68,9 @@ class Scale:
     sampled_rows: tuple[int, ...]
     kernel_rows: tuple[int, ...]
     contexts: tuple[int, ...]
-    population: int
-    solo: int
-    crowds: tuple[int, ...]
+    num_requests: int
+    num_single: int
+    batch_sizes: tuple[int, ...]
     check_tokens: int
     streams: tuple[int, ...]
     fast_streams: tuple[int, ...]
@@ -82,15 +82,15 @@ class Scale:
     peer_tokens: int
 
     @property
-    def rehearsal(self) -> bool:
+    def is_dry_run(self) -> bool:
         """Its figures say nothing of a GPU."""
         return self.device == "cpu"
 
-    def shape(self, role: str) -> Shape:
+    def shape(self, role: str) -> ModelShape:
         return self.large if role == "large" else self.small
 
 
-FULL = Scale(
+FULL = BenchConfig(
     device="cuda",
     dtype="bfloat16",
     large=SHAPES["llama-3.1-8b"],
@@ -109,9 +109,9 @@ FULL = Scale(
     sampled_rows=(1, 64),
     kernel_rows=(1, 8, 64, 256, 8192),
     contexts=(1024, 8192, 32768),
-    population=256,
-    solo=8,
-    crowds=(64, 256),
+    num_requests=256,
+    num_single=8,
+    batch_sizes=(64, 256),
     check_tokens=24,
     streams=(1, 8, 64),
     fast_streams=(1, 64, 256),
@@ -127,19 +127,19 @@ QUICK = replace(
     budgets=MappingProxyType({name: seconds / 2 for name, seconds in BUDGETS.items()}),
     rounds=2,
     row_counts=(1, 2, 3, 8, 16, 17, 33, 64, 65, 128, 257, 4096, 16384),
-    population=64,
-    solo=4,
-    crowds=(16, 64),
+    num_requests=64,
+    num_single=4,
+    batch_sizes=(16, 64),
     check_tokens=12,
     answer=48,
     replayed=96,
     idle_steps=12,
     peer_tokens=32,
 )
-REHEARSAL = Scale(
+DRY_RUN = BenchConfig(
     device="cpu",
     dtype="float32",
-    large=model_shape("tiny-large", 2, 64, 96, 4, 2, 272, head_dim=16, tied=False),
+    large=model_shape("tiny-large", 2, 64, 96, 4, 2, 272, head_dim=16, tie_word_embeddings=False),
     small=model_shape("tiny-small", 1, 32, 256, 2, 1, 272, head_dim=16),
     drafter=model_shape("tiny-drafter", 1, 32, 64, 2, 1, 272, head_dim=16),
     small_drafter=model_shape("tiny-small-drafter", 1, 32, 64, 2, 1, 272, head_dim=16),
@@ -155,9 +155,9 @@ REHEARSAL = Scale(
     sampled_rows=(1,),
     kernel_rows=(1, 2),
     contexts=(20,),
-    population=4,
-    solo=1,
-    crowds=(2, 4),
+    num_requests=4,
+    num_single=1,
+    batch_sizes=(2, 4),
     check_tokens=4,
     streams=(1, 2, 3),
     fast_streams=(1, 2),
@@ -170,7 +170,7 @@ REHEARSAL = Scale(
 )
 
 
-def write_model(folder: Path, shape: Shape, dtype: str, context: int = 1 << 16) -> Path:
+def write_model(folder: Path, shape: ModelShape, dtype: str, context: int = 1 << 16) -> Path:
     """A directory that `--load-format dummy` can load: config.json, and nothing else."""
     model_type = "qwen2" if shape.name.startswith("qwen") else "llama"
     config = {
@@ -187,7 +187,7 @@ def write_model(folder: Path, shape: Shape, dtype: str, context: int = 1 << 16) 
         "rms_norm_eps": 1e-6,
         "rope_theta": 500000.0,
         "hidden_act": "silu",
-        "tie_word_embeddings": shape.tied,
+        "tie_word_embeddings": shape.tie_word_embeddings,
         "torch_dtype": dtype,
     }
     path = folder / shape.name

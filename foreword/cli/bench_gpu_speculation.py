@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from foreword.cli.bench_gpu_bed import Answered, Bed, Question, Yard, questions
-from foreword.cli.bench_gpu_findings import Part
+from foreword.cli.bench_gpu_bed import BenchResult, BenchEngine, BenchRequest, EngineFactory, make_requests
+from foreword.cli.bench_gpu_findings import Measurement
 from foreword.cli.bench_gpu_scale import ROLES
-from foreword.cli.bench_gpu_steps import paired, ratio
+from foreword.cli.bench_gpu_steps import run_paired, ratio
 
-__all__ = ["Speculated"]
+__all__ = ["SpeculationTimings"]
 
 ROLE = ROLES[0]
 DRAFTED = 5  # tokens at most
@@ -25,15 +25,15 @@ RATES = (RIGHT, MIDDLING, WRONG)
 SEEDS = 10_000  # between the seeds of two rates
 
 
-class Speculated:
-    def __init__(self, yard: Yard) -> None:
+class SpeculationTimings:
+    def __init__(self, yard: EngineFactory) -> None:
         self.yard = yard
         scale = yard.scale
         self.rounds = scale.rounds
         self.crowd = scale.streams[-1]
-        self.asked = questions(self.crowd, scale.prompt, scale.replayed, scale.shape(ROLE).vocab)
+        self.asked = make_requests(self.crowd, scale.prompt, scale.replayed, scale.shape(ROLE).vocab)
 
-    def parts(self) -> Iterator[Part]:
+    def parts(self) -> Iterator[Measurement]:
         with self.yard.bed(ROLE) as off:
             replay = {"speculate": "replay", "replay_file": self._recording(off), "num_speculative_tokens": DRAFTED}
             with self.yard.bed(ROLE, **replay) as adaptive:
@@ -46,17 +46,17 @@ class Speculated:
                 for count in (1, self.crowd):
                     yield self._part(f"draft model paid, {MIDDLING:g}, {count} streams", off, paid, MIDDLING, count)
 
-    def _part(self, name: str, off: Bed, on: Bed, rate: float, count: int) -> Part:
-        return Part(name, lambda: self._compared(off, on, rate, count), 4)
+    def _part(self, name: str, off: BenchEngine, on: BenchEngine, rate: float, count: int) -> Measurement:
+        return Measurement(name, lambda: self._compared(off, on, rate, count), 4)
 
-    def _compared(self, off: Bed, on: Bed, rate: float, count: int) -> Mapping[str, Any]:
+    def _compared(self, off: BenchEngine, on: BenchEngine, rate: float, count: int) -> Mapping[str, Any]:
         """Tokens a second, as many times those without; and whether the tokens are the same."""
         drafted = [replace(question, method="replay") for question in _seeded(self.asked[:count], rate)]
-        runs: dict[str, Callable[[], Answered]] = {
+        runs: dict[str, Callable[[], BenchResult]] = {
             "off": lambda: off.answer(self.asked[:count]),
             "on": lambda: on.answer(drafted),
         }
-        rounds = paired(runs, self.rounds)
+        rounds = run_paired(runs, self.rounds)
         tries = sum(one.drafted for one in rounds["on"])
         found = {
             "ok": all(one.tokens == other.tokens for one, other in zip(rounds["on"], rounds["off"], strict=True)),
@@ -67,7 +67,7 @@ class Speculated:
         }
         return {**found, "acceptance": sum(one.accepted for one in rounds["on"]) / tries} if tries else found
 
-    def _recording(self, off: Bed) -> str:
+    def _recording(self, off: BenchEngine) -> str:
         """Every answer once for each rate, under another seed: greedy answers do not depend on it."""
         answered = off.answer(self.asked)
         path = self.yard.folder / "answers.jsonl"
@@ -80,6 +80,6 @@ class Speculated:
         return str(path)
 
 
-def _seeded(asked: Sequence[Question], rate: float) -> list[Question]:
+def _seeded(asked: Sequence[BenchRequest], rate: float) -> list[BenchRequest]:
     """Under seeds of this rate."""
     return [replace(question, seed=question.seed + SEEDS * (1 + RATES.index(rate))) for question in asked]

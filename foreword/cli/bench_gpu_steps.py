@@ -16,51 +16,51 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from foreword.cli.bench_common import rotated
-from foreword.cli.bench_gpu_bed import Answered, Bed, Question, Yard, questions
-from foreword.cli.bench_gpu_ceilings import Ceilings
-from foreword.cli.bench_gpu_findings import Part
+from foreword.cli.bench_common import rotate
+from foreword.cli.bench_gpu_bed import BenchResult, BenchEngine, BenchRequest, EngineFactory, make_requests
+from foreword.cli.bench_gpu_ceilings import Roofline
+from foreword.cli.bench_gpu_findings import Measurement
 from foreword.cli.bench_gpu_scale import ROLES
-from foreword.cli.bench_shapes import Shape
+from foreword.cli.bench_shapes import ModelShape
 from foreword.core.structured import StructuredOutput
 
-__all__ = ["Steps", "paired", "prompt_operations", "ratio", "weight_values"]
+__all__ = ["StepTimings", "run_paired", "prompt_flops", "ratio", "count_weight_values"]
 
 DRAFTED = 3  # tokens of a draft model's drafts where only idle time is asked for
 ANYTHING = "(.|\n)*"  # a grammar that allows every text: its cost is all there is of it
 GRAMMAR, NGRAM, SUFFIX = "grammar", "ngram", "suffix"
 
 
-class Steps:
-    def __init__(self, yard: Yard, ceilings: Ceilings) -> None:
+class StepTimings:
+    def __init__(self, yard: EngineFactory, ceilings: Roofline) -> None:
         self.yard = yard
         self.scale = yard.scale
         self.ceilings = ceilings
 
-    def parts(self) -> Iterator[Part]:
+    def parts(self) -> Iterator[Measurement]:
         for role in ROLES:
             with self.yard.bed(role) as exact:
-                yield Part(f"{role} decode", partial(self._decode, exact, role), 4)
-                yield Part(f"{role} idle", partial(self._idle, exact, role, "off"))
-                yield Part(f"{role} prompt", partial(self._prompt, exact, role))
+                yield Measurement(f"{role} decode", partial(self._decode, exact, role), 4)
+                yield Measurement(f"{role} idle", partial(self._idle, exact, role, "off"))
+                yield Measurement(f"{role} prompt", partial(self._prompt, exact, role))
                 with self.yard.bed(role, fast_math=True) as fast:
-                    yield Part(f"{role} fast-math", partial(self._fast_math, exact, fast, role), 6)
+                    yield Measurement(f"{role} fast-math", partial(self._fast_math, exact, fast, role), 6)
             drafts = {"speculate": "draft", "draft_model": self.yard.drafter(role), "draft_length": "fixed"}
             with self.yard.bed(role, **drafts, num_speculative_tokens=DRAFTED) as drafting:
-                yield Part(f"{role} idle with a draft model", partial(self._idle, drafting, role, "draft"))
+                yield Measurement(f"{role} idle with a draft model", partial(self._idle, drafting, role, "draft"))
             lookups = {"speculate": f"{GRAMMAR},{SUFFIX},{NGRAM}", "draft_length": "fixed", "num_speculative_tokens": DRAFTED}
             with self.yard.bed(role, **lookups) as looking:
-                yield Part(f"{role} host drafters", partial(self._host_drafters, looking, role), 4)
+                yield Measurement(f"{role} host drafters", partial(self._host_drafters, looking, role), 4)
 
-    def _asked(self, role: str, count: int, **options: Any) -> list[Question]:
+    def _asked(self, role: str, count: int, **options: Any) -> list[BenchRequest]:
         scale = self.scale
-        return questions(count, scale.prompt, scale.answer, scale.shape(role).vocab, **options)
+        return make_requests(count, scale.prompt, scale.answer, scale.shape(role).vocab, **options)
 
-    def _decode(self, bed: Bed, role: str) -> Mapping[str, Any]:
+    def _decode(self, bed: BenchEngine, role: str) -> Mapping[str, Any]:
         """The same first requests in every crowd: their tokens must be the same."""
         most = self._asked(role, max(self.scale.streams))
         runs = {str(count): partial(bed.answer, most[:count]) for count in self.scale.streams}
-        rounds = paired(runs, self.scale.rounds)
+        rounds = run_paired(runs, self.scale.rounds)
         one = str(self.scale.streams[0])
         alike = {answered.tokens[0] for crowd in rounds.values() for answered in crowd}
         found: dict[str, Any] = {"ok": len(alike) == 1}
@@ -71,11 +71,11 @@ class Steps:
         shape = self.scale.shape(role)
         value_bytes = 4 if self.scale.dtype == "float32" else 2
         context = self.scale.prompt + self.scale.answer / 2
-        read = value_bytes * (weight_values(shape) + 2 * shape.layers * shape.kv_heads * shape.head_dim * context)
+        read = value_bytes * (count_weight_values(shape) + 2 * shape.layers * shape.kv_heads * shape.head_dim * context)
         found["1 of bandwidth"] = read / (found[f"{one} step ms"] / 1e3) / self.ceilings.bandwidth
         return found
 
-    def _idle(self, bed: Bed, role: str, method: str) -> Mapping[str, Any]:
+    def _idle(self, bed: BenchEngine, role: str, method: str) -> Mapping[str, Any]:
         """Answers are long enough that none ends while the profiler looks."""
         found: dict[str, Any] = {}
         steps = self.scale.idle_steps
@@ -93,26 +93,26 @@ class Steps:
             found[f"{count} step ms"] = idle.span_us / steps / 1e3
         return found
 
-    def _prompt(self, bed: Bed, role: str) -> Mapping[str, Any]:
+    def _prompt(self, bed: BenchEngine, role: str) -> Mapping[str, Any]:
         length, shape = self.scale.long_prompt, self.scale.shape(role)
-        asked = questions(self.scale.rounds + 1, length, 2, shape.vocab)
+        asked = make_requests(self.scale.rounds + 1, length, 2, shape.vocab)
         spans = [bed.first_token_s(question) for question in asked][1:]
         span = statistics.median(spans)
-        share = prompt_operations(shape, length) / span / self.ceilings.product
+        share = prompt_flops(shape, length) / span / self.ceilings.product
         return {"tokens": length, "s": span, "tok/s": length / span, "of product": share}
 
-    def _fast_math(self, exact: Bed, fast: Bed, role: str) -> Mapping[str, Any]:
+    def _fast_math(self, exact: BenchEngine, fast: BenchEngine, role: str) -> Mapping[str, Any]:
         """How many times as long exactness takes."""
         found: dict[str, Any] = {}
         for count in self.scale.fast_streams:
             asked = self._asked(role, count)
             runs = {"exact": partial(exact.answer, asked), "fast": partial(fast.answer, asked)}
-            rounds = paired(runs, max(2, self.scale.rounds - 2))
+            rounds = run_paired(runs, max(2, self.scale.rounds - 2))
             found[f"{count} exact over fast"] = ratio(rounds["exact"], rounds["fast"], lambda each: each.step_s)
             found[f"{count} fast tok/s"] = statistics.median(each.rate for each in rounds["fast"])
         return found
 
-    def _host_drafters(self, bed: Bed, role: str) -> Mapping[str, Any]:
+    def _host_drafters(self, bed: BenchEngine, role: str) -> Mapping[str, Any]:
         """Texts at random, in which there is nothing to find: what is measured is the search, and a step that waits for the host.
 
         A grammar that allows all texts is held against none; it makes its masks, and drafts nothing.
@@ -120,12 +120,12 @@ class Steps:
         found: dict[str, Any] = {}
         for count in (self.scale.streams[0], self.scale.streams[-1]):
             plain = self._asked(role, count, temperature=1.0)
-            runs: dict[str, Callable[[], Answered]] = {"off": partial(bed.answer, plain)}
+            runs: dict[str, Callable[[], BenchResult]] = {"off": partial(bed.answer, plain)}
             for name in (NGRAM, SUFFIX, GRAMMAR):
                 structured = StructuredOutput.regex(ANYTHING) if name == GRAMMAR else None
                 asked = [replace(question, method=name, structured=structured) for question in plain]
                 runs[name] = partial(bed.answer, asked)
-            rounds = paired(runs, max(2, self.scale.rounds - 2))
+            rounds = run_paired(runs, max(2, self.scale.rounds - 2))
             for name in (NGRAM, SUFFIX, GRAMMAR):
                 more = [(one.step_s - off.step_s) * 1e6 for one, off in zip(rounds[name], rounds["off"], strict=True)]
                 found[f"{count} {name} us a step"] = statistics.median(more)
@@ -133,28 +133,28 @@ class Steps:
         return found
 
 
-def paired(runs: Mapping[str, Callable[[], Answered]], rounds: int) -> dict[str, list[Answered]]:
+def run_paired(runs: Mapping[str, Callable[[], BenchResult]], rounds: int) -> dict[str, list[BenchResult]]:
     """Every run once a round, in another order each; a first round warms up and is not counted."""
-    found: dict[str, list[Answered]] = {name: [] for name in runs}
+    found: dict[str, list[BenchResult]] = {name: [] for name in runs}
     for number in range(rounds + 1):
-        for name in rotated(tuple(runs), number):
+        for name in rotate(tuple(runs), number):
             answered = runs[name]()
             if number:
                 found[name].append(answered)
     return found
 
 
-def ratio(mine: Sequence[Answered], its: Sequence[Answered], value: Callable[[Answered], float]) -> float:
+def ratio(mine: Sequence[BenchResult], its: Sequence[BenchResult], value: Callable[[BenchResult], float]) -> float:
     """Median over rounds of what was measured next to each other."""
     return statistics.median(value(one) / max(value(other), 1e-12) for one, other in zip(mine, its, strict=True))
 
 
-def weight_values(shape: Shape) -> int:
+def count_weight_values(shape: ModelShape) -> int:
     """Weights that a step reads: all matrices with the head; of the embedding one row a token."""
     return sum(matrix.n * matrix.k * matrix.copies for matrix in shape.matrices)
 
 
-def prompt_operations(shape: Shape, length: int) -> float:
+def prompt_flops(shape: ModelShape, length: int) -> float:
     """Of a prompt whose last row is sampled; a multiply-add is two."""
     layers = sum(2.0 * matrix.n * matrix.k * matrix.copies for matrix in shape.matrices if matrix.name != "head") * length
     attention = 2.0 * shape.layers * shape.heads * shape.head_dim * length * (length + 1)

@@ -24,21 +24,21 @@ from typing import Any
 
 import torch
 
-from foreword.cli.bench_cases import Case, Cases
-from foreword.cli.bench_common import show, show_json
-from foreword.cli.bench_machine import ONEDNN_ISA, Memory, product_rate
-from foreword.cli.bench_shapes import KINDS, PARTS, read_shape
-from foreword.cli.terminal import tracked
+from foreword.cli.bench_cases import KernelCase, KernelCases
+from foreword.cli.bench_common import print_table, print_json
+from foreword.cli.bench_machine import ONEDNN_ISA, MemoryReader, matmul_rate
+from foreword.cli.bench_shapes import WEIGHT_FORMATS, PARTS, read_shape
+from foreword.cli.terminal import track_progress
 from foreword.errors import ConfigError
-from foreword.kernels.registry import select
+from foreword.kernels.registry import select_backend
 
-__all__ = ["Sizes", "run"]
+__all__ = ["KernelBenchSizes", "run"]
 
 SETTLE_S = 0.03  # torch's threads spin for that long after the read, on the cores that are measured next
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
+class KernelBenchSizes:
     """How much is measured; tests measure little.
 
     memory   bytes of the read that bandwidth is taken from
@@ -55,53 +55,53 @@ class Sizes:
 
 
 @dataclass(slots=True)
-class Measured:
+class CaseTimings:
     """A case and its rounds; `bandwidths` of the reads before them."""
 
-    case: Case
+    case: KernelCase
     seconds: list[float] = field(default_factory=list)
     bandwidths: list[float] = field(default_factory=list)
 
     @property
-    def rate(self) -> float:
+    def ops_per_s(self) -> float:
         """Operations a second, median."""
-        return self.case.operations / statistics.median(self.seconds)
+        return self.case.num_ops / statistics.median(self.seconds)
 
     @property
-    def of_bandwidth(self) -> float:
+    def bandwidth_share(self) -> float:
         pairs = zip(self.seconds, self.bandwidths, strict=True)
         return statistics.median(self.case.num_bytes / span / bandwidth for span, bandwidth in pairs)
 
-    def ratio(self, other: Measured) -> float:
+    def ratio(self, other: CaseTimings) -> float:
         """How many times as long as another, median over rounds."""
         return statistics.median(mine / its for mine, its in zip(self.seconds, other.seconds, strict=True))
 
 
-def run(args: argparse.Namespace, sizes: Sizes | None = None) -> int:
-    sizes = sizes or Sizes()
-    kinds = _listed("kinds", args.kinds, KINDS)
-    parts = _listed("parts", args.parts, PARTS)
-    rows = _counts(args.rows)
+def run(args: argparse.Namespace, sizes: KernelBenchSizes | None = None) -> int:
+    sizes = sizes or KernelBenchSizes()
+    kinds = _parse_names("kinds", args.kinds, WEIGHT_FORMATS)
+    parts = _parse_names("parts", args.parts, PARTS)
+    rows = _parse_counts(args.rows)
     shape = read_shape(args.shape, sizes.memory // 2)
     threads = args.threads or len(os.sched_getaffinity(0))
     if args.isa in ONEDNN_ISA:
         os.environ["ONEDNN_MAX_CPU_ISA"] = ONEDNN_ISA[args.isa]
-    ops = select("cpu", False, threads, args.isa)
+    ops = select_backend("cpu", False, threads, args.isa)
     torch.set_num_threads(threads)
     with torch.inference_mode():
-        memory = Memory(sizes.memory)
-        peaks = {kind: product_rate(kind, sizes.product, args.rounds) for kind in _peaks(kinds)}
-        groups = _groups(Cases(ops, shape), kinds if "linear" in parts else (), parts, rows, sizes)
+        memory = MemoryReader(sizes.memory)
+        peaks = {kind: matmul_rate(kind, sizes.product, args.rounds) for kind in _peak_formats(kinds)}
+        groups = _groups(KernelCases(ops, shape), kinds if "linear" in parts else (), parts, rows, sizes)
         measured = [done for cases in groups for done in _measure(cases, memory, args.rounds)]
     for done in measured:
-        if done.case.peak in peaks:
-            peaks[done.case.peak] = max(peaks[done.case.peak], done.rate)
+        if done.case.peak_format in peaks:
+            peaks[done.case.peak_format] = max(peaks[done.case.peak_format], done.ops_per_s)
     regime = {"shape": shape.name, "backend": ops.name, "threads": threads, "rounds": args.rounds}
     _show(regime, measured, peaks)
     return 0
 
 
-def _listed(flag: str, text: str, known: Mapping[str, Any] | Sequence[str]) -> tuple[str, ...]:
+def _parse_names(flag: str, text: str, known: Mapping[str, Any] | Sequence[str]) -> tuple[str, ...]:
     """Names joined by commas. Raises ConfigError for an unknown one."""
     names = tuple(name.strip() for name in text.split(","))
     for name in names:
@@ -110,7 +110,7 @@ def _listed(flag: str, text: str, known: Mapping[str, Any] | Sequence[str]) -> t
     return names
 
 
-def _counts(text: str) -> tuple[int, ...]:
+def _parse_counts(text: str) -> tuple[int, ...]:
     try:
         counts = tuple(int(word) for word in text.split(","))
     except ValueError:
@@ -120,37 +120,37 @@ def _counts(text: str) -> tuple[int, ...]:
     return counts
 
 
-def _peaks(kinds: Sequence[str]) -> list[str]:
-    return sorted({"bfloat16", *(KINDS[kind].peak for kind in kinds)})
+def _peak_formats(weight_formats: Sequence[str]) -> list[str]:
+    return sorted({"bfloat16", *(WEIGHT_FORMATS[kind].peak_format for kind in weight_formats)})
 
 
-def _groups(cases: Cases, kinds: Sequence[str], parts: Sequence[str], rows: Sequence[int], sizes: Sizes) -> Iterator[list[Case]]:
+def _groups(cases: KernelCases, weight_formats: Sequence[str], parts: Sequence[str], rows: Sequence[int], sizes: KernelBenchSizes) -> Iterator[list[KernelCase]]:
     """Cases that are timed in turn; those of one group are in memory together."""
-    for kind in kinds:
+    for kind in weight_formats:
         yield list(cases.linear(kind, rows))
     if "attention" in parts and cases.shape.layers:
         for kv_dtype in (torch.bfloat16, torch.int8):
             yield list(cases.attention(kv_dtype, sizes.contexts, sizes.prompts, sizes.attention_rows))
     if "rows" in parts and cases.shape.layers:
-        yield list(cases.rows(sizes.row_counts))
+        yield list(cases.elementwise(sizes.row_counts))
     if "sampler" in parts and cases.shape.vocab:
         yield list(cases.sampler(cases.shape.vocab, sizes.sampler_rows))
 
 
-def _measure(cases: Sequence[Case], memory: Memory, rounds: int) -> list[Measured]:
+def _measure(cases: Sequence[KernelCase], memory: MemoryReader, rounds: int) -> list[CaseTimings]:
     """Every case once a round; what a first call allocates is not counted."""
-    measured = [Measured(case) for case in cases]
+    measured = [CaseTimings(case) for case in cases]
     for case in cases:
-        case.seconds()
-    for done in tracked(measured * rounds, cases[0].setting if cases else "", len(cases) * rounds):
+        case.time_op()
+    for done in track_progress(measured * rounds, cases[0].setting if cases else "", len(cases) * rounds):
         if done.case.num_bytes:
-            done.bandwidths.append(memory.read())
+            done.bandwidths.append(memory.read_bandwidth())
             time.sleep(SETTLE_S)
-        done.seconds.append(done.case.seconds())
+        done.seconds.append(done.case.time_op())
     return measured
 
 
-def _show(regime: dict[str, Any], measured: Sequence[Measured], peaks: Mapping[str, float]) -> None:
+def _show(regime: dict[str, Any], measured: Sequence[CaseTimings], peaks: Mapping[str, float]) -> None:
     bandwidths = [bandwidth for done in measured for bandwidth in done.bandwidths]
     read = {"median": statistics.median(bandwidths) / 1e9, "best": max(bandwidths) / 1e9} if bandwidths else {}
     firsts = {(done.case.op, done.case.setting): done for done in reversed(measured) if done.case.rows == 1}
@@ -158,24 +158,24 @@ def _show(regime: dict[str, Any], measured: Sequence[Measured], peaks: Mapping[s
     print(", ".join(f"{name} {value}" for name, value in regime.items()))
     columns = ("operation", "rows", "µs", "of 1 row", "GB/s", "of read", "Gop/s", "of peak")
     for setting, group in groupby(figures, lambda figure: figure["of"]):
-        show(setting, columns, [_cells(figure) for figure in group])
+        print_table(setting, columns, [_cells(figure) for figure in group])
     limits = [(f"read, {name}", f"{rate:.1f} GB/s") for name, rate in read.items()]
     limits += [(f"peak, {name}", f"{rate / 1e9:.0f} Gop/s") for name, rate in peaks.items()]
-    show("limits in this run", ("limit", "rate"), limits)
+    print_table("limits in this run", ("limit", "rate"), limits)
     gop_s = {name: rate / 1e9 for name, rate in peaks.items()}
-    show_json({"bench": "kernels", **regime, "read_gb_s": read, "peak_gop_s": gop_s, "cases": figures})
+    print_json({"bench": "kernels", **regime, "read_gb_s": read, "peak_gop_s": gop_s, "cases": figures})
 
 
-def _figures(done: Measured, first: Measured | None, peaks: Mapping[str, float]) -> dict[str, Any]:
+def _figures(done: CaseTimings, first: CaseTimings | None, peaks: Mapping[str, float]) -> dict[str, Any]:
     """Of one case; what does not apply is absent."""
     case, span = done.case, statistics.median(done.seconds)
     figures: dict[str, Any] = {"op": case.op, "of": case.setting, "rows": case.rows, "us": span * 1e6}
     if first is not None:
         figures["ratio"] = done.ratio(first)
     if case.num_bytes:
-        figures |= {"gb_s": case.num_bytes / span / 1e9, "of_read": done.of_bandwidth}
-    if case.peak:
-        figures |= {"gop_s": done.rate / 1e9, "of_peak": done.rate / peaks[case.peak]}
+        figures |= {"gb_s": case.num_bytes / span / 1e9, "of_read": done.bandwidth_share}
+    if case.peak_format:
+        figures |= {"gop_s": done.ops_per_s / 1e9, "of_peak": done.ops_per_s / peaks[case.peak_format]}
     return figures
 
 

@@ -21,27 +21,27 @@ from typing import Any
 
 from foreword.cli.bench_common import (
     OFF,
-    Example,
+    PromptExample,
     modes,
-    params,
+    sampling_params,
     ratio,
     read_examples,
-    rotated,
-    show,
-    show_json,
+    rotate,
+    print_table,
+    print_json,
     with_all_drafters,
 )
-from foreword.cli.bench_startup import start_up_seconds
-from foreword.cli.bench_step import step_overhead
+from foreword.cli.bench_startup import measure_startup_s
+from foreword.cli.bench_step import measure_step_overhead
 from foreword.cli.options import engine_fields, read_config
-from foreword.cli.terminal import loading_bar, tracked
+from foreword.cli.terminal import loading_bar, track_progress
 from foreword.llm import LLM, RequestOutput
 
-__all__ = ["Sample", "by_kind", "run"]
+__all__ = ["ModeSamples", "figures_by_category", "run"]
 
 
 @dataclass(slots=True)
-class Sample:
+class ModeSamples:
     """All runs of one mode on one kind of prompt; the lists have one entry a prompt and round."""
 
     seconds: list[float] = field(default_factory=list)
@@ -62,7 +62,7 @@ class Sample:
         self.emitted += steps * figures.get("mean_acceptance_length", 0.0)
 
 
-Samples = dict[str, dict[str, Sample]]  # by kind, then by mode
+Samples = dict[str, dict[str, ModeSamples]]  # by kind, then by mode
 
 
 def run(args: argparse.Namespace) -> int:
@@ -73,12 +73,12 @@ def run(args: argparse.Namespace) -> int:
     compared = modes(llm.info.resolved.drafters)
     samples, equal = _measure(llm, examples, compared, args)
     counts = (1, 64)
-    overhead = {str(count): step_overhead(config, examples, count) for count in tracked(counts, "step overhead", len(counts))}
-    startup = {} if args.skip_startup else start_up_seconds(config)
+    overhead = {str(count): measure_step_overhead(config, examples, count) for count in track_progress(counts, "step overhead", len(counts))}
+    startup = {} if args.skip_startup else measure_startup_s(config)
     result = {
         "bench": "latency",
         "rounds": args.rounds,
-        "kinds": by_kind(samples, compared),
+        "kinds": figures_by_category(samples, compared),
         "equal": equal,
         "step_overhead_us": overhead,
         "startup_s": startup,
@@ -87,37 +87,37 @@ def run(args: argparse.Namespace) -> int:
     return 0 if equal else 1
 
 
-def _measure(llm: LLM, examples: Sequence[Example], compared: Sequence[str], args: argparse.Namespace) -> tuple[Samples, bool]:
+def _measure(llm: LLM, examples: Sequence[PromptExample], compared: Sequence[str], args: argparse.Namespace) -> tuple[Samples, bool]:
     """Samples, and whether every mode gave the same tokens."""
-    samples: Samples = defaultdict(lambda: {mode: Sample() for mode in compared})
+    samples: Samples = defaultdict(lambda: {mode: ModeSamples() for mode in compared})
     equal = True
     plan = list(_plan(examples, compared, args.rounds + 1))
-    answers: dict[Example, tuple[int, ...]] = {}
-    for round_, example, mode in tracked(plan, "measuring", len(plan)):
+    answers: dict[PromptExample, tuple[int, ...]] = {}
+    for round_, example, mode in track_progress(plan, "measuring", len(plan)):
         started = time.perf_counter()
-        output = llm.chat([{"role": "user", "content": example.prompt}], params(mode, args.max_tokens))[0]
+        output = llm.chat([{"role": "user", "content": example.prompt}], sampling_params(mode, args.max_tokens))[0]
         seconds = time.perf_counter() - started
         if output.token_ids != answers.setdefault(example, output.token_ids):
             equal = False
             print(f"{mode}: other tokens than without speculation for {example.prompt!r}", file=sys.stderr)
         if round_ > 0:
-            samples[example.kind][mode].add(output, seconds)
+            samples[example.category][mode].add(output, seconds)
     return dict(samples), equal
 
 
-def _plan(examples: Sequence[Example], compared: Sequence[str], rounds: int) -> Iterator[tuple[int, Example, str]]:
+def _plan(examples: Sequence[PromptExample], compared: Sequence[str], rounds: int) -> Iterator[tuple[int, PromptExample, str]]:
     for round_ in range(rounds):
         for example in examples:
-            for mode in rotated(compared, round_):
+            for mode in rotate(compared, round_):
                 yield round_, example, mode
 
 
-def by_kind(samples: Samples, compared: Sequence[str]) -> dict[str, dict[str, Any]]:
+def figures_by_category(samples: Samples, compared: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Figures by kind and mode; a ratio that does not exist is absent."""
     return {kind: {mode: _figures(of[mode], of[OFF]) for mode in compared} for kind, of in samples.items()}
 
 
-def _figures(sample: Sample, plain: Sample) -> dict[str, float]:
+def _figures(sample: ModeSamples, plain: ModeSamples) -> dict[str, float]:
     figures = {
         "tokens_per_second": sample.tokens / sum(sample.seconds),
         "ratio": ratio(plain.seconds, sample.seconds),
@@ -132,13 +132,13 @@ def _show(result: dict[str, Any]) -> None:
     equal = "equal" if result["equal"] else "NOT EQUAL"
     columns = ("kind", "speculation", "tokens/s", "ratio", "accepted", "tokens a step")
     rows = [(kind, mode, *_cells(figures)) for kind, of in result["kinds"].items() for mode, figures in of.items()]
-    show(f"one request at a time; answers {equal} in all modes", columns, rows)
+    print_table(f"one request at a time; answers {equal} in all modes", columns, rows)
     stages = list(result["step_overhead_us"]["1"])
     spans = [(count, *(f"{of[stage]:.0f}" for stage in stages)) for count, of in result["step_overhead_us"].items()]
-    show("a step without the forward pass, microseconds", ("running", *stages), spans)
+    print_table("a step without the forward pass, microseconds", ("running", *stages), spans)
     if result["startup_s"]:
-        show("from process start to the first token", ("stage", "s"), [(k, f"{v:.2f}") for k, v in result["startup_s"].items()])
-    show_json(result)
+        print_table("from process start to the first token", ("stage", "s"), [(k, f"{v:.2f}") for k, v in result["startup_s"].items()])
+    print_json(result)
 
 
 def _cells(figures: dict[str, float]) -> tuple[str, ...]:

@@ -14,28 +14,28 @@ from torch import Tensor
 
 from foreword.core.memory import HugePages
 
-__all__ = ["ONEDNN_ISA", "PEAKS", "Memory", "product_rate", "seconds"]
+__all__ = ["ONEDNN_ISA", "MATMUL_MAKERS", "MemoryReader", "matmul_rate", "time_call"]
 
 # What oneDNN may use (ONEDNN_MAX_CPU_ISA), so that it is measured with the same instructions.
 ONEDNN_ISA: Mapping[str, str] = MappingProxyType({"avx512": "AVX512_CORE_BF16", "avx2": "AVX2", "portable": "SSE41"})
 
 
-def seconds(call: Callable[[], object]) -> float:
+def time_call(call: Callable[[], object]) -> float:
     """How long one call takes."""
     started = time.perf_counter()
     call()
     return time.perf_counter() - started
 
 
-class Memory:
+class MemoryReader:
     """A run of memory larger than the caches, over huge pages where the system has them."""
 
     def __init__(self, num_bytes: int) -> None:
-        self._values = HugePages().take(num_bytes).view(torch.float64).fill_(1.0)
+        self._values = HugePages().allocate(num_bytes).view(torch.float64).fill_(1.0)
 
-    def read(self) -> float:
+    def read_bandwidth(self) -> float:
         """Bytes a second of adding it all up, on torch's threads."""
-        return self._values.nbytes / seconds(self._values.sum)
+        return self._values.nbytes / time_call(self._values.sum)
 
 
 def _bfloat16(size: int) -> Callable[[], Tensor]:
@@ -53,13 +53,13 @@ def _int8(size: int) -> Callable[[], Tensor]:
     return lambda: torch._int_mm(left, left)
 
 
-PEAKS: Mapping[str, Callable[[int], Callable[[], Tensor]]] = MappingProxyType(
+MATMUL_MAKERS: Mapping[str, Callable[[int], Callable[[], Tensor]]] = MappingProxyType(
     {"bfloat16": _bfloat16, "int8": _int8, "float32": _float32}
 )
 
 
-def product_rate(kind: str, size: int, rounds: int) -> float:
+def matmul_rate(dtype: str, size: int, rounds: int) -> float:
     """Operations a second (a multiply-add is two) of torch's product of square matrices, the best of the rounds."""
-    product = PEAKS[kind](size)
+    product = MATMUL_MAKERS[dtype](size)
     product()
-    return 2 * size**3 / min(seconds(product) for _ in range(rounds))
+    return 2 * size**3 / min(time_call(product) for _ in range(rounds))

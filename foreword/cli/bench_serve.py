@@ -21,71 +21,71 @@ from typing import Any
 
 import httpx
 
-from foreword.cli.answers import Remote, request_body
+from foreword.cli.answers import HTTPBackend, request_body
 from foreword.cli.bench_common import (
     OFF,
-    Example,
-    params,
+    PromptExample,
+    sampling_params,
     percentile,
     ratio,
     read_examples,
-    rotated,
-    show,
-    show_json,
+    rotate,
+    print_table,
+    print_json,
     with_all_drafters,
 )
 from foreword.cli.options import read_config
 from foreword.cli.server_process import ServerProcess
-from foreword.cli.stream import Chunk, asynchronous_chunks, choices_of, text_of
-from foreword.cli.terminal import loading_bar, tracked
+from foreword.cli.stream import Chunk, iter_chunks_async, choices_of, text_of
+from foreword.cli.terminal import loading_bar, track_progress
 from foreword.config import Config
 from foreword.errors import ForewordError
 
-__all__ = ["Call", "Round", "measure_round", "run", "summary"]
+__all__ = ["ClientResult", "ServeRepetition", "measure_repetition", "run", "summary"]
 
 ON = "auto"
 PERCENTS = (50, 90, 99)
 
 
 @dataclass(slots=True)
-class Call:
+class ClientResult:
     """What one client saw. Times in seconds; `error` None: answered in full."""
 
     text: str = ""
     num_tokens: int = 0
-    first_s: float | None = None
-    gaps_s: list[float] = field(default_factory=list)
+    ttft_s: float | None = None
+    inter_token_s: list[float] = field(default_factory=list)
     total_s: float = 0.0
     error: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Round:
+class ServeRepetition:
     """All calls of one round, and how long they took together."""
 
-    calls: tuple[Call, ...]
+    results: tuple[ClientResult, ...]
     seconds: float
 
     @property
     def texts(self) -> tuple[str, ...]:
-        return tuple(call.text for call in self.calls)
+        return tuple(call.text for call in self.results)
 
     @property
     def errors(self) -> list[str]:
-        return [call.error for call in self.calls if call.error is not None]
+        return [call.error for call in self.results if call.error is not None]
 
     @property
     def tokens_per_second(self) -> float:
-        return sum(call.num_tokens for call in self.calls) / self.seconds
+        return sum(call.num_tokens for call in self.results) / self.seconds
 
 
 def run(args: argparse.Namespace) -> int:
     config = read_config(args)
     examples = read_examples(args)
     with _server(args.base_url, with_all_drafters(config)) as url:
-        with contextlib.closing(Remote(url, config.api_key, config.served_model_name)) as remote:
+        with contextlib.closing(HTTPBackend(url, config.api_key, config.served_model_name)) as remote:
             model = remote.name
-        rounds = asyncio.run(_rounds(url, config.api_key, model, examples, args))
+        rounds = asyncio.run(_measure_repetitions(url, config.api_key, model, examples, args))
     result = summary(rounds, args)
     _show(result, args)
     for error in sorted({error for of in rounds.values() for one in of for error in one.errors}):
@@ -104,45 +104,45 @@ def _server(base_url: str | None, config: Config) -> Iterator[str]:
         yield server.url
 
 
-async def _rounds(
-    url: str, api_key: str | None, model: str, examples: Sequence[Example], args: argparse.Namespace
-) -> dict[str, list[Round]]:
+async def _measure_repetitions(
+    url: str, api_key: str | None, model: str, examples: Sequence[PromptExample], args: argparse.Namespace
+) -> dict[str, list[ServeRepetition]]:
     """Rounds by mode, without the first of each."""
     headers = {"Authorization": f"Bearer {api_key.split(',')[0]}"} if api_key else {}
     limits = httpx.Limits(max_connections=args.concurrency, max_keepalive_connections=args.concurrency)
-    done: dict[str, list[Round]] = {OFF: [], ON: []}
-    plan = [(number, mode) for number in range(args.rounds + 1) for mode in rotated((OFF, ON), number)]
+    done: dict[str, list[ServeRepetition]] = {OFF: [], ON: []}
+    plan = [(number, mode) for number in range(args.rounds + 1) for mode in rotate((OFF, ON), number)]
     async with httpx.AsyncClient(base_url=url, headers=headers, limits=limits, timeout=None) as http:
-        for number, mode in tracked(plan, "measuring", len(plan)):
+        for number, mode in track_progress(plan, "measuring", len(plan)):
             bodies = [_body(model, examples, mode, seed, args) for seed in range(args.num_requests)]
-            measured = await measure_round(http, bodies, args.concurrency)
+            measured = await measure_repetition(http, bodies, args.concurrency)
             if number > 0:
                 done[mode].append(measured)
     return done
 
 
-def _body(model: str, examples: Sequence[Example], mode: str, seed: int, args: argparse.Namespace) -> dict[str, Any]:
-    asked = params(mode, args.max_tokens, args.temperature, seed)
+def _body(model: str, examples: Sequence[PromptExample], mode: str, seed: int, args: argparse.Namespace) -> dict[str, Any]:
+    asked = sampling_params(mode, args.max_tokens, args.temperature, seed)
     messages = [{"role": "user", "content": examples[seed % len(examples)].prompt}]
     _, body = request_body(model, messages, asked)
     return body | {"stream": True, "stream_options": {"include_usage": True}}
 
 
-async def measure_round(http: httpx.AsyncClient, bodies: Sequence[dict[str, Any]], concurrency: int) -> Round:
+async def measure_repetition(http: httpx.AsyncClient, bodies: Sequence[dict[str, Any]], concurrency: int) -> ServeRepetition:
     """Send all bodies, `concurrency` at once, and wait for the last answer."""
     room = asyncio.Semaphore(concurrency)
 
-    async def one(body: dict[str, Any]) -> Call:
+    async def one(body: dict[str, Any]) -> ClientResult:
         async with room:
-            return await _call(http, body)
+            return await _send(http, body)
 
     started = time.perf_counter()
     calls = await asyncio.gather(*map(one, bodies))
-    return Round(tuple(calls), time.perf_counter() - started)
+    return ServeRepetition(tuple(calls), time.perf_counter() - started)
 
 
-async def _call(http: httpx.AsyncClient, body: dict[str, Any]) -> Call:
-    call = Call()
+async def _send(http: httpx.AsyncClient, body: dict[str, Any]) -> ClientResult:
+    call = ClientResult()
     started = last = time.perf_counter()
     finished = False
     try:
@@ -151,7 +151,7 @@ async def _call(http: httpx.AsyncClient, body: dict[str, Any]) -> Call:
             call.num_tokens = _usage(chunk, call.num_tokens)
             for choice in choices_of(chunk):
                 finished = finished or choice.get("finish_reason") is not None
-                last = _note(call, text_of(choice), started, last, now)
+                last = _record_chunk(call, text_of(choice), started, last, now)
     except (httpx.HTTPError, ForewordError) as error:
         call.error = f"{type(error).__name__}: {error}"
     call.total_s = time.perf_counter() - started
@@ -167,15 +167,15 @@ def _usage(chunk: Chunk, before: int) -> int:
     return tokens if isinstance(tokens, int) else before
 
 
-def _note(call: Call, text: str, started: float, last: float, now: float) -> float:
+def _record_chunk(result: ClientResult, text: str, started: float, last: float, now: float) -> float:
     """Add a chunk's text; returns the time of the newest text."""
     if not text:
         return last
-    call.text += text
-    if call.first_s is None:
-        call.first_s = now - started
+    result.text += text
+    if result.ttft_s is None:
+        result.ttft_s = now - started
     else:
-        call.gaps_s.append(now - last)
+        result.inter_token_s.append(now - last)
     return now
 
 
@@ -183,14 +183,14 @@ async def _chunks(http: httpx.AsyncClient, body: dict[str, Any]) -> AsyncIterato
     """The JSON objects of a stream. Raises httpx.HTTPError and ForewordError."""
     async with http.stream("POST", "/v1/chat/completions", json=body) as response:
         response.raise_for_status()
-        async for chunk in asynchronous_chunks(response):
+        async for chunk in iter_chunks_async(response):
             yield chunk
 
 
-def summary(rounds: dict[str, list[Round]], args: argparse.Namespace) -> dict[str, Any]:
+def summary(repetitions: dict[str, list[ServeRepetition]], args: argparse.Namespace) -> dict[str, Any]:
     """The JSON line: figures by mode, and whether all was answered alike."""
-    everything = [one for of in rounds.values() for one in of]
-    rates = {mode: [one.tokens_per_second for one in of] for mode, of in rounds.items()}
+    everything = [one for of in repetitions.values() for one in of]
+    rates = {mode: [one.tokens_per_second for one in of] for mode, of in repetitions.items()}
     return {
         "bench": "serve",
         "rounds": args.rounds,
@@ -200,16 +200,16 @@ def summary(rounds: dict[str, list[Round]], args: argparse.Namespace) -> dict[st
         "answered_all": not any(one.errors for one in everything),
         "equal": len({one.texts for one in everything}) == 1,
         "throughput_ratio": ratio([1 / rate for rate in rates[OFF]], [1 / rate for rate in rates[ON]]),
-        "modes": {mode: {"tokens_per_second": statistics.median(rates[mode]), **_latencies(of)} for mode, of in rounds.items()},
+        "modes": {mode: {"tokens_per_second": statistics.median(rates[mode]), **_latencies(of)} for mode, of in repetitions.items()},
     }
 
 
-def _latencies(rounds: Sequence[Round]) -> dict[str, dict[str, float]]:
+def _latencies(repetitions: Sequence[ServeRepetition]) -> dict[str, dict[str, float]]:
     """Milliseconds by kind of latency and percentile; what was never seen is absent."""
-    calls = [call for one in rounds for call in one.calls if call.error is None]
+    calls = [call for one in repetitions for call in one.results if call.error is None]
     seen = {
-        "ttft_ms": [call.first_s for call in calls if call.first_s is not None],
-        "itl_ms": [gap for call in calls for gap in call.gaps_s],
+        "ttft_ms": [call.ttft_s for call in calls if call.ttft_s is not None],
+        "itl_ms": [gap for call in calls for gap in call.inter_token_s],
         "e2e_ms": [call.total_s for call in calls],
     }
     return {
@@ -228,5 +228,5 @@ def _show(result: dict[str, Any], args: argparse.Namespace) -> None:
     rows.append(["ratio", f"{result['throughput_ratio']:.2f}x"])
     state = "all answered" if result["answered_all"] else "NOT ALL ANSWERED"
     equal = "equal" if result["equal"] else "NOT EQUAL"
-    show(f"serve: {args.num_requests} requests, {args.concurrency} at once; {state}; texts {equal}", columns, rows)
-    show_json(result)
+    print_table(f"serve: {args.num_requests} requests, {args.concurrency} at once; {state}; texts {equal}", columns, rows)
+    print_json(result)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from foreword.errors import ConfigError
 
-__all__ = ["KINDS", "PARTS", "SHAPES", "Kind", "Shape", "WeightMatrix", "model_shape", "read_shape"]
+__all__ = ["WEIGHT_FORMATS", "PARTS", "SHAPES", "WeightFormat", "ModelShape", "WeightMatrix", "model_shape", "read_shape"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class WeightMatrix:
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class ModelShape:
     """The sizes of a model; heads 0: nothing but one matrix is known. `tied`: the head is the embedding."""
 
     name: str
@@ -34,11 +34,11 @@ class Shape:
     kv_heads: int = 0
     head_dim: int = 0
     vocab: int = 0
-    tied: bool = True
+    tie_word_embeddings: bool = True
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class WeightFormat:
     """How a weight lies in memory.
 
     values, size  values and bytes of one block
@@ -46,34 +46,34 @@ class Kind:
     scales        byte offsets of the float16 scales of a GGUF block; () where pack_linear() rounds tensors
     """
 
-    values: int
-    size: int
-    peak: str
-    scales: tuple[int, ...] = ()
+    block_values: int
+    block_bytes: int
+    peak_format: str
+    scale_offsets: tuple[int, ...] = ()
 
     @property
     def is_blocks(self) -> bool:
-        return bool(self.scales)
+        return bool(self.scale_offsets)
 
     def num_bytes(self, matrix: WeightMatrix) -> float:
-        return matrix.n * matrix.k * self.size / self.values
+        return matrix.n * matrix.k * self.block_bytes / self.block_values
 
     def fits(self, matrix: WeightMatrix) -> bool:
-        return not self.is_blocks or matrix.k % self.values == 0
+        return not self.is_blocks or matrix.k % self.block_values == 0
 
 
-KINDS: Mapping[str, Kind] = {
-    "float32": Kind(1, 4, "float32"),
-    "bfloat16": Kind(1, 2, "bfloat16"),
-    "float16": Kind(1, 2, "float32"),
-    "int8": Kind(1, 1, "int8"),
-    "int4": Kind(32, 18, "int8"),
-    "q8_0": Kind(32, 34, "int8", (0,)),
-    "q5_0": Kind(32, 22, "int8", (0,)),
-    "q4_0": Kind(32, 18, "int8", (0,)),
-    "q4_k": Kind(256, 144, "int8", (0, 2)),
-    "q5_k": Kind(256, 176, "int8", (0, 2)),
-    "q6_k": Kind(256, 210, "int8", (208,)),
+WEIGHT_FORMATS: Mapping[str, WeightFormat] = {
+    "float32": WeightFormat(1, 4, "float32"),
+    "bfloat16": WeightFormat(1, 2, "bfloat16"),
+    "float16": WeightFormat(1, 2, "float32"),
+    "int8": WeightFormat(1, 1, "int8"),
+    "int4": WeightFormat(32, 18, "int8"),
+    "q8_0": WeightFormat(32, 34, "int8", (0,)),
+    "q5_0": WeightFormat(32, 22, "int8", (0,)),
+    "q4_0": WeightFormat(32, 18, "int8", (0,)),
+    "q4_k": WeightFormat(256, 144, "int8", (0, 2)),
+    "q5_k": WeightFormat(256, 176, "int8", (0, 2)),
+    "q6_k": WeightFormat(256, 210, "int8", (208,)),
 }
 
 
@@ -86,8 +86,8 @@ def model_shape(
     kv_heads: int,
     vocab: int,
     head_dim: int = 64,
-    tied: bool = True,
-) -> Shape:
+    tie_word_embeddings: bool = True,
+) -> ModelShape:
     """Of a model with Llama's layers."""
     matrices = (
         WeightMatrix("qkv", (heads + 2 * kv_heads) * head_dim, hidden, layers),
@@ -96,22 +96,22 @@ def model_shape(
         WeightMatrix("down", hidden, intermediate, layers),
         WeightMatrix("head", vocab, hidden, 1),
     )
-    return Shape(name, matrices, layers, hidden, intermediate, heads, kv_heads, head_dim, vocab, tied)
+    return ModelShape(name, matrices, layers, hidden, intermediate, heads, kv_heads, head_dim, vocab, tie_word_embeddings)
 
 
-SHAPES: Mapping[str, Shape] = {
+SHAPES: Mapping[str, ModelShape] = {
     shape.name: shape
     for shape in (
         model_shape("qwen2.5-0.5b", 24, 896, 4864, 14, 2, 151936),
         model_shape("llama-3.2-1b", 16, 2048, 8192, 32, 8, 128256),
-        model_shape("llama-3.1-8b", 32, 4096, 14336, 32, 8, 128256, head_dim=128, tied=False),
+        model_shape("llama-3.1-8b", 32, 4096, 14336, 32, 8, 128256, head_dim=128, tie_word_embeddings=False),
     )
 }
 
 PARTS = ("linear", "attention", "rows", "sampler")
 
 
-def read_shape(text: str, working_set: int) -> Shape:
+def read_shape(text: str, working_set: int) -> ModelShape:
     """A name of SHAPES, or "NxK": one matrix, as often as fills `working_set` bytes of bfloat16. Raises ConfigError."""
     if text in SHAPES:
         return SHAPES[text]
@@ -119,4 +119,4 @@ def read_shape(text: str, working_set: int) -> Shape:
     if not (n.isdecimal() and k.isdecimal() and int(n) and int(k)):
         raise ConfigError(f"--shape must be {', '.join(SHAPES)} or NxK such as 4864x896, got {text!r}")
     copies = math.ceil(working_set / (2 * int(n) * int(k)))
-    return Shape(text, (WeightMatrix(text, int(n), int(k), copies),))
+    return ModelShape(text, (WeightMatrix(text, int(n), int(k), copies),))

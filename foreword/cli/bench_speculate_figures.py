@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from foreword.cli.bench_common import percentile
-from foreword.cli.bench_speculate_round import Call, Pair, Round
+from foreword.cli.bench_speculate_round import RequestResult, PairedRun, BenchRepetition
 from foreword.core.events import DraftingStats
-from foreword.metrics.tally import DraftTally
+from foreword.metrics.tally import SpecDecodeStats
 
-__all__ = ["Ratio", "best_fixed", "mode_figures", "pooled", "ratio_of", "round_figures"]
+__all__ = ["Ratio", "best_fixed", "mode_figures", "merge_draft_stats", "geometric_mean_ratio", "repetition_figures"]
 
 # Student's t at 97.5 %, by degrees of freedom from 1 on; the last serves for all beyond.
 T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131, 2.12, 2.05)
@@ -39,7 +39,7 @@ class Ratio:
         return {"ratio": self.value, **bounds}
 
 
-def ratio_of(ratios: Sequence[float]) -> Ratio | None:
+def geometric_mean_ratio(ratios: Sequence[float]) -> Ratio | None:
     """Of one ratio a round; None of nothing."""
     if not ratios:
         return None
@@ -52,37 +52,37 @@ def ratio_of(ratios: Sequence[float]) -> Ratio | None:
     return Ratio(math.exp(mean), math.exp(mean - reach), math.exp(mean + reach))
 
 
-def mode_figures(pairs: Sequence[Pair]) -> dict[str, Any]:
+def mode_figures(pairs: Sequence[PairedRun]) -> dict[str, Any]:
     """Of one mode in one cell; what does not exist is absent."""
     ratios = {
-        "throughput": ratio_of([_rate(pair.other) / _rate(pair.plain) for pair in pairs]),
-        "first_token": ratio_of([_first_token(pair) for pair in pairs]),
-        "token_p99": ratio_of([found for pair in pairs if (found := _tails(pair, _per_token))]),
-        "burst_p99": ratio_of([found for pair in pairs if (found := _tails(pair, _per_burst))]),
+        "throughput": geometric_mean_ratio([_rate(pair.other) / _rate(pair.plain) for pair in pairs]),
+        "first_token": geometric_mean_ratio([_first_token(pair) for pair in pairs]),
+        "token_p99": geometric_mean_ratio([found for pair in pairs if (found := _tail_latencies(pair, _per_token))]),
+        "burst_p99": geometric_mean_ratio([found for pair in pairs if (found := _tail_latencies(pair, _per_burst))]),
         "slowest_request": _slowest_request(pairs),
     }
     shown = {name: ratio.as_dict() for name, ratio in ratios.items() if ratio is not None}
-    return {**shown, **round_figures([pair.other for pair in pairs]), "equal": all(pair.equal for pair in pairs)}
+    return {**shown, **repetition_figures([pair.other for pair in pairs]), "equal": all(pair.has_equal_outputs for pair in pairs)}
 
 
-def round_figures(rounds: Sequence[Round]) -> dict[str, Any]:
+def repetition_figures(repetitions: Sequence[BenchRepetition]) -> dict[str, Any]:
     """What needs no comparison: rates, acceptance, stages."""
-    tallies = pooled(one.tallies for one in rounds)
-    tokens = sum(one.num_tokens for one in rounds)
+    tallies = merge_draft_stats(one.draft_stats for one in repetitions)
+    tokens = sum(one.num_tokens for one in repetitions)
     figures: dict[str, Any] = {
-        "tokens_per_second": statistics.median(_rate(one) for one in rounds),
-        "tokens_per_step": tokens / sum(one.bursts for one in rounds),
-        "preemptions": sum(one.preemptions for one in rounds),
-        "stage_us_per_token": _stages(rounds, tokens),
-        "drafters": {name: _tally(tally) for name, tally in tallies.items()},
+        "tokens_per_second": statistics.median(_rate(one) for one in repetitions),
+        "tokens_per_step": tokens / sum(one.bursts for one in repetitions),
+        "preemptions": sum(one.preemptions for one in repetitions),
+        "stage_us_per_token": _stages(repetitions, tokens),
+        "drafters": {name: _draft_figures(tally) for name, tally in tallies.items()},
     }
     if tallies:
-        figures |= _tally(_merged(tallies.values()))
-    decided = [one.drafting for one in rounds if one.drafting is not None]
-    return figures | (_decisions(decided, sum(one.seconds for one in rounds)) if decided else {})
+        figures |= _draft_figures(_merge_stats(tallies.values()))
+    decided = [one.drafting for one in repetitions if one.drafting is not None]
+    return figures | (_decisions(decided, sum(one.seconds for one in repetitions)) if decided else {})
 
 
-def best_fixed(pairs: Mapping[str, Sequence[Pair]], auto: str, fixed: Sequence[str]) -> dict[str, Any] | None:
+def best_fixed(pairs: Mapping[str, Sequence[PairedRun]], auto: str, fixed: Sequence[str]) -> dict[str, Any] | None:
     """How `auto` stands to the fixed length that was best in this very cell, round by round; no speculation is length 0."""
     if not fixed:
         return None
@@ -90,37 +90,37 @@ def best_fixed(pairs: Mapping[str, Sequence[Pair]], auto: str, fixed: Sequence[s
     rates = {"off": zero, **{name: [_rate(pair.other) for pair in pairs[name]] for name in fixed}}
     best = max(rates, key=lambda name: statistics.fmean(map(math.log, rates[name])))
     own = [_rate(pair.other) for pair in pairs[auto]]
-    ratio = ratio_of([a / b for a, b in zip(own, rates[best], strict=True)])
+    ratio = geometric_mean_ratio([a / b for a, b in zip(own, rates[best], strict=True)])
     assert ratio is not None, "a cell without rounds"
     return {"best": best, **ratio.as_dict()}
 
 
-def pooled(rounds: Iterable[Mapping[str, DraftTally]]) -> dict[str, DraftTally]:
+def merge_draft_stats(repetitions: Iterable[Mapping[str, SpecDecodeStats]]) -> dict[str, SpecDecodeStats]:
     """The tallies of all rounds, by drafter."""
-    by_name: dict[str, list[DraftTally]] = {}
-    for tallies in rounds:
+    by_name: dict[str, list[SpecDecodeStats]] = {}
+    for tallies in repetitions:
         for name, tally in tallies.items():
             by_name.setdefault(name, []).append(tally)
-    return {name: _merged(tallies) for name, tallies in by_name.items()}
+    return {name: _merge_stats(tallies) for name, tallies in by_name.items()}
 
 
-def _merged(tallies: Iterable[DraftTally]) -> DraftTally:
-    total = DraftTally()
-    for tally in tallies:
-        total.include(tally)
+def _merge_stats(stats: Iterable[SpecDecodeStats]) -> SpecDecodeStats:
+    total = SpecDecodeStats()
+    for tally in stats:
+        total.merge(tally)
     return total
 
 
-def _tally(tally: DraftTally) -> dict[str, Any]:
+def _draft_figures(tally: SpecDecodeStats) -> dict[str, Any]:
     """Acceptance by position: the share accepted among the drafts that reached it."""
     return {
-        "acceptance": tally.acceptance,
-        "acceptance_by_position": list(tally.acceptance_at),
-        "mean_draft_length": tally.drafted / tally.verify_steps,
-        "mean_acceptance_length": tally.mean_length,
-        "system_efficiency": tally.efficiency,
-        "drafted": tally.drafted,
-        "verify_steps": tally.verify_steps,
+        "acceptance": tally.acceptance_rate,
+        "acceptance_by_position": list(tally.acceptance_per_position),
+        "mean_draft_length": tally.num_drafted / tally.num_verify_steps,
+        "mean_acceptance_length": tally.mean_acceptance_len,
+        "system_efficiency": tally.system_efficiency,
+        "drafted": tally.num_drafted,
+        "verify_steps": tally.num_verify_steps,
     }
 
 
@@ -128,7 +128,7 @@ def _decisions(decided: Sequence[DraftingStats], seconds: float) -> dict[str, An
     """Why there was no draft, what steps were thought to cost, and time spent to learn."""
     reasons: Counter[str] = Counter()
     for one in decided:
-        reasons.update(one.none)
+        reasons.update(one.no_draft_counts)
     realised = sum(one.realised_seconds for one in decided)
     figures: dict[str, Any] = {"exploring_share": sum(one.exploring_seconds for one in decided) / seconds}
     if realised:
@@ -136,50 +136,50 @@ def _decisions(decided: Sequence[DraftingStats], seconds: float) -> dict[str, An
     return figures | ({"no_draft": dict(reasons)} if reasons else {})
 
 
-def _rate(one: Round) -> float:
+def _rate(one: BenchRepetition) -> float:
     return one.num_tokens / one.seconds
 
 
-def _both(pair: Pair) -> Iterator[tuple[Call, Call]]:
+def _both(pair: PairedRun) -> Iterator[tuple[RequestResult, RequestResult]]:
     """The same request in both rounds; a later turn may be missing where answers differ."""
-    others = {call.key: call for call in pair.other.calls}
-    return ((call, others[call.key]) for call in pair.plain.calls if call.key in others)
+    others = {call.key: call for call in pair.other.results}
+    return ((call, others[call.key]) for call in pair.plain.results if call.key in others)
 
 
-def _first_token(pair: Pair) -> float:
+def _first_token(pair: PairedRun) -> float:
     """Geometric mean over requests, so that a short prompt counts as much as a long one."""
-    logs = [math.log(plain.first_s / other.first_s) for plain, other in _both(pair) if plain.first_s and other.first_s]
+    logs = [math.log(plain.ttft_s / other.ttft_s) for plain, other in _both(pair) if plain.ttft_s and other.ttft_s]
     return math.exp(statistics.fmean(logs)) if logs else 1.0
 
 
-def _per_token(calls: Iterable[Call]) -> list[float]:
+def _per_token(calls: Iterable[RequestResult]) -> list[float]:
     """Seconds of each token behind the first burst: a burst of m tokens after t counts m times t / m, as in /metrics."""
     return [gap_s / count for call in calls for gap_s, count in call.gaps for _ in range(count)]
 
 
-def _per_burst(calls: Iterable[Call]) -> list[float]:
+def _per_burst(calls: Iterable[RequestResult]) -> list[float]:
     """Seconds that a reader waits for the next piece, however long it is."""
     return [gap_s for call in calls for gap_s, _ in call.gaps]
 
 
-def _tails(pair: Pair, seconds: Callable[[Iterable[Call]], list[float]]) -> float | None:
-    plain, other = (percentile(seconds(one.calls), TAIL) for one in (pair.plain, pair.other))
+def _tail_latencies(pair: PairedRun, seconds: Callable[[Iterable[RequestResult]], list[float]]) -> float | None:
+    plain, other = (percentile(seconds(one.results), TAIL) for one in (pair.plain, pair.other))
     return plain / other if plain and other else None
 
 
-def _slowest_request(pairs: Sequence[Pair]) -> Ratio | None:
+def _slowest_request(pairs: Sequence[PairedRun]) -> Ratio | None:
     """The request that gained least, or lost most, from sending it to its last token."""
     by_request: dict[tuple[int, int], list[float]] = {}
     for pair in pairs:
         for plain, other in _both(pair):
             by_request.setdefault(plain.key, []).append(plain.total_s / other.total_s)
-    ratios = [found for of in by_request.values() if (found := ratio_of(of))]
+    ratios = [found for of in by_request.values() if (found := geometric_mean_ratio(of))]
     return min(ratios, key=lambda ratio: ratio.value, default=None)
 
 
-def _stages(rounds: Sequence[Round], tokens: int) -> dict[str, float]:
+def _stages(repetitions: Sequence[BenchRepetition], tokens: int) -> dict[str, float]:
     """Microseconds a delivered token, by stage."""
     total: Counter[str] = Counter()
-    for one in rounds:
+    for one in repetitions:
         total.update(one.stages)
     return {stage: seconds / tokens * 1e6 for stage, seconds in total.items()}

@@ -22,19 +22,19 @@ from foreword.cli.bench_speculate_texts import (
     VARIABLES,
     fill,
     functions,
-    lines,
+    json_lines,
     record,
     sentences,
-    spoken,
+    record_in_words,
 )
 
-__all__ = ["ALL", "CATEGORIES", "MIXED", "QUICK", "Category", "Room", "Script", "script_of", "scripts_of", "seed_of", "woven"]
+__all__ = ["ALL_CATEGORIES", "CATEGORIES", "MIXED", "QUICK_CATEGORIES", "PromptCategory", "PromptBudget", "Conversation", "make_conversation", "make_conversations", "stable_seed", "interleave"]
 
 MIXED = "mixed"
-CODE = "def check_lamp(count):\n    return count\n"
-JSON = '{"name": "Paul", "age": 42, "city": "Oslo", "job": "pilot"}'
-PROSE = "Anna found a red lamp in the forest. The clever fox moved the basket of Hugo."
-CHAT = (
+CODE_SAMPLE = "def check_lamp(count):\n    return count\n"
+JSON_SAMPLE = '{"name": "Paul", "age": 42, "city": "Oslo", "job": "pilot"}'
+PROSE_SAMPLE = "Anna found a red lamp in the forest. The clever fox moved the basket of Hugo."
+CHAT_PROMPTS = (
     "What is speculative decoding?",
     "How can I turn off speculation?",
     "Does it run on a CPU?",
@@ -44,14 +44,14 @@ CHAT = (
     "What is the KV cache, and why does it matter?",
     "Which models can I serve?",
 )
-TURNS = 4  # of an agent's loop
+NUM_TURNS = 4  # of an agent's loop
 VARIANT = 13_000  # scripts before the next variant begins: a multiple of the number of categories
 STORY = 0.8  # temperature of long answers
 NOISE = 100.0  # temperature at which every token is about as likely as any other
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class PromptBudget:
     """What a script may fill.
 
     prompt_tokens  of one request, at most
@@ -70,20 +70,20 @@ class Room:
     library: tuple[str, ...]
 
     @classmethod
-    def of(
-        cls, reach: int, answer_tokens: int, count: Callable[[str], int], ids: Sequence[int], library: tuple[str, ...]
-    ) -> Room:
+    def from_context(
+        cls, max_len: int, answer_tokens: int, count: Callable[[str], int], ids: Sequence[int], library: tuple[str, ...]
+    ) -> PromptBudget:
         """`reach` tokens for a prompt and its answer together, as `count` counts them."""
-        code, json_, prose = (len(sample) / max(count(sample), 1) for sample in (CODE, JSON, PROSE))
-        return cls(reach // 2, min(answer_tokens, reach // 4), min(code, json_), prose, ids, library)
+        code, json_, prose = (len(sample) / max(count(sample), 1) for sample in (CODE_SAMPLE, JSON_SAMPLE, PROSE_SAMPLE))
+        return cls(max_len // 2, min(answer_tokens, max_len // 4), min(code, json_), prose, ids, library)
 
-    def part(self, share: float, density: float) -> int:
+    def num_chars(self, share: float, density: float) -> int:
         """Characters of a part of the prompt; one tenth stays for instructions and the template."""
         return max(int(self.prompt_tokens * share * 0.9 * density), 16)
 
 
 @dataclass(frozen=True, slots=True)
-class Script:
+class Conversation:
     """What one client asks, turn by turn; a later turn is asked when the answer before it is there.
 
     turns       user messages, or one text to go on with (raw)
@@ -109,14 +109,14 @@ class Script:
 
 
 @dataclass(frozen=True, slots=True)
-class Category:
+class PromptCategory:
     """What it stands for, and how one script of it is made."""
 
     help: str
-    make: Callable[[Random, Room], Script]
+    make: Callable[[Random, PromptBudget], Conversation]
 
 
-def _chat(rng: Random, room: Room) -> Script:
+def _chat(rng: Random, budget: PromptBudget) -> Conversation:
     """Half of them are asked again and again, as in a shop."""
     name, thing, place = rng.choice(NAMES), rng.choice(THINGS), rng.choice(PLACES)
     fresh = rng.choice(
@@ -126,135 +126,135 @@ def _chat(rng: Random, room: Room) -> Script:
             f"Please explain to {name} why a {thing} is useful near the {place}.",
         )
     )
-    return Script((rng.choice((fresh, rng.choice(CHAT))),), max_tokens=room.answer_tokens)
+    return Conversation((rng.choice((fresh, rng.choice(CHAT_PROMPTS))),), max_tokens=budget.answer_tokens)
 
 
-def _code_completion(rng: Random, room: Room) -> Script:
+def _code_completion(rng: Random, budget: PromptBudget) -> Conversation:
     """Ends in the middle of a function like those before it."""
-    text = fill(functions(rng, rng.choice(VARIABLES)), room.part(0.5, room.code))
-    return Script((text[: text.rindex("(") + 1],), raw=True, max_tokens=room.answer_tokens)
+    text = fill(functions(rng, rng.choice(VARIABLES)), budget.num_chars(0.5, budget.code))
+    return Conversation((text[: text.rindex("(") + 1],), raw=True, max_tokens=budget.answer_tokens)
 
 
-def _code_edit(rng: Random, room: Room) -> Script:
+def _code_edit(rng: Random, budget: PromptBudget) -> Conversation:
     old, new = rng.sample(VARIABLES, 2)
-    text = fill(functions(rng, old), room.part(0.5, room.code))
-    return Script((f"Rename the variable {old} to {new}:\n{text}",), max_tokens=_as_long_as(text, room))
+    text = fill(functions(rng, old), budget.num_chars(0.5, budget.code))
+    return Conversation((f"Rename the variable {old} to {new}:\n{text}",), max_tokens=_tokens_for(text, budget))
 
 
-def _json(rng: Random, room: Room) -> Script:
-    asked = "; ".join(spoken(record(rng)) for _ in range(2))
-    return Script((f"Turn this into JSON: {asked}",), max_tokens=room.answer_tokens)
+def _json(rng: Random, budget: PromptBudget) -> Conversation:
+    asked = "; ".join(record_in_words(record(rng)) for _ in range(2))
+    return Conversation((f"Turn this into JSON: {asked}",), max_tokens=budget.answer_tokens)
 
 
-def _repeat(rng: Random, room: Room) -> Script:
+def _repeat(rng: Random, budget: PromptBudget) -> Conversation:
     old, new = rng.sample(THINGS, 2)
-    text = fill(sentences(rng), room.part(0.4, room.prose), " ")
-    return Script((f"Replace the word {old} with {new}:\n{text}",), max_tokens=_as_long_as(text, room))
+    text = fill(sentences(rng), budget.num_chars(0.4, budget.prose), " ")
+    return Conversation((f"Replace the word {old} with {new}:\n{text}",), max_tokens=_tokens_for(text, budget))
 
 
-def _predicted(rng: Random, room: Room) -> Script:
+def _predicted(rng: Random, budget: PromptBudget) -> Conversation:
     """The same, and the caller sends the text before the change as the expected answer."""
-    script = _repeat(rng, room)
-    return Script(script.turns, prediction=script.turns[0].partition("\n")[2], max_tokens=script.max_tokens)
+    script = _repeat(rng, budget)
+    return Conversation(script.turns, prediction=script.turns[0].partition("\n")[2], max_tokens=script.max_tokens)
 
 
-def _long_document(rng: Random, room: Room) -> Script:
-    text = fill(lines(rng), room.part(1.0, room.code))
+def _long_document(rng: Random, budget: PromptBudget) -> Conversation:
+    text = fill(json_lines(rng), budget.num_chars(1.0, budget.code))
     asked = rng.choice(("Which cities are named?", "What is the price of the lamp?", "Who is the oldest?"))
-    return Script((f"{asked}\n{text}",), max_tokens=room.answer_tokens)
+    return Conversation((f"{asked}\n{text}",), max_tokens=budget.answer_tokens)
 
 
-def _long_rewrite(rng: Random, room: Room) -> Script:
+def _long_rewrite(rng: Random, budget: PromptBudget) -> Conversation:
     old, new = rng.sample(COLORS, 2)
-    text = fill(sentences(rng), room.part(0.8, room.prose), " ")
-    return Script((f"Replace the word {old} with {new}:\n{text}",), max_tokens=_as_long_as(text, room, most=1.0))
+    text = fill(sentences(rng), budget.num_chars(0.8, budget.prose), " ")
+    return Conversation((f"Replace the word {old} with {new}:\n{text}",), max_tokens=_tokens_for(text, budget, most=1.0))
 
 
-def _long_answer(rng: Random, room: Room) -> Script:
+def _long_answer(rng: Random, budget: PromptBudget) -> Conversation:
     asked = f"Tell me a long story about {rng.choice(NAMES)}, a {rng.choice(THINGS)} and the {rng.choice(PLACES)}."
-    return Script((asked,), max_tokens=min(4 * room.answer_tokens, room.prompt_tokens), temperature=STORY)
+    return Conversation((asked,), max_tokens=min(4 * budget.answer_tokens, budget.prompt_tokens), temperature=STORY)
 
 
-def _agent(rng: Random, room: Room) -> Script:
+def _agent(rng: Random, budget: PromptBudget) -> Conversation:
     """Each turn shows the file as it stands and wants it back with one more change: the history holds all of them."""
-    names = rng.sample(VARIABLES, TURNS + 1)
-    text = fill(functions(rng, names[0]), room.part(0.6 / TURNS, room.code))
+    names = rng.sample(VARIABLES, NUM_TURNS + 1)
+    text = fill(functions(rng, names[0]), budget.num_chars(0.6 / NUM_TURNS, budget.code))
     turns = tuple(
         f"Tool: {json.dumps(record(rng))}\nRename {old} to {new} and show the file:\n{text.replace(names[0], old)}"
         for old, new in itertools.pairwise(names)
     )
-    return Script(turns, max_tokens=min(_as_long_as(text, room), room.prompt_tokens // TURNS))
+    return Conversation(turns, max_tokens=min(_tokens_for(text, budget), budget.prompt_tokens // NUM_TURNS))
 
 
-def _random(rng: Random, room: Room) -> Script:
+def _random(rng: Random, budget: PromptBudget) -> Conversation:
     """Nothing in it can be looked up: every token of prompt and answer is about as likely as any other.
 
     A draft model has the same noise as the model, and noise is all that counts here: it guesses even this.
     """
-    ids = tuple(rng.choices(room.ids, k=max(room.prompt_tokens // 4, 1)))
-    return Script(prompt_ids=ids, max_tokens=room.answer_tokens, temperature=NOISE, ignore_eos=True)
+    ids = tuple(rng.choices(budget.ids, k=max(budget.prompt_tokens // 4, 1)))
+    return Conversation(prompt_ids=ids, max_tokens=budget.answer_tokens, temperature=NOISE, ignore_eos=True)
 
 
-def _library_edit(rng: Random, room: Room) -> Script:
-    text = rng.choice(room.library)[: room.part(0.6, room.code)]
+def _library_edit(rng: Random, budget: PromptBudget) -> Conversation:
+    text = rng.choice(budget.library)[: budget.num_chars(0.6, budget.code)]
     words = sorted({word for word in text.replace("(", " ").replace(",", " ").split() if word.isidentifier() and len(word) > 3})
-    return Script((f"Rename {rng.choice(words)} to {rng.choice(THINGS)}:\n{text}",), max_tokens=_as_long_as(text, room, most=1.0))
+    return Conversation((f"Rename {rng.choice(words)} to {rng.choice(THINGS)}:\n{text}",), max_tokens=_tokens_for(text, budget, most=1.0))
 
 
-def _library_continuation(rng: Random, room: Room) -> Script:
-    text = fill(_shuffled(rng, room.library), room.part(0.8, room.code), "\n\n\n")
-    return Script((text[: -len(text) // 8],), raw=True, max_tokens=room.answer_tokens)
+def _library_continuation(rng: Random, budget: PromptBudget) -> Conversation:
+    text = fill(_shuffle(rng, budget.library), budget.num_chars(0.8, budget.code), "\n\n\n")
+    return Conversation((text[: -len(text) // 8],), raw=True, max_tokens=budget.answer_tokens)
 
 
-CATEGORIES: Mapping[str, Category] = MappingProxyType(
+CATEGORIES: Mapping[str, PromptCategory] = MappingProxyType(
     {
-        "chat": Category("short questions", _chat),
-        "code completion": Category("Python that goes on like what stands above it", _code_completion),
-        "code edit": Category("a variable gets another name", _code_edit),
-        "json": Category("facts from a sentence, as JSON", _json),
-        "repeat": Category("a text again, with one word replaced", _repeat),
-        "predicted": Category("the same, with the text as `prediction`", _predicted),
-        "long document": Category("a question on a long document", _long_document),
-        "long rewrite": Category("long input, long output: a long text with changes", _long_rewrite),
-        "long answer": Category("a short prompt with a long answer", _long_answer),
-        "agent": Category(f"{TURNS} turns, each with everything before it", _agent),
-        "random": Category("the adversary: random tokens in, random tokens out", _random),
-        "library edit": Category("a name changed in functions of the installed standard library", _library_edit),
-        "library continuation": Category("functions of the installed standard library, continued", _library_continuation),
+        "chat": PromptCategory("short questions", _chat),
+        "code completion": PromptCategory("Python that goes on like what stands above it", _code_completion),
+        "code edit": PromptCategory("a variable gets another name", _code_edit),
+        "json": PromptCategory("facts from a sentence, as JSON", _json),
+        "repeat": PromptCategory("a text again, with one word replaced", _repeat),
+        "predicted": PromptCategory("the same, with the text as `prediction`", _predicted),
+        "long document": PromptCategory("a question on a long document", _long_document),
+        "long rewrite": PromptCategory("long input, long output: a long text with changes", _long_rewrite),
+        "long answer": PromptCategory("a short prompt with a long answer", _long_answer),
+        "agent": PromptCategory(f"{NUM_TURNS} turns, each with everything before it", _agent),
+        "random": PromptCategory("the adversary: random tokens in, random tokens out", _random),
+        "library edit": PromptCategory("a name changed in functions of the installed standard library", _library_edit),
+        "library continuation": PromptCategory("functions of the installed standard library, continued", _library_continuation),
     }
 )
-ALL = (*CATEGORIES, MIXED)
-QUICK = ("chat", "code edit", "agent", "random")
+ALL_CATEGORIES = (*CATEGORIES, MIXED)
+QUICK_CATEGORIES = ("chat", "code edit", "agent", "random")
 
 
-def scripts_of(category: str, count: int, variant: int, room: Room) -> tuple[Script, ...]:
+def make_conversations(category: str, count: int, variant: int, budget: PromptBudget) -> tuple[Conversation, ...]:
     """The first `count` scripts of a category, or of one after the other; other variants are other scripts."""
-    return tuple(script_of(category, variant * VARIANT + number, room) for number in range(count))
+    return tuple(make_conversation(category, variant * VARIANT + number, budget) for number in range(count))
 
 
-def script_of(category: str, number: int, room: Room) -> Script:
+def make_conversation(category: str, number: int, budget: PromptBudget) -> Conversation:
     """One script; a mixture takes the categories in turn."""
     kind = tuple(CATEGORIES)[number % len(CATEGORIES)] if category == MIXED else category
-    made = CATEGORIES[kind].make(Random(seed_of(kind, number)), room)
-    return replace(made, category=category, seed=seed_of(category, number))
+    made = CATEGORIES[kind].make(Random(stable_seed(kind, number)), budget)
+    return replace(made, category=category, seed=stable_seed(category, number))
 
 
-def seed_of(text: str, number: int) -> int:
+def stable_seed(text: str, number: int) -> int:
     """The same in every process, unlike hash()."""
     return zlib.crc32(f"{text} {number}".encode())
 
 
-def woven(turns: Sequence[str], history: Sequence[str]) -> list[str]:
+def interleave(turns: Sequence[str], history: Sequence[str]) -> list[str]:
     """Turn, answer, turn, ... up to the turn that is asked next; `history` holds the answers to those before."""
     parts = [part for pair in zip(turns, history, strict=False) for part in pair]
     return [*parts, turns[len(history)]]
 
 
-def _as_long_as(text: str, room: Room, most: float = 0.5) -> int:
+def _tokens_for(text: str, budget: PromptBudget, most: float = 0.5) -> int:
     """Tokens of an answer that gives a text back, with a little to spare; at most a share of what a prompt may have."""
-    return max(min(int(1.2 * len(text) / min(room.code, room.prose)), int(most * room.prompt_tokens)), 8)
+    return max(min(int(1.2 * len(text) / min(budget.code, budget.prose)), int(most * budget.prompt_tokens)), 8)
 
 
-def _shuffled(rng: Random, texts: Sequence[str]) -> Iterator[str]:
+def _shuffle(rng: Random, texts: Sequence[str]) -> Iterator[str]:
     while True:
         yield from rng.sample(texts, len(texts))

@@ -12,18 +12,18 @@ from dataclasses import replace
 from pathlib import Path
 
 from foreword.cli.bench_speculate_local import LocalEngine
-from foreword.cli.bench_speculate_prompts import Room, Script, scripts_of, seed_of
+from foreword.cli.bench_speculate_prompts import PromptBudget, Conversation, make_conversations, stable_seed
 from foreword.cli.bench_speculate_round import OFF
 from foreword.errors import ConfigError
 
-__all__ = ["SPREAD", "acceptances", "categories_of", "record", "replay_scripts"]
+__all__ = ["MIXED_REPLAY", "parse_acceptance_rates", "replay_categories", "record_outputs", "make_replay_conversations"]
 
 PREFIX = "replay "
-SPREAD = PREFIX + "mixed"
+MIXED_REPLAY = PREFIX + "mixed"
 RANDOM = "random"
 
 
-def acceptances(text: str) -> tuple[float, ...]:
+def parse_acceptance_rates(text: str) -> tuple[float, ...]:
     """ "0,0.3,0.9" as numbers. Raises ConfigError."""
     try:
         rates = tuple(float(word) for word in text.split(","))
@@ -34,20 +34,20 @@ def acceptances(text: str) -> tuple[float, ...]:
     return rates
 
 
-def categories_of(rates: Sequence[float]) -> tuple[str, ...]:
-    return (*(f"{PREFIX}{rate:g}" for rate in rates), *((SPREAD,) if len(rates) > 1 else ()))
+def replay_categories(rates: Sequence[float]) -> tuple[str, ...]:
+    return (*(f"{PREFIX}{rate:g}" for rate in rates), *((MIXED_REPLAY,) if len(rates) > 1 else ()))
 
 
-def replay_scripts(category: str, count: int, variant: int, base: Sequence[str], room: Room) -> tuple[Script, ...]:
+def make_replay_conversations(category: str, count: int, variant: int, base: Sequence[str], budget: PromptBudget) -> tuple[Conversation, ...]:
     """Scripts of the base categories in turn, under seeds of their own: a recording is found by prompt and seed."""
-    each = [scripts_of(name, count, variant, room) for name in base if name != RANDOM]
+    each = [make_conversations(name, count, variant, budget) for name in base if name != RANDOM]
     return tuple(
-        replace(each[number % len(each)][number], category=category, seed=seed_of(category, number)) for number in range(count)
+        replace(each[number % len(each)][number], category=category, seed=stable_seed(category, number)) for number in range(count)
     )
 
 
-def record(
-    engine: LocalEngine, groups: Sequence[tuple[Script, ...]], rates: Sequence[float], concurrency: int, path: Path
+def record_outputs(
+    engine: LocalEngine, groups: Sequence[tuple[Conversation, ...]], rates: Sequence[float], concurrency: int, path: Path
 ) -> None:
     """Answer everything once without speculation and write what the drafter `replay` reads."""
     with path.open("w", encoding="utf-8") as file:
@@ -57,18 +57,18 @@ def record(
 
 
 def _lines(
-    engine: LocalEngine, scripts: tuple[Script, ...], rates: Sequence[float], concurrency: int
+    engine: LocalEngine, conversations: tuple[Conversation, ...], rates: Sequence[float], concurrency: int
 ) -> Iterator[dict[str, object]]:
-    for call in engine.run(scripts, OFF, concurrency, "recording").calls:
+    for call in engine.run(conversations, OFF, concurrency, "recording").results:
         yield {
             "prompt_token_ids": call.prompt_ids,
             "token_ids": call.output,
             "seed": call.seed,
-            "error_rate": 1.0 - _rate(scripts[call.script], call.script, rates),
+            "error_rate": 1.0 - _rate(conversations[call.conversation], call.conversation, rates),
         }
 
 
-def _rate(script: Script, number: int, rates: Sequence[float]) -> float:
-    if script.category == SPREAD:
+def _rate(conversation: Conversation, number: int, rates: Sequence[float]) -> float:
+    if conversation.category == MIXED_REPLAY:
         return rates[number % len(rates)]
-    return float(script.category.removeprefix(PREFIX))
+    return float(conversation.category.removeprefix(PREFIX))

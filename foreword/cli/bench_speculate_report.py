@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from foreword.cli.bench_common import show
-from foreword.cli.bench_speculate_figures import best_fixed, mode_figures, round_figures
-from foreword.cli.bench_speculate_round import AUTO, FIXED, OFF, Cell, Mode, Pair
+from foreword.cli.bench_common import print_table
+from foreword.cli.bench_speculate_figures import best_fixed, mode_figures, repetition_figures
+from foreword.cli.bench_speculate_round import AUTO, FIXED, OFF, SpecCase, Mode, PairedRun
 
-__all__ = ["cell_result", "show_result", "worst"]
+__all__ = ["case_result", "print_result", "worst_cases"]
 
 RATIOS = {
     "throughput": "tokens/s",
@@ -19,51 +19,51 @@ RATIOS = {
 }
 
 
-def cell_result(cell: Cell, modes: Sequence[Mode], pairs: Mapping[str, Sequence[Pair]]) -> dict[str, Any]:
+def case_result(case: SpecCase, modes: Sequence[Mode], pairs: Mapping[str, Sequence[PairedRun]]) -> dict[str, Any]:
     """All figures of one cell. A pair that was not answered in full has no figures, only its errors."""
     sound = {name: [pair for pair in of if not _errors(pair)] for name, of in pairs.items()}
     errors = sorted({error for of in pairs.values() for pair in of for error in _errors(pair)})
     result: dict[str, Any] = {
-        "category": cell.category,
-        "concurrency": cell.concurrency,
-        "cache_full": cell.full,
+        "category": case.category,
+        "concurrency": case.concurrency,
+        "cache_full": case.full,
         "errors": errors,
     }
     if not all(sound.values()):
         return {**result, "modes": {}}
     first = sound[modes[0].name]
-    result["requests"] = len(first[0].plain.calls)
-    result["modes"] = {OFF.name: round_figures([pair.plain for pair in first])}
+    result["requests"] = len(first[0].plain.results)
+    result["modes"] = {OFF.name: repetition_figures([pair.plain for pair in first])}
     result["modes"] |= {name: mode_figures(of) for name, of in sound.items()}
     fixed = [mode.name for mode in modes if mode.engine == FIXED]
     against = best_fixed(sound, AUTO.name, fixed) if AUTO.name in sound else None
     return result | ({"auto_to_best_fixed": against} if against else {})
 
 
-def _errors(pair: Pair) -> list[str]:
-    return [call.error for one in (pair.plain, pair.other) for call in one.calls if call.error is not None]
+def _errors(pair: PairedRun) -> list[str]:
+    return [call.error for one in (pair.plain, pair.other) for call in one.results if call.error is not None]
 
 
-def worst(cells: Sequence[Mapping[str, Any]], mode: str) -> dict[str, dict[str, Any]]:
+def worst_cases(cells: Sequence[Mapping[str, Any]], mode: str) -> dict[str, dict[str, Any]]:
     """For each kind of ratio the cell where `mode` does worst."""
     found: dict[str, dict[str, Any]] = {}
     for name in RATIOS:
         have = [(cell["modes"][mode][name], cell) for cell in cells if name in cell["modes"].get(mode, {})]
         if have:
             ratio, cell = min(have, key=lambda one: float(one[0]["ratio"]))
-            found[name] = {"cell": cell_name(cell), **ratio}
+            found[name] = {"cell": case_name(cell), **ratio}
     against = [cell for cell in cells if "auto_to_best_fixed" in cell]
     if against and mode == AUTO.name:
         cell = min(against, key=lambda cell: float(cell["auto_to_best_fixed"]["ratio"]))
-        found["best_fixed"] = {"cell": cell_name(cell), **cell["auto_to_best_fixed"]}
+        found["best_fixed"] = {"cell": case_name(cell), **cell["auto_to_best_fixed"]}
     return found
 
 
-def cell_name(cell: Mapping[str, Any]) -> str:
-    return f"{cell['category']} x{cell['concurrency']}" + (", cache full" if cell["cache_full"] else "")
+def case_name(case: Mapping[str, Any]) -> str:
+    return f"{case['category']} x{case['concurrency']}" + (", cache full" if case["cache_full"] else "")
 
 
-def show_result(result: Mapping[str, Any]) -> None:
+def print_result(result: Mapping[str, Any]) -> None:
     """Tables: one for each number of requests at once, the time by stage, the worst cells."""
     cells = result["cells"]
     for full, count in sorted({(cell["cache_full"], cell["concurrency"]) for cell in cells}):
@@ -71,25 +71,25 @@ def show_result(result: Mapping[str, Any]) -> None:
     _show_stages(cells)
     for mode, ratios in result["worst"].items():
         rows = [[name, of["cell"], _ratio(of)] for name, of in ratios.items()]
-        show(f"where {mode} does worst", ("ratio", "cell", "value"), rows)
+        print_table(f"where {mode} does worst", ("ratio", "cell", "value"), rows)
 
 
 def _show_cells(cells: Sequence[Mapping[str, Any]], full: bool, count: int) -> None:
     columns = ("category", "mode", *RATIOS.values(), "accepted", "tokens a step", "drafted", "efficiency", "of best fixed")
     rows = [row for cell in cells for row in _rows(cell)]
     cache = ", in a cache too small for them" if full else ""
-    show(f"{count} at once{cache}: ratios to off with 95 % intervals", columns, rows)
+    print_table(f"{count} at once{cache}: ratios to off with 95 % intervals", columns, rows)
 
 
-def _rows(cell: Mapping[str, Any]) -> list[list[str]]:
+def _rows(case: Mapping[str, Any]) -> list[list[str]]:
     rows = []
-    for mode, figures in cell["modes"].items():
+    for mode, figures in case["modes"].items():
         if mode == OFF.name:
             continue
-        best = cell.get("auto_to_best_fixed") if mode == AUTO.name else None
+        best = case.get("auto_to_best_fixed") if mode == AUTO.name else None
         rows.append(
             [
-                cell["category"],
+                case["category"],
                 mode + ("" if figures["equal"] else " NOT EQUAL"),
                 *(_ratio(figures.get(name)) for name in RATIOS),
                 _share(figures.get("acceptance")),
@@ -99,7 +99,7 @@ def _rows(cell: Mapping[str, Any]) -> list[list[str]]:
                 f"{best['ratio']:.2f} of {best['best']}" if best else "",
             ]
         )
-    return rows or [[cell["category"], "; ".join(cell["errors"])[:60]]]
+    return rows or [[case["category"], "; ".join(case["errors"])[:60]]]
 
 
 def _show_stages(cells: Sequence[Mapping[str, Any]]) -> None:
@@ -107,10 +107,10 @@ def _show_stages(cells: Sequence[Mapping[str, Any]]) -> None:
     measured = [(cell, mode) for cell in cells for mode in (OFF.name, AUTO.name) if mode in cell["modes"]]
     stages = list(dict.fromkeys(stage for cell, mode in measured for stage in cell["modes"][mode]["stage_us_per_token"]))
     rows = [
-        [cell_name(cell), mode, *(f"{cell['modes'][mode]['stage_us_per_token'].get(stage, 0.0):.0f}" for stage in stages)]
+        [case_name(cell), mode, *(f"{cell['modes'][mode]['stage_us_per_token'].get(stage, 0.0):.0f}" for stage in stages)]
         for cell, mode in measured
     ]
-    show("microseconds a delivered token, by stage", ("cell", "mode", *stages), rows)
+    print_table("microseconds a delivered token, by stage", ("cell", "mode", *stages), rows)
 
 
 def _ratio(figures: Mapping[str, Any] | None) -> str:

@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
-from foreword.cli.bench_speculate_prompts import Script
+from foreword.cli.bench_speculate_prompts import Conversation
 from foreword.core.events import DraftingStats
 from foreword.core.params import Speculation
-from foreword.metrics.tally import DraftTally
+from foreword.metrics.tally import SpecDecodeStats
 
-__all__ = ["ADAPTIVE", "AUTO", "FIXED", "OFF", "PLAIN", "Call", "Cell", "Mode", "Pair", "Round", "Target", "drafting_since"]
+__all__ = ["ADAPTIVE", "AUTO", "FIXED", "OFF", "PLAIN", "RequestResult", "SpecCase", "Mode", "PairedRun", "BenchRepetition", "BenchTarget", "drafting_since"]
 
 Key = TypeVar("Key", str, int)
 
@@ -32,7 +32,7 @@ AUTO = Mode("auto")
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
+class SpecCase:
     """Scripts of one category, `concurrency` at once.
 
     make  the scripts, in the variant of that number
@@ -41,7 +41,7 @@ class Cell:
 
     category: str
     concurrency: int
-    make: Callable[[int], tuple[Script, ...]]
+    make: Callable[[int], tuple[Conversation, ...]]
     full: bool = False
 
     @property
@@ -50,7 +50,7 @@ class Cell:
 
 
 @dataclass(slots=True)
-class Call:
+class RequestResult:
     """One request: turn `turn` of script `script`. Seconds since it was sent.
 
     prompt_ids  empty where a server holds the tokenizer
@@ -60,24 +60,24 @@ class Call:
     error       why there is no answer, or None
     """
 
-    script: int
+    conversation: int
     turn: int
     seed: int = 0
     prompt_ids: tuple[int, ...] = ()
     output: Sequence[int] | str = ()
     num_tokens: int = 0
-    first_s: float | None = None
+    ttft_s: float | None = None
     total_s: float = 0.0
     gaps: list[tuple[float, int]] = field(default_factory=list)
     error: str | None = None
 
     @property
     def key(self) -> tuple[int, int]:
-        return self.script, self.turn
+        return self.conversation, self.turn
 
 
 @dataclass(frozen=True, slots=True)
-class Round:
+class BenchRepetition:
     """All calls of one mode, in the order of their scripts and turns, and what the engine counted meanwhile.
 
     seconds      from the first request to the last answer
@@ -87,56 +87,56 @@ class Round:
     drafting     what the policy decided, in this round alone; None where nobody tells
     """
 
-    calls: tuple[Call, ...]
+    results: tuple[RequestResult, ...]
     seconds: float
     stages: Mapping[str, float]
-    tallies: Mapping[str, DraftTally]
+    draft_stats: Mapping[str, SpecDecodeStats]
     preemptions: int = 0
     drafting: DraftingStats | None = None
 
     @property
     def outputs(self) -> tuple[Sequence[int] | str, ...]:
-        return tuple(call.output for call in self.calls)
+        return tuple(call.output for call in self.results)
 
     @property
     def num_tokens(self) -> int:
-        return sum(call.num_tokens for call in self.calls)
+        return sum(call.num_tokens for call in self.results)
 
     @property
     def bursts(self) -> int:
         """Steps that delivered something to a request, over all requests."""
-        return sum((call.first_s is not None) + len(call.gaps) for call in self.calls)
+        return sum((call.ttft_s is not None) + len(call.gaps) for call in self.results)
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
+class PairedRun:
     """The same scripts without speculation and in some mode, run next to each other."""
 
-    plain: Round
-    other: Round
+    plain: BenchRepetition
+    other: BenchRepetition
 
     @property
-    def equal(self) -> bool:
+    def has_equal_outputs(self) -> bool:
         return self.plain.outputs == self.other.outputs
 
 
-class Target(Protocol):
+class BenchTarget(Protocol):
     """What answers: engines in this process, or a server."""
 
-    def pairs(self, cell: Cell, modes: Sequence[Mode], number: int) -> Mapping[str, Pair]:
+    def run_pairs(self, case: SpecCase, modes: Sequence[Mode], number: int) -> Mapping[str, PairedRun]:
         """Round `number` of a cell: every mode beside `off`, by its name."""
 
 
 def drafting_since(before: DraftingStats, after: DraftingStats) -> DraftingStats:
     """What was decided between two totals."""
     return DraftingStats(
-        lengths={name: _grown(before.lengths.get(name, {}), counts) for name, counts in after.lengths.items()},
-        none=_grown(before.none, after.none),
+        draft_length_counts={name: _increase(before.draft_length_counts.get(name, {}), counts) for name, counts in after.draft_length_counts.items()},
+        no_draft_counts=_increase(before.no_draft_counts, after.no_draft_counts),
         predicted_seconds=after.predicted_seconds - before.predicted_seconds,
         realised_seconds=after.realised_seconds - before.realised_seconds,
         exploring_seconds=after.exploring_seconds - before.exploring_seconds,
     )
 
 
-def _grown(before: Mapping[Key, int], after: Mapping[Key, int]) -> dict[Key, int]:
+def _increase(before: Mapping[Key, int], after: Mapping[Key, int]) -> dict[Key, int]:
     return {key: count - before.get(key, 0) for key, count in after.items() if count != before.get(key, 0)}

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 
-__all__ = ["fill", "functions", "library_functions", "lines", "record", "sentence", "sentences", "spoken"]
+__all__ = ["fill", "functions", "library_functions", "json_lines", "record", "sentence", "sentences", "record_in_words"]
 
 NAMES = ("Anna", "Ben", "Clara", "David", "Emma", "Felix", "Greta", "Hugo", "Ida", "Jonas", "Karla", "Leo", "Mia", "Nora")
 CITIES = ("Oslo", "Rome", "Paris", "Berlin", "Madrid", "Vienna", "Prague", "London", "Dublin", "Lisbon", "Athens", "Cairo")
@@ -26,7 +26,7 @@ ADJECTIVES = ("old", "small", "big", "bright", "quiet", "happy", "brave", "kind"
 VERBS = ("found", "sold", "moved", "saw", "lost", "painted", "carried", "opened")
 VARIABLES = ("count", "total", "name", "price", "index", "value", "result", "limit", "start", "size")
 MODULES = ("textwrap", "shlex", "heapq", "bisect", "fnmatch", "colorsys", "difflib", "statistics", "string", "configparser")
-SHORTEST, LONGEST = 6, 40  # lines of a function worth editing
+MIN_FUNCTION_LINES, MAX_FUNCTION_LINES = 6, 40  # lines of a function worth editing
 
 
 def sentence(rng: Random) -> str:
@@ -65,13 +65,13 @@ def record(rng: Random) -> dict[str, str | int]:
     }
 
 
-def lines(rng: Random) -> Iterator[str]:
+def json_lines(rng: Random) -> Iterator[str]:
     """Records as JSON, one a line."""
     while True:
         yield json.dumps(record(rng))
 
 
-def spoken(fields: dict[str, str | int]) -> str:
+def record_in_words(fields: dict[str, str | int]) -> str:
     """A record in words: "name=Paul, age=42"."""
     return ", ".join(f"{name}={value}" for name, value in fields.items())
 
@@ -101,13 +101,13 @@ def library_functions() -> tuple[str, ...]:
 def _functions_of(source: str) -> Iterator[str]:
     for node in ast.parse(source).body:
         text = ast.get_source_segment(source, node) if isinstance(node, ast.FunctionDef) else None
-        if text is not None and SHORTEST <= text.count("\n") <= LONGEST:
+        if text is not None and MIN_FUNCTION_LINES <= text.count("\n") <= MAX_FUNCTION_LINES:
             yield text
 
 
-def fill(pieces: Iterator[str], characters: int, joint: str = "\n") -> str:
+def fill(pieces: Iterator[str], characters: int, separator: str = "\n") -> str:
     """Pieces joined, at most so many characters; the first one is cut if it is too long by itself."""
     taken = next(pieces)[:characters]
-    while len(longer := taken + joint + next(pieces)) <= characters:
+    while len(longer := taken + separator + next(pieces)) <= characters:
         taken = longer
     return taken

@@ -11,24 +11,24 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from foreword.cli.bench_common import Example
+from foreword.cli.bench_common import PromptExample
 from foreword.config import Config
 from foreword.core.params import SamplingParams
 from foreword.core.request import Request
 from foreword.engine.local import LocalClient
-from foreword.prepare import Prepared, prepare
-from foreword.text.prepare import Defaults, make_requests
+from foreword.prepare import CheckpointInfo, prepare_checkpoint
+from foreword.text.prepare import SamplingDefaults, make_requests
 
-__all__ = ["step_overhead"]
+__all__ = ["measure_step_overhead"]
 
 STEPS = 48  # measured
 WARM_STEPS = 4
 
 
-def step_overhead(config: Config, examples: Sequence[Example], num_requests: int) -> dict[str, float]:
+def measure_step_overhead(config: Config, examples: Sequence[PromptExample], num_requests: int) -> dict[str, float]:
     """Median microseconds of a step while `num_requests` decode: by stage, and `total` without the forward pass."""
-    prepared = prepare(replace(config, speculate="off", draft_model=None, max_num_seqs=num_requests))
-    client = LocalClient(prepared.config, prepared.unused_ids, prepared.tokenizer.vocabulary)
+    prepared = prepare_checkpoint(replace(config, speculate="off", draft_model=None, max_num_seqs=num_requests))
+    client = LocalClient(prepared.config, prepared.never_sampled_ids, prepared.tokenizer.vocabulary)
     for request in _requests(prepared, client.info.resolved.max_model_len, examples, num_requests):
         client.submit(request)
     waiting = num_requests
@@ -47,11 +47,11 @@ def _step_us(client: LocalClient) -> dict[str, float]:
     return {name: value * 1e6 for name, value in {"total": total, **stages}.items()}
 
 
-def _requests(prepared: Prepared, max_model_len: int, examples: Sequence[Example], count: int) -> list[Request]:
+def _requests(prepared: CheckpointInfo, max_model_len: int, examples: Sequence[PromptExample], count: int) -> list[Request]:
     """Short prompts and answers that go on: every step of the measurement has all of them."""
     params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=4 * (WARM_STEPS + STEPS) + count)
     found = []
     for number in range(count):
         ids = prepared.tokenizer.encode(examples[number % len(examples)].prompt)[:32]
-        found += make_requests(ids, params, prepared.tokenizer, f"bench-{number}", max_model_len, Defaults(number))
+        found += make_requests(ids, params, prepared.tokenizer, f"bench-{number}", max_model_len, SamplingDefaults(number))
     return found

@@ -17,18 +17,18 @@ from typing import Any
 
 from foreword.cli.bench_common import (
     OFF,
-    Example,
+    PromptExample,
     modes,
-    params,
+    sampling_params,
     ratio,
     read_examples,
-    rotated,
-    show,
-    show_json,
+    rotate,
+    print_table,
+    print_json,
     with_all_drafters,
 )
 from foreword.cli.options import engine_fields, read_config
-from foreword.cli.terminal import loading_bar, tracked
+from foreword.cli.terminal import loading_bar, track_progress
 from foreword.llm import LLM
 
 __all__ = ["run"]
@@ -40,11 +40,11 @@ def run(args: argparse.Namespace) -> int:
         llm = LLM(on_progress=progress, **engine_fields(config))
     compared = modes(llm.info.resolved.drafters)
     examples = read_examples(args)
-    plan = [(round_, mode) for round_ in range(args.rounds + 1) for mode in rotated(compared, round_)]
+    plan = [(round_, mode) for round_ in range(args.rounds + 1) for mode in rotate(compared, round_)]
     seconds: dict[str, list[float]] = {mode: [] for mode in compared}
     answers: list[tuple[int, ...]] | None = None
     equal = True
-    for round_, mode in tracked(plan, "measuring", len(plan)):
+    for round_, mode in track_progress(plan, "measuring", len(plan)):
         taken, got = _answer(llm, examples, mode, args)
         answers = answers or got
         equal = equal and got == answers
@@ -55,11 +55,11 @@ def run(args: argparse.Namespace) -> int:
     return 0 if equal else 1
 
 
-def _answer(llm: LLM, examples: Sequence[Example], mode: str, args: argparse.Namespace) -> tuple[float, list[tuple[int, ...]]]:
+def _answer(llm: LLM, examples: Sequence[PromptExample], mode: str, args: argparse.Namespace) -> tuple[float, list[tuple[int, ...]]]:
     """Seconds for all requests of a round, and their tokens."""
     numbers = range(args.num_requests)
     conversations = [[{"role": "user", "content": examples[number % len(examples)].prompt}] for number in numbers]
-    each = [params(mode, args.max_tokens, args.temperature, seed=number) for number in numbers]
+    each = [sampling_params(mode, args.max_tokens, args.temperature, seed=number) for number in numbers]
     started = time.perf_counter()
     outputs = llm.chat(conversations, each)
     return time.perf_counter() - started, [output.token_ids for output in outputs]
@@ -82,5 +82,5 @@ def _show(args: argparse.Namespace, seconds: dict[str, list[float]], num_tokens:
         "equal": equal,
     }
     title = f"throughput: {args.num_requests} requests, {args.concurrency} at once; answers {'equal' if equal else 'NOT EQUAL'}"
-    show(title, ("speculation", "tokens/s", "ratio"), rows)
-    show_json(result)
+    print_table(title, ("speculation", "tokens/s", "ratio"), rows)
+    print_json(result)

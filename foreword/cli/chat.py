@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from rich.console import Console
 from rich.text import Text
 
-from foreword.cli.answers import ENDED, Message, Source, add_source_options, open_source
+from foreword.cli.answers import FINISH_NOTES, Message, ChatBackend, add_backend_options, open_backend
 from foreword.cli.images import add_image_option, user_message
 from foreword.cli.sampling import add_sampling_options, read_params
 from foreword.core.params import SamplingParams
@@ -17,17 +17,17 @@ from foreword.errors import InvalidRequest
 
 __all__ = ["add_arguments", "converse", "run"]
 
-GUESSED = "green"
-LEAVE = ("/exit", "/quit")
-FORGET = "/clear"
-SHOW = "/image "
+DRAFTED_STYLE = "green"
+EXIT_COMMANDS = ("/exit", "/quit")
+CLEAR_COMMAND = "/clear"
+IMAGE_COMMAND = "/image "
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--system", metavar="TEXT", help="system message that begins the conversation")
-    add_image_option(parser, f"a picture that is shown with the first line, as `{SHOW}FILE` shows one later")
+    add_image_option(parser, f"a picture that is shown with the first line, as `{IMAGE_COMMAND}FILE` shows one later")
     parser.add_argument("--no-color", action="store_true", help="no colours and no legend")
-    add_source_options(parser)
+    add_backend_options(parser)
     add_sampling_options(parser)
 
 
@@ -35,13 +35,13 @@ def run(args: argparse.Namespace) -> int:
     params = read_params(args)
     console = Console(no_color=args.no_color, highlight=False, soft_wrap=True)
     system = [{"role": "system", "content": args.system}] if args.system else []
-    with open_source(args) as source:
-        converse(source, params, console, _lines(console), system, args.image)
+    with open_backend(args) as source:
+        converse(source, params, console, _read_lines(console), system, args.image)
     return 0
 
 
 def converse(
-    source: Source,
+    backend: ChatBackend,
     params: SamplingParams,
     console: Console,
     lines: Iterable[str],
@@ -55,23 +55,23 @@ def converse(
     images  files of pictures that the first line is about
     """
     if console.is_terminal:
-        _greet(source, console)
+        _greet(backend, console)
     messages, shown = list(system), list(images)
     for line in lines:
         text = line.strip()
-        if text in LEAVE:
+        if text in EXIT_COMMANDS:
             return
-        if text == FORGET:
+        if text == CLEAR_COMMAND:
             messages, shown = list(system), []
-        elif text.startswith(SHOW):
-            shown.append(text.removeprefix(SHOW).strip())
+        elif text.startswith(IMAGE_COMMAND):
+            shown.append(text.removeprefix(IMAGE_COMMAND).strip())
         elif text:
-            messages = _said(source, params, console, messages, text, shown)
+            messages = _handle_line(backend, params, console, messages, text, shown)
             shown = []
 
 
-def _said(
-    source: Source, params: SamplingParams, console: Console, messages: list[Message], text: str, images: Sequence[str]
+def _handle_line(
+    backend: ChatBackend, params: SamplingParams, console: Console, messages: list[Message], text: str, images: Sequence[str]
 ) -> list[Message]:
     """The conversation after a line, and the pictures that are shown with it."""
     try:
@@ -79,20 +79,20 @@ def _said(
     except InvalidRequest as error:
         console.print(str(error), markup=False)
         return messages
-    return _turn(source, params, console, [*messages, message])
+    return _stream_answer(backend, params, console, [*messages, message])
 
 
-def _turn(source: Source, params: SamplingParams, console: Console, messages: list[Message]) -> list[Message]:
+def _stream_answer(backend: ChatBackend, params: SamplingParams, console: Console, messages: list[Message]) -> list[Message]:
     """One answer; returns the conversation with it, or as it was where there is none."""
     parts: list[str] = []
     word = None
     try:
-        for piece in source.stream(messages, params):
-            word = ENDED.get(piece.finish_reason or "")
-            console.print(Text(piece.text, style=GUESSED if piece.guessed else ""), end="")
+        for piece in backend.stream(messages, params):
+            word = FINISH_NOTES.get(piece.finish_reason or "")
+            console.print(Text(piece.text, style=DRAFTED_STYLE if piece.is_drafted else ""), end="")
             parts.append(piece.text)
     except InvalidRequest as error:
-        console.print(f"{error} ({FORGET} starts anew)", markup=False)
+        console.print(f"{error} ({CLEAR_COMMAND} starts anew)", markup=False)
         return messages[:-1]
     except KeyboardInterrupt:
         parts.append(" ...")
@@ -102,15 +102,15 @@ def _turn(source: Source, params: SamplingParams, console: Console, messages: li
     return [*messages, {"role": "assistant", "content": "".join(parts)}]
 
 
-def _greet(source: Source, console: Console) -> None:
-    console.print(f"{source.name}; {SHOW}FILE shows a picture, {FORGET} starts anew, {LEAVE[0]} ends", markup=False)
-    if source.speculation:
-        console.print(source.speculation, markup=False)
+def _greet(backend: ChatBackend, console: Console) -> None:
+    console.print(f"{backend.name}; {IMAGE_COMMAND}FILE shows a picture, {CLEAR_COMMAND} starts anew, {EXIT_COMMANDS[0]} ends", markup=False)
+    if backend.speculation:
+        console.print(backend.speculation, markup=False)
         if not console.no_color:
-            console.print(Text("guessed right", style=GUESSED), Text("and computed in the ordinary way"))
+            console.print(Text("guessed right", style=DRAFTED_STYLE), Text("and computed in the ordinary way"))
 
 
-def _lines(console: Console) -> Iterator[str]:
+def _read_lines(console: Console) -> Iterator[str]:
     """Lines from the keyboard with a prompt, or from a pipe without one."""
     if not sys.stdin.isatty():
         yield from sys.stdin

@@ -13,25 +13,25 @@ from pathlib import Path
 from rich.console import Console
 
 from foreword.cli.options import ENGINE_GROUPS, add_config_options, read_config
-from foreword.cli.terminal import bytes_text, count_text
+from foreword.cli.terminal import format_bytes, format_count
 from foreword.config import Config
-from foreword.engine.load import FIT_DRAFTER, this_machine
+from foreword.engine.load import DRAFTER_SIZE_RATIO, detect_hardware
 from foreword.errors import ForewordError
 from foreword.estimate import kv_bytes_per_token
-from foreword.kernels.registry import why_not_native
+from foreword.kernels.registry import native_unavailable_reason
 from foreword.media.processor import read_processor
-from foreword.models.loader import read_facts
-from foreword.prepare import check_drafter, directories, read_vocabulary
-from foreword.resolve import ModelFacts, Resolved, resolve
+from foreword.models.loader import read_model_info
+from foreword.prepare import check_draft_model, resolve_paths, read_tokenizer
+from foreword.resolve import ModelInfo, ResolvedConfig, resolve
 from foreword.text.tokenizer import Tokenizer
 
-__all__ = ["Finding", "add_arguments", "findings", "run"]
+__all__ = ["CheckResult", "add_arguments", "run_checks", "run"]
 
-PICTURES = ((640, 480), (1920, 1080), (1080, 1920))  # width and height of examples: what they cost is told
+IMAGE_SIZES = ((640, 480), (1920, 1080), (1080, 1920))  # width and height of examples: what they cost is told
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class CheckResult:
     """One line of the report; `ok` None is a warning, not in the way."""
 
     ok: bool | None
@@ -44,112 +44,112 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    config = directories(read_config(args))
+    config = resolve_paths(read_config(args))
     console = Console(highlight=False, soft_wrap=True)
     marks = {True: "[green]ok  [/green]", False: "[red]no  [/red]", None: "[yellow]note[/yellow]"}
     passed = True
-    for finding in findings(config):
+    for finding in run_checks(config):
         passed = passed and finding.ok is not False
         console.print(marks[finding.ok], end=" ")
         console.print(finding.text, markup=False)
     return 0 if passed else 1
 
 
-def findings(config: Config) -> Iterator[Finding]:
+def run_checks(config: Config) -> Iterator[CheckResult]:
     """Everything that can be said without loading, in order; stops where the rest depends on what failed."""
-    target = yield from _facts("model", Path(str(config.model)), config.gguf_dequantize)
+    target = yield from _check_model("model", Path(str(config.model)), config.gguf_dequantize)
     drafter = None
     if config.draft_model is not None:
-        drafter = yield from _facts("draft model", Path(config.draft_model), config.gguf_dequantize)
+        drafter = yield from _check_model("draft model", Path(config.draft_model), config.gguf_dequantize)
     if target is None or (drafter is None and config.draft_model is not None):
         return
-    yield from _tokenizers(config)
+    yield from _check_tokenizers(config)
     if target.image_token_id is not None:
-        yield _pictures(config, target)
+        yield _check_images(config, target)
     if drafter is not None:
-        yield _ratio(target, drafter)
-    yield from _fit(config, target, drafter)
+        yield _check_drafter_size(target, drafter)
+    yield from _check_memory(config, target, drafter)
 
 
-def _facts(what: str, path: Path, gguf_dequantize: bool) -> Generator[Finding, None, ModelFacts | None]:
+def _check_model(what: str, path: Path, gguf_dequantize: bool) -> Generator[CheckResult, None, ModelInfo | None]:
     try:
-        facts = read_facts(path, gguf_dequantize)
+        facts = read_model_info(path, gguf_dequantize)
     except ForewordError as error:
-        yield Finding(False, f"{what}: {error}")
+        yield CheckResult(False, f"{what}: {error}")
         return None
-    size = count_text(facts.parameters)
-    yield Finding(True, f"{what}: {facts.architecture}, {size} parameters in {facts.dtype}, context {facts.context} tokens")
+    size = format_count(facts.parameters)
+    yield CheckResult(True, f"{what}: {facts.architecture}, {size} parameters in {facts.dtype}, context {facts.context_len} tokens")
     return facts
 
 
-def _tokenizers(config: Config) -> Iterator[Finding]:
+def _check_tokenizers(config: Config) -> Iterator[CheckResult]:
     try:
-        tokenizer, rows = read_vocabulary(Path(str(config.model)))
+        tokenizer, rows = read_tokenizer(Path(str(config.model)))
     except ForewordError as error:
-        yield Finding(False, f"tokenizer: {error}")
+        yield CheckResult(False, f"tokenizer: {error}")
         return
-    unused = len(tokenizer.unused_ids(rows))
-    yield Finding(
+    unused = len(tokenizer.unassigned_ids(rows))
+    yield CheckResult(
         tokenizer.vocab_size <= rows, f"tokenizer: {tokenizer.vocab_size} ids, {rows} rows in the model, {unused} without a token"
     )
     if tokenizer.chat_template is None:
-        yield Finding(None, "tokenizer: no chat template; /v1/completions works, chat does not")
+        yield CheckResult(None, "tokenizer: no chat template; /v1/completions works, chat does not")
     if config.draft_model:
-        yield _drafter(tokenizer, config)
+        yield _check_drafter(tokenizer, config)
 
 
-def _drafter(tokenizer: Tokenizer, config: Config) -> Finding:
+def _check_drafter(tokenizer: Tokenizer, config: Config) -> CheckResult:
     try:
-        check_drafter(tokenizer, read_processor(Path(str(config.model))), Path(str(config.draft_model)))
+        check_draft_model(tokenizer, read_processor(Path(str(config.model))), Path(str(config.draft_model)))
     except ForewordError as error:
-        return Finding(False, f"draft model: {error}")
-    return Finding(True, "draft tokenizer: the same, token by token")
+        return CheckResult(False, f"draft model: {error}")
+    return CheckResult(True, "draft tokenizer: the same, token by token")
 
 
-def _pictures(config: Config, target: ModelFacts) -> Finding:
+def _check_images(config: Config, target: ModelInfo) -> CheckResult:
     try:
         processor = read_processor(Path(str(config.model)))
     except ForewordError as error:
-        return Finding(False, f"pictures: {error}")
+        return CheckResult(False, f"pictures: {error}")
     assert processor is not None, "a tower without somebody who prepares its pictures"
-    costs = (f"{width} x {height} is {processor.layout(height, width).num_tokens} tokens" for width, height in PICTURES)
-    return Finding(True, f"pictures: {count_text(target.tower_parameters)} parameters see them; {', '.join(costs)}")
+    costs = (f"{width} x {height} is {processor.layout(height, width).num_tokens} tokens" for width, height in IMAGE_SIZES)
+    return CheckResult(True, f"pictures: {format_count(target.vision_parameters)} parameters see them; {', '.join(costs)}")
 
 
-def _ratio(target: ModelFacts, drafter: ModelFacts) -> Finding:
+def _check_drafter_size(target: ModelInfo, drafter: ModelInfo) -> CheckResult:
     ratio = target.parameters / drafter.parameters
-    fits = FIT_DRAFTER[0] <= ratio <= FIT_DRAFTER[1]
-    return Finding(
-        True if fits else None, f"draft size: 1/{ratio:.1f} of the model; 1/{FIT_DRAFTER[0]} to 1/{FIT_DRAFTER[1]} usually pays"
+    fits = DRAFTER_SIZE_RATIO[0] <= ratio <= DRAFTER_SIZE_RATIO[1]
+    return CheckResult(
+        True if fits else None, f"draft size: 1/{ratio:.1f} of the model; 1/{DRAFTER_SIZE_RATIO[0]} to 1/{DRAFTER_SIZE_RATIO[1]} usually pays"
     )
 
 
-def _fit(config: Config, target: ModelFacts, drafter: ModelFacts | None) -> Iterator[Finding]:
+def _check_memory(config: Config, target: ModelInfo, drafter: ModelInfo | None) -> Iterator[CheckResult]:
     try:
-        hardware = this_machine(config)
+        hardware = detect_hardware(config)
         chosen = resolve(config, hardware, target, drafter)
     except ForewordError as error:
-        yield Finding(False, f"memory: {error}")
+        yield CheckResult(False, f"memory: {error}")
         return
-    for note in (*chosen.notes, *filter(None, [why_not_native(chosen.device)])):
-        yield Finding(None, f"device: {note}")
-    yield Finding(
+    for note in (*chosen.notes, *filter(None, [native_unavailable_reason(chosen.device)])):
+        yield CheckResult(None, f"device: {note}")
+    yield CheckResult(
         True,
-        f"memory: weights {bytes_text(chosen.weight_bytes)} in {chosen.weight_format}, {bytes_text(hardware.free_bytes)} free",
+        f"memory: weights {format_bytes(chosen.weight_bytes)} in {chosen.weight_format}, {format_bytes(hardware.free_bytes)} free",
     )
     if chosen.memory is not None:
-        yield Finding(True, f"{hardware.gpu}: {chosen.memory}")
-        if chosen.memory.for_kv < chosen.kv_bytes:
-            yield Finding(None, "by this estimate it does not fit; whether it does is measured when it is loaded")
-    yield _cache(chosen, target, drafter)
-    whole = chosen.max_model_len >= target.context
-    yield Finding(True if whole else None, f"context: {chosen.max_model_len} of {target.context} tokens")
+        yield CheckResult(True, f"{hardware.gpu}: {chosen.memory}")
+        if chosen.memory.kv_cache < chosen.kv_bytes:
+            yield CheckResult(None, "by this estimate it does not fit; whether it does is measured when it is loaded")
+    yield _check_kv_cache(chosen, target, drafter)
+    whole = chosen.max_model_len >= target.context_len
+    yield CheckResult(True if whole else None, f"context: {chosen.max_model_len} of {target.context_len} tokens")
 
 
-def _cache(chosen: Resolved, target: ModelFacts, drafter: ModelFacts | None) -> Finding:
+def _check_kv_cache(chosen: ResolvedConfig, target: ModelInfo, drafter: ModelInfo | None) -> CheckResult:
     models = [target] if drafter is None else [target, drafter]
-    per_token = bytes_text(sum(kv_bytes_per_token(facts, chosen.kv_cache_dtype) for facts in models))
+    per_token = format_bytes(sum(kv_bytes_per_token(facts, chosen.kv_cache_dtype) for facts in models))
     tokens = chosen.num_blocks * chosen.block_size
-    return Finding(
-        True, f"KV cache: {per_token} a token in {chosen.kv_cache_dtype}, {bytes_text(chosen.kv_bytes)} for {tokens} tokens"
+    return CheckResult(
+        True, f"KV cache: {per_token} a token in {chosen.kv_cache_dtype}, {format_bytes(chosen.kv_bytes)} for {tokens} tokens"
     )

@@ -9,10 +9,10 @@ import re
 import sys
 from importlib.metadata import PackageNotFoundError, requires, version
 
-from foreword.hardware import probe
-from foreword.kernels.registry import describe
+from foreword.hardware import probe_hardware
+from foreword.kernels.registry import list_backends
 
-__all__ = ["add_arguments", "facts", "run"]
+__all__ = ["add_arguments", "collect", "run"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    found = facts()
+    found = collect()
     if args.json:
         print(json.dumps(found))
         return 0
@@ -31,12 +31,12 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def facts() -> dict[str, dict[str, str]]:
+def collect() -> dict[str, dict[str, str]]:
     """Sections of (name, value)."""
-    machine = probe("auto")
+    machine = probe_hardware("auto")
     hardware = {name: _text(getattr(machine, name)) for name in type(machine).__dataclass_fields__}
     hardware["capability"] = ".".join(map(str, machine.capability)) if machine.gpu else "none"
-    backends = {backend.name: ("available" if backend.available else "no") + f": {backend.reason}" for backend in describe()}
+    backends = {backend.name: ("available" if backend.available else "no") + f": {backend.reason}" for backend in list_backends()}
     return {"versions": _versions(), "hardware": hardware, "backends": backends}
 
 

@@ -8,11 +8,11 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 
-from foreword.cli.answers import ENDED, Message, add_source_options, open_source
+from foreword.cli.answers import FINISH_NOTES, Message, add_backend_options, open_backend
 from foreword.cli.images import add_image_option, user_message
 from foreword.cli.sampling import add_sampling_options, read_params
 from foreword.cli.structured import add_structured_options, read_structured, read_text
-from foreword.cli.terminal import errors
+from foreword.cli.terminal import stderr_console
 from foreword.errors import ConfigError
 
 __all__ = ["add_arguments", "run"]
@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_image_option(parser, "a picture to answer about")
     parser.add_argument("--json", action="store_true", help="one JSON object: text, finish_reason, token_ids, metrics")
     parser.add_argument("--prediction", metavar="FILE", help="a text that the answer will be much like, to guess from")
-    add_source_options(parser)
+    add_backend_options(parser)
     add_sampling_options(parser)
     add_structured_options(parser)
 
@@ -37,14 +37,14 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("--image needs the chat template, which --raw leaves out", "image")
     prompt: str | Sequence[Message] = text if args.raw else [user_message(text, args.image)]
     word = None
-    with open_source(args) as source:
+    with open_backend(args) as source:
         if args.json:
             print(json.dumps(asdict(source.answer(prompt, params)), ensure_ascii=False))
             return 0
         for piece in source.stream(prompt, params):
             print(piece.text, end="", flush=True)
-            word = ENDED.get(piece.finish_reason or "")
+            word = FINISH_NOTES.get(piece.finish_reason or "")
     print()
     if word is not None:
-        errors().print(f"foreword generate: {word}", markup=False)
+        stderr_console().print(f"foreword generate: {word}", markup=False)
     return 0

@@ -14,7 +14,7 @@ from foreword.errors import InvalidRequest
 
 __all__ = ["add_image_option", "user_message"]
 
-UNKNOWN = "image/png"  # some servers want to be told a type; ours looks at the bytes
+DEFAULT_MIME_TYPE = "image/png"  # some servers want to be told a type; ours looks at the bytes
 
 
 def add_image_option(parser: argparse.ArgumentParser, what: str) -> None:
@@ -32,5 +32,5 @@ def _part(file: str) -> dict[str, Any]:
     except (OSError, ValueError, RuntimeError) as error:
         reason = (error.strerror if isinstance(error, OSError) else None) or error
         raise InvalidRequest(f"--image {file}: {reason}", "image") from None
-    kind = mimetypes.guess_type(file)[0] or UNKNOWN
+    kind = mimetypes.guess_type(file)[0] or DEFAULT_MIME_TYPE
     return {"type": "image_url", "image_url": {"url": f"data:{kind};base64,{base64.b64encode(data).decode()}"}}

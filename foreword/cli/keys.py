@@ -24,15 +24,15 @@ from foreword.serve.key_file import (
     hash_key,
     new_secret,
     parse_keys,
-    parse_moment,
+    parse_time,
     read_key_file,
-    salt_of,
+    choose_salt,
 )
 
 __all__ = ["add_arguments", "run"]
 
-VARIABLE = environment_name("api_key_file")
-SPANS_S = {"h": 3600, "d": 86_400}
+KEY_FILE_VARIABLE = environment_name("api_key_file")
+UNIT_SECONDS = {"h": 3600, "d": 86_400}
 LIMITS = {
     "requests_per_minute": "requests that it may send a minute",
     "tokens_per_minute": "tokens that it may use a minute, of prompts and answers",
@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     listing = actions.add_parser("list", help="the keys of the file, without their hashes")
     revoke = actions.add_parser("revoke", help="take a key out of the file")
     for sub in (new, listing, revoke):
-        sub.add_argument("--file", metavar="FILE", help=f"the key file (default: ${VARIABLE})")
+        sub.add_argument("--file", metavar="FILE", help=f"the key file (default: ${KEY_FILE_VARIABLE})")
     for sub in (new, revoke):
         sub.add_argument("name", metavar="NAME", help="whose key it is")
     new.add_argument("--admin", action="store_true", help="it may use the routes below /admin")
@@ -65,9 +65,9 @@ def _new(args: argparse.Namespace) -> int:
     path, secret = _path(args), new_secret()
     limits = {name: getattr(args, name) for name in LIMITS if getattr(args, name) is not None}
     models = tuple(name.strip() for name in args.models.split(",")) if args.models is not None else None
-    expires = _moment(args.expires, time.time()) if args.expires else None
+    expires = _parse_expiry(args.expires, time.time()) if args.expires else None
     key = Key(args.name, b"", b"", admin=args.admin, models=models, expires=expires, **limits)
-    change_key_file(path, _adding(key, secret, path))
+    change_key_file(path, _key_adder(key, secret, path))
     print(secret)
     print(f"added {key.name} to {path}; the key is shown only this once", file=sys.stderr)
     return 0
@@ -83,34 +83,34 @@ def _list(args: argparse.Namespace) -> int:
 
 def _revoke(args: argparse.Namespace) -> int:
     path = _path(args)
-    change_key_file(path, _removing(args.name, path))
+    change_key_file(path, _key_remover(args.name, path))
     print(f"revoked {args.name}", file=sys.stderr)
     return 0
 
 
 def _path(args: argparse.Namespace) -> Path:
-    given = args.file or os.environ.get(VARIABLE)
+    given = args.file or os.environ.get(KEY_FILE_VARIABLE)
     if not given:
-        raise ConfigError(f"which key file? Name it with --file or {VARIABLE}", "file")
+        raise ConfigError(f"which key file? Name it with --file or {KEY_FILE_VARIABLE}", "file")
     return Path(given)
 
 
-def _moment(text: str, now: float) -> float:
+def _parse_expiry(text: str, now: float) -> float:
     """Unix time of "90d", "12h", a date or a time."""
     span = re.fullmatch(r"([0-9]{1,6})([hd])", text)
     if span is not None:
-        return float(int(now) + int(span[1]) * SPANS_S[span[2]])
+        return float(int(now) + int(span[1]) * UNIT_SECONDS[span[2]])
     try:
-        return parse_moment(text)
+        return parse_time(text)
     except ValueError as error:
         raise ConfigError(f"expires must be {error}, or from now, such as 90d or 12h, got {text!r:.60}", "expires") from None
 
 
-def _adding(key: Key, secret: str, path: Path) -> Callable[[tuple[Key, ...]], Sequence[Key]]:
+def _key_adder(key: Key, secret: str, path: Path) -> Callable[[tuple[Key, ...]], Sequence[Key]]:
     def change(present: tuple[Key, ...]) -> Sequence[Key]:
         if key.name in {other.name for other in present}:
             raise ConfigError(f"there is a key {key.name} already; revoke it first, or take another name", "name")
-        salt = salt_of(present)
+        salt = choose_salt(present)
         added = (*present, replace(key, salt=salt, digest=hash_key(secret.encode(), salt)))
         parse_keys(dump_keys(added).encode(), path)  # what could not be read again is not written
         return added
@@ -118,7 +118,7 @@ def _adding(key: Key, secret: str, path: Path) -> Callable[[tuple[Key, ...]], Se
     return change
 
 
-def _removing(name: str, path: Path) -> Callable[[tuple[Key, ...]], Sequence[Key]]:
+def _key_remover(name: str, path: Path) -> Callable[[tuple[Key, ...]], Sequence[Key]]:
     def change(present: tuple[Key, ...]) -> Sequence[Key]:
         left = [key for key in present if key.name != name]
         if len(left) == len(present):
@@ -134,7 +134,7 @@ class Column:
     text: Callable[[Key], str]
 
 
-def _shown(name: str) -> Callable[[Key], str]:
+def _field_text(name: str) -> Callable[[Key], str]:
     return lambda key: "-" if getattr(key, name) is None else str(getattr(key, name))
 
 
@@ -143,7 +143,7 @@ COLUMNS = (
     Column("admin", lambda key: "yes" if key.admin else "no"),
     Column("models", lambda key: "all" if key.models is None else ",".join(key.models)),
     Column("expires", lambda key: "never" if key.expires is None else datetime.fromtimestamp(key.expires, UTC).isoformat()),
-    *(Column(name, _shown(name)) for name in LIMITS),
+    *(Column(name, _field_text(name)) for name in LIMITS),
 )
 
 

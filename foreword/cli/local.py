@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from foreword.cli.answers import Answer, Message, Piece
+from foreword.cli.answers import ChatResult, Message, ChatPiece
 from foreword.cli.banner import model_name, speculation_line
 from foreword.cli.options import engine_fields
 from foreword.cli.terminal import loading_bar
@@ -14,10 +14,10 @@ from foreword.config import Config
 from foreword.core.params import SamplingParams
 from foreword.llm import LLM
 
-__all__ = ["Local"]
+__all__ = ["LocalBackend"]
 
 
-class Local:
+class LocalBackend:
     """Loads the model of `config` and answers with it."""
 
     def __init__(self, config: Config) -> None:
@@ -26,15 +26,15 @@ class Local:
         self.name = model_name(config, Path(str(self._llm.config.model)))
         self.speculation: str | None = speculation_line(self._llm.info)
 
-    def stream(self, prompt: str | Sequence[Message], params: SamplingParams) -> Iterator[Piece]:
+    def stream(self, prompt: str | Sequence[Message], params: SamplingParams) -> Iterator[ChatPiece]:
         asked: Any = prompt if isinstance(prompt, str) else [dict(message) for message in prompt]
         for piece in self._llm.stream(asked, params):
-            yield Piece(piece.text, piece.guessed, piece.finish_reason)
+            yield ChatPiece(piece.text, piece.is_draft, piece.finish_reason)
 
-    def answer(self, prompt: str | Sequence[Message], params: SamplingParams) -> Answer:
+    def answer(self, prompt: str | Sequence[Message], params: SamplingParams) -> ChatResult:
         if isinstance(prompt, str):
             output = self._llm.generate([prompt], params, progress=False)[0]
         else:
             output = self._llm.chat([dict(message) for message in prompt], params)[0]
         metrics = output.metrics.as_dict() if output.metrics is not None else None
-        return Answer(output.text, output.finish_reason, tuple(output.token_ids), metrics)
+        return ChatResult(output.text, output.finish_reason, tuple(output.token_ids), metrics)

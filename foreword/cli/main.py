@@ -20,15 +20,15 @@ from typing import Any, NoReturn
 from foreword import __version__
 from foreword.errors import CheckpointError, ConfigError, ForewordError
 
-__all__ = ["COMMANDS", "Command", "build_parser", "main"]
+__all__ = ["COMMANDS", "Subcommand", "build_parser", "main"]
 
-WRONG_USE = 2
-FAILED = 1
-INTERRUPTED = 130
+EXIT_USAGE = 2
+EXIT_FAILURE = 1
+EXIT_INTERRUPTED = 130
 
 
 @dataclass(frozen=True, slots=True)
-class Command:
+class Subcommand:
     """A subcommand; its module offers `add_arguments(parser)` and `run(args) -> int`."""
 
     name: str
@@ -37,14 +37,14 @@ class Command:
 
 
 COMMANDS = (
-    Command("serve", "foreword.cli.serve", "start the server"),
-    Command("chat", "foreword.cli.chat", "talk to a model; guessed tokens are coloured"),
-    Command("generate", "foreword.cli.generate", "print one answer"),
-    Command("run-batch", "foreword.cli.run_batch", "answer a file of requests"),
-    Command("keys", "foreword.cli.keys", "make, list and revoke API keys"),
-    Command("bench", "foreword.cli.bench", "measure: latency, throughput, serve, speculate, kernels, gpu"),
-    Command("check", "foreword.cli.check", "does a model fit, and does a draft model match it"),
-    Command("env", "foreword.cli.env", "versions, hardware and kernel backends"),
+    Subcommand("serve", "foreword.cli.serve", "start the server"),
+    Subcommand("chat", "foreword.cli.chat", "talk to a model; guessed tokens are coloured"),
+    Subcommand("generate", "foreword.cli.generate", "print one answer"),
+    Subcommand("run-batch", "foreword.cli.run_batch", "answer a file of requests"),
+    Subcommand("keys", "foreword.cli.keys", "make, list and revoke API keys"),
+    Subcommand("bench", "foreword.cli.bench", "measure: latency, throughput, serve, speculate, kernels, gpu"),
+    Subcommand("check", "foreword.cli.check", "does a model fit, and does a draft model match it"),
+    Subcommand("env", "foreword.cli.env", "versions, hardware and kernel backends"),
 )
 
 
@@ -55,14 +55,14 @@ class Parser(argparse.ArgumentParser):
         super().__init__(**options, allow_abbrev=False)
 
     def error(self, message: str) -> NoReturn:
-        self.exit(WRONG_USE, f"{self.prog}: {message} (see {self.prog} --help)\n")
+        self.exit(EXIT_USAGE, f"{self.prog}: {message} (see {self.prog} --help)\n")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code. Errors meant for the user are one line on stderr."""
     argv = sys.argv[1:] if argv is None else list(argv)
-    chosen = _chosen(argv)
-    with _ending_early(chosen):
+    chosen = _command_name(argv)
+    with _exit_cleanly_on_signal(chosen):
         return _run(build_parser(chosen).parse_args(argv))
 
 
@@ -70,16 +70,16 @@ def _run(args: argparse.Namespace) -> int:
     try:
         return int(args.run(args))
     except ForewordError as error:
-        return _complain(error, args)
+        return _print_error(error, args)
     except KeyboardInterrupt:
-        return INTERRUPTED
+        return EXIT_INTERRUPTED
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the flush at exit complains again
-        return FAILED
+        return EXIT_FAILURE
 
 
 @contextmanager
-def _ending_early(chosen: str | None) -> Iterator[None]:
+def _exit_cleanly_on_signal(chosen: str | None) -> Iterator[None]:
     """A server that is told to end while it is imported ends well: it has begun nothing. Later it hears of it itself."""
     if chosen != "serve" or threading.current_thread() is not threading.main_thread():
         yield
@@ -106,12 +106,12 @@ def build_parser(chosen: str | None) -> argparse.ArgumentParser:
     return parser
 
 
-def _chosen(argv: Sequence[str]) -> str | None:
+def _command_name(argv: Sequence[str]) -> str | None:
     return next((word for word in argv if not word.startswith("-")), None)
 
 
-def _complain(error: ForewordError, args: argparse.Namespace) -> int:
+def _print_error(error: ForewordError, args: argparse.Namespace) -> int:
     if str(getattr(args, "log_level", "")).lower() == "debug":
         logging.getLogger("foreword").exception("failed")
     print(f"foreword {args.command}: {error}", file=sys.stderr)
-    return WRONG_USE if isinstance(error, ConfigError | CheckpointError) else FAILED
+    return EXIT_USAGE if isinstance(error, ConfigError | CheckpointError) else EXIT_FAILURE

@@ -69,14 +69,14 @@ def help_text(item: Any) -> str:
     return f"{text} (default: {item.default})"
 
 
-def kind_of(item: Any) -> str:
+def type_name(item: Any) -> str:
     """ "str", "int", "float" or "bool": the type of a field, None aside."""
     return str(item.type).split("|")[0].strip()
 
 
 def _add_option(section: Any, item: Any) -> None:
     help_ = help_text(item).replace("%", "%%")
-    kind = kind_of(item)
+    kind = type_name(item)
     common = {"dest": item.name, "default": argparse.SUPPRESS, "help": help_}
     if kind == "bool":
         section.add_argument(flag(item.name), action=argparse.BooleanOptionalAction, **common)
@@ -93,18 +93,18 @@ METAVARS = {"str": "TEXT", "int": "N", "float": "X"}
 def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
     """Values of FOREWORD_* variables; an empty one counts as not set."""
     given = {item: environ.get(environment_name(item.name), "") for item in option_fields()}
-    return {item.name: _parse(environment_name(item.name), kind_of(item), text) for item, text in given.items() if text}
+    return {item.name: _parse(environment_name(item.name), type_name(item), text) for item, text in given.items() if text}
 
 
-def _parse(source: str, kind: str, text: str) -> Any:
-    if kind == "bool":
+def _parse(source: str, type_name: str, text: str) -> Any:
+    if type_name == "bool":
         if text.lower() not in TRUE + FALSE:
             raise ConfigError(f"{source} must be one of {', '.join(TRUE + FALSE)}, got {text!r}", source)
         return text.lower() in TRUE
     try:
-        return PARSERS[kind](text)
+        return PARSERS[type_name](text)
     except ValueError:
-        raise ConfigError(f"{source} must be of type {kind}, got {text!r}", source) from None
+        raise ConfigError(f"{source} must be of type {type_name}, got {text!r}", source) from None
 
 
 def _from_file(path: Path) -> dict[str, Any]:
@@ -123,14 +123,14 @@ def _from_file(path: Path) -> dict[str, Any]:
 
 
 def _file_option(path: Path, key: str, value: object) -> tuple[str, Any]:
-    item = _known(path, key)
+    item = _check_known(path, key)
     source = f"config file {path}: {key}"
     if not isinstance(value, str):
         raise ConfigError(f"{source} must be a single value", item.name)
-    return item.name, _parse(source, kind_of(item), value)
+    return item.name, _parse(source, type_name(item), value)
 
 
-def _known(path: Path, key: str) -> Any:
+def _check_known(path: Path, key: str) -> Any:
     items = {item.name: item for item in option_fields()}
     name = key.replace("-", "_")
     if name not in items:

@@ -8,13 +8,13 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from foreword.cli.options import GROUPS, environment_name, flag, kind_of
+from foreword.cli.options import GROUPS, environment_name, flag, type_name
 from foreword.config import option_fields
 from foreword.metrics.catalog import CATALOG, PREFIX, Metric
 
 __all__ = ["PAGES", "flags_page", "metrics_page", "write"]
 
-FLAGS_HEAD = """# Flags
+FLAGS_HEADER = """# Flags
 
 Written by `python -m foreword.cli.reference`; edit `foreword/config.py` instead.
 
@@ -24,7 +24,7 @@ file beats the default. Switches are turned off with `--no-...`, or with `false`
 Options of the groups model, scheduler and speculation are flags of `chat`, `generate`, `bench` and `check` as well.
 """
 
-METRICS_HEAD = f"""# Metrics
+METRICS_HEADER = f"""# Metrics
 
 Written by `python -m foreword.cli.reference`; edit `foreword/metrics/catalog.py` instead.
 
@@ -33,13 +33,13 @@ after every cut: a token that was not delivered is in none of them. A ratio does
 something to divide by; no value is ever a nan.
 """
 
-PICTURES_HEAD = """
+IMAGES_HEADER = """
 ## Only where the model sees pictures
 
 Beside these there is a stage `encode` in `step_seconds` and `engine_faults_total` then.
 """
 
-SPECULATIVE_HEAD = """
+SPECULATION_HEADER = """
 ## Only where speculation is configured
 
 With `--speculate off` none of these exist. Ratios, positions and reasons appear once there is something to tell.
@@ -48,15 +48,15 @@ With `--speculate off` none of these exist. Ratios, positions and reasons appear
 
 def flags_page() -> str:
     """Markdown: a table for each group of options."""
-    return "\n".join([FLAGS_HEAD, *(line for group in GROUPS for line in _group(group))]) + "\n"
+    return "\n".join([FLAGS_HEADER, *(line for group in GROUPS for line in _group(group))]) + "\n"
 
 
 def metrics_page() -> str:
     """Markdown: a table of what always exists, and of what pictures and speculation add."""
-    always = [row for row in CATALOG if not (row.speculative or row.pictures)]
-    pictures = [row for row in CATALOG if row.pictures]
+    always = [row for row in CATALOG if not (row.speculative or row.multimodal)]
+    pictures = [row for row in CATALOG if row.multimodal]
     speculative = [row for row in CATALOG if row.speculative]
-    parts = [METRICS_HEAD, *_metrics(always), PICTURES_HEAD, *_metrics(pictures), SPECULATIVE_HEAD, *_metrics(speculative)]
+    parts = [METRICS_HEADER, *_metrics(always), IMAGES_HEADER, *_metrics(pictures), SPECULATION_HEADER, *_metrics(speculative)]
     return "\n".join(parts) + "\n"
 
 
@@ -74,7 +74,7 @@ def _group(group: str) -> Iterator[str]:
     yield "|---|---|---|---|---|"
     for item in option_fields():
         if item.metadata["group"] == group:
-            value = ", ".join(item.metadata["choices"]) or kind_of(item)
+            value = ", ".join(item.metadata["choices"]) or type_name(item)
             cells = (
                 f"`{flag(item.name)}`",
                 value,
@@ -96,7 +96,7 @@ def _metrics(rows: list[Metric]) -> Iterator[str]:
     yield "| metric | kind | labels | what it counts |"
     yield "|---|---|---|---|"
     for row in rows:
-        yield f"| `{row.name}` | {row.kind} | {', '.join(row.labels)} | {row.help} |"
+        yield f"| `{row.name}` | {row.metric_type} | {', '.join(row.labels)} | {row.help} |"
 
 
 if __name__ == "__main__":

@@ -25,25 +25,25 @@ from fastapi import FastAPI
 from httpx import ASGITransport
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from foreword.cli.backends import Backends
-from foreword.cli.batch_file import Bad, Job, Output, answered, read_lines, refused
+from foreword.cli.backends import ServerStack
+from foreword.cli.batch_file import InvalidLine, BatchLine, BatchOutput, success_line, read_lines, error_line
 from foreword.cli.options import add_config_options, read_config
-from foreword.cli.terminal import errors, set_up_logging
+from foreword.cli.terminal import stderr_console, set_up_logging
 from foreword.config import Config
 from foreword.errors import ConfigError, EngineDead
-from foreword.metrics.recorder import Recorder
-from foreword.prepare import prepare
+from foreword.metrics.recorder import MetricsRecorder
+from foreword.prepare import prepare_checkpoint
 
-__all__ = ["Caller", "Tally", "add_arguments", "answer_all", "run"]
+__all__ = ["BatchClient", "BatchSummary", "add_arguments", "answer_all", "run"]
 
-PATIENCE_S = 30.0  # a server that has been gone for so long is gone
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 5.0
+SERVER_GONE_S = 30.0  # a server that has been gone for so long is gone
+MIN_RETRY_S, MAX_RETRY_S = 0.05, 5.0
 REMOTE_CONCURRENCY = 64
 IN_PROCESS = "http://in-process"
 
 
 @dataclass(slots=True)
-class Tally:
+class BatchSummary:
     """What became of the lines: done counts those that had their answer before."""
 
     done: int = 0
@@ -53,15 +53,15 @@ class Tally:
     generated_tokens: int = 0
     started_s: float = field(default_factory=time.monotonic)
 
-    def count(self, ok: bool, body: Any) -> None:
+    def add(self, ok: bool, body: Any) -> None:
         self.ok += ok
         self.failed += not ok
         usage = body.get("usage") if isinstance(body, dict) else None
         if isinstance(usage, dict):
-            self.prompt_tokens += _whole(usage.get("prompt_tokens"))
-            self.generated_tokens += _whole(usage.get("completion_tokens"))
+            self.prompt_tokens += _int_or_zero(usage.get("prompt_tokens"))
+            self.generated_tokens += _int_or_zero(usage.get("completion_tokens"))
 
-    def summary(self, output: Path) -> str:
+    def text(self, output: Path) -> str:
         seconds = time.monotonic() - self.started_s
         before = f", {self.done} were before" if self.done else ""
         return (
@@ -88,40 +88,40 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--concurrency must be at least 1, got {args.concurrency}", "concurrency")
     if target.exists() and source.exists() and target.samefile(source):
         raise ConfigError("--output must be another file than --input", "output")
-    total, tally = sum(1 for _ in read_lines(source)), Tally()
-    with Output(target) as output:
+    total, tally = sum(1 for _ in read_lines(source)), BatchSummary()
+    with BatchOutput(target) as output:
         try:
             with _progress() as progress:
-                items = _unanswered(source, output, tally, progress, total)
+                items = _pending_lines(source, output, tally, progress, total)
                 if (first := next(items, None)) is not None:
                     asyncio.run(_run(config, args, chain([first], items), output, tally))
         finally:
-            errors().print(tally.summary(target), markup=False)
-        return 1 if tally.failed or output.errors else 0
+            stderr_console().print(tally.text(target), markup=False)
+        return 1 if tally.failed or output.num_errors else 0
 
 
-def _unanswered(source: Path, output: Output, tally: Tally, progress: Progress, total: int) -> Iterator[Job | Bad]:
+def _pending_lines(source: Path, output: BatchOutput, summary: BatchSummary, progress: Progress, total: int) -> Iterator[BatchLine | InvalidLine]:
     """The lines without an answer. A line counts as done when the next one is asked for."""
     task = progress.add_task("answering", total=total)
     for item in read_lines(source):
-        if output.has(item):
-            tally.done += 1
+        if output.contains(item):
+            summary.done += 1
         else:
             yield item
         progress.advance(task)
 
 
-async def _run(config: Config, args: argparse.Namespace, items: Iterator[Job | Bad], output: Output, tally: Tally) -> None:
+async def _run(config: Config, args: argparse.Namespace, items: Iterator[BatchLine | InvalidLine], output: BatchOutput, summary: BatchSummary) -> None:
     if args.url is not None:
         async with _client(args.url.rstrip("/").removesuffix("/v1"), config) as http:
-            return await answer_all(Caller(http, PATIENCE_S), items, output, tally, args.concurrency or REMOTE_CONCURRENCY)
-    config = _alone(config)
+            return await answer_all(BatchClient(http, SERVER_GONE_S), items, output, summary, args.concurrency or REMOTE_CONCURRENCY)
+    config = _without_auth(config)
     async with _application(config) as app, _client(IN_PROCESS, config, ASGITransport(app, raise_app_exceptions=False)) as http:
         concurrency = args.concurrency or 2 * app.state.server.info().resolved.max_num_seqs
-        await answer_all(Caller(http), items, output, tally, concurrency)
+        await answer_all(BatchClient(http), items, output, summary, concurrency)
 
 
-def _alone(config: Config) -> Config:
+def _without_auth(config: Config) -> Config:
     """Nobody else comes in here: keys are not asked for, and whoever waits may wait."""
     return replace(config, api_key=None, api_key_file=None, queue_timeout=0.0)
 
@@ -129,9 +129,9 @@ def _alone(config: Config) -> Config:
 @asynccontextmanager
 async def _application(config: Config) -> AsyncIterator[FastAPI]:
     """The server's application with a running engine behind it."""
-    async with Backends(prepare(config)) as backends:
+    async with ServerStack(prepare_checkpoint(config)) as backends:
         info = await backends.start()
-        app = backends.application(Recorder(info.resolved.drafters, pictures=info.image_token_id is not None))
+        app = backends.serving_app(MetricsRecorder(info.resolved.drafters, multimodal=info.image_token_id is not None))
         async with app.router.lifespan_context(app):
             yield app
 
@@ -142,20 +142,20 @@ def _client(url: str, config: Config, transport: httpx.AsyncBaseTransport | None
     return httpx.AsyncClient(base_url=url, headers=headers, transport=transport, timeout=timeout, limits=limits)
 
 
-async def answer_all(caller: Caller, items: Iterator[Job | Bad], output: Output, tally: Tally, concurrency: int) -> None:
+async def answer_all(client: BatchClient, items: Iterator[BatchLine | InvalidLine], output: BatchOutput, summary: BatchSummary, concurrency: int) -> None:
     """Ask for every item, `concurrency` at a time, and write what comes. Raises EngineDead when nobody answers any more."""
 
     async def work() -> None:
         for item in items:  # shared: whoever is free takes the next
-            if isinstance(item, Bad):
-                output.write(refused(item))
-                tally.failed += 1
+            if isinstance(item, InvalidLine):
+                output.write(error_line(item))
+                summary.failed += 1
             else:
-                response = await caller.ask(item)
-                body = _body(response)
-                record = answered(item, response.status_code, response.headers.get("x-request-id"), body)
+                response = await client.ask(item)
+                body = _response_body(response)
+                record = success_line(item, response.status_code, response.headers.get("x-request-id"), body)
                 output.write(record)
-                tally.count(response.status_code == 200 and record["error"] is None, body)
+                summary.add(response.status_code == 200 and record["error"] is None, body)
 
     workers = [asyncio.create_task(work()) for _ in range(concurrency)]
     try:
@@ -166,27 +166,27 @@ async def answer_all(caller: Caller, items: Iterator[Job | Bad], output: Output,
         await asyncio.gather(*workers, return_exceptions=True)
 
 
-class Caller:
+class BatchClient:
     """Asks a server until it answers: a busy one for as long as it takes, one that is gone for `patience_s`."""
 
-    def __init__(self, http: httpx.AsyncClient, patience_s: float = 0.0) -> None:
+    def __init__(self, http: httpx.AsyncClient, gone_timeout_s: float = 0.0) -> None:
         self._http = http
-        self._patience_s = patience_s
-        self._met = False
+        self._gone_timeout_s = gone_timeout_s
+        self._was_reached = False
 
-    async def ask(self, job: Job) -> httpx.Response:
+    async def ask(self, line: BatchLine) -> httpx.Response:
         """The answer to one line. Raises EngineDead; a server that was never there is not waited for."""
-        content, pause_s, gone_s = json.dumps(job.body).encode(), FIRST_PAUSE_S, 0.0
+        content, pause_s, gone_s = json.dumps(line.body).encode(), MIN_RETRY_S, 0.0
         while True:
-            response, reason = await self._post(job.url, content)
-            self._met |= response is not None
+            response, reason = await self._post(line.url, content)
+            self._was_reached |= response is not None
             if response is not None and response.status_code not in (429, 503):
                 return response
             gone_s = 0.0 if response is not None and response.status_code == 429 else gone_s + pause_s
-            if gone_s > (self._patience_s if self._met else 0.0):
+            if gone_s > (self._gone_timeout_s if self._was_reached else 0.0):
                 raise EngineDead(f"{self._http.base_url} does not answer ({reason}); the same command goes on from here")
             await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+            pause_s = min(2 * pause_s, MAX_RETRY_S)
 
     async def _post(self, url: str, content: bytes) -> tuple[httpx.Response | None, str]:
         """A response if there is one, and what to say if it is none to keep."""
@@ -197,7 +197,7 @@ class Caller:
         return response, f"status {response.status_code}"
 
 
-def _body(response: httpx.Response) -> Any:
+def _response_body(response: httpx.Response) -> Any:
     """The JSON of a response; what is none of ours may be a text."""
     try:
         return response.json()
@@ -205,12 +205,12 @@ def _body(response: httpx.Response) -> Any:
         return response.text
 
 
-def _whole(value: Any) -> int:
+def _int_or_zero(value: Any) -> int:
     """A count that a server tells; one of another make may tell anything."""
     return value if isinstance(value, int) else 0
 
 
 def _progress() -> Progress:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    console = errors()
+    console = stderr_console()
     return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)

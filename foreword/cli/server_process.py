@@ -34,9 +34,9 @@ class ServerProcess:
 
     def __init__(self, config: Config, flags: Sequence[str] = ()) -> None:
         self.url = ""
-        self.lines: list[str] = []
+        self.banner_lines: list[str] = []
         fields = {**engine_fields(config), "port": 0, "host": "127.0.0.1"}
-        self._command = [sys.executable, "-m", "foreword", "serve", *_flags(fields), *flags]
+        self._command = [sys.executable, "-m", "foreword", "serve", *_to_flags(fields), *flags]
         self._log: IO[bytes] | None = None
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -51,7 +51,7 @@ class ServerProcess:
             raise
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, exc_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.stop()
         assert self._log is not None
         self._log.close()
@@ -61,7 +61,7 @@ class ServerProcess:
         assert self._process is not None
         return self._process.pid
 
-    def read(self) -> list[str]:
+    def read_log(self) -> list[str]:
         """All that it has said so far."""
         assert self._log is not None
         return Path(self._log.name).read_text(encoding="utf-8", errors="replace").splitlines()
@@ -87,17 +87,17 @@ class ServerProcess:
         assert self._process is not None
         deadline = time.monotonic() + START_TIMEOUT_S
         while time.monotonic() < deadline:
-            self.lines = self.read()
-            if any(line.startswith("try: ") for line in self.lines):
-                self.url = next(line.split()[1] for line in self.lines if line.startswith("address: "))
+            self.banner_lines = self.read_log()
+            if any(line.startswith("try: ") for line in self.banner_lines):
+                self.url = next(line.split()[1] for line in self.banner_lines if line.startswith("address: "))
                 return
             if self._process.poll() is not None:
                 break
             time.sleep(0.01)
-        raise ForewordError("the server did not start: " + " / ".join(self.read()[-3:]))
+        raise ForewordError("the server did not start: " + " / ".join(self.read_log()[-3:]))
 
 
-def _flags(fields: dict[str, object]) -> list[str]:
+def _to_flags(fields: dict[str, object]) -> list[str]:
     """Command-line flags that say the same as the fields."""
     words: list[str] = []
     for name, value in fields.items():

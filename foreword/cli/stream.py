@@ -10,11 +10,11 @@ import httpx
 
 from foreword.errors import ForewordError
 
-__all__ = ["Chunk", "EventReader", "asynchronous_chunks", "choices_of", "chunks", "text_of", "token_ids_of"]
+__all__ = ["Chunk", "EventReader", "iter_chunks_async", "choices_of", "iter_chunks", "text_of", "token_ids_of"]
 
 MAX_EVENT_BYTES: Final = 16 << 20
 DONE: Final = b"[DONE]"
-SHOWN: Final = 80  # bytes of what cannot be read
+MAX_SHOWN_CHARS: Final = 80  # bytes of what cannot be read
 
 Chunk = Mapping[str, Any]
 
@@ -26,29 +26,29 @@ class EventReader:
     event that does not end.
     """
 
-    __slots__ = ("_after_return", "_data", "_line", "_size")
+    __slots__ = ("_after_cr", "_data", "_line", "_size")
 
     def __init__(self) -> None:
         self._line: list[bytes] = []  # pieces of a line that goes on
         self._data: list[bytes] = []  # lines of an event that goes on
         self._size = 0
-        self._after_return = False  # a line feed would belong to it
+        self._after_cr = False  # a line feed would belong to it
 
     def feed(self, received: bytes) -> Iterator[Chunk]:
         """Objects that are whole now."""
-        if received and self._after_return:
-            received, self._after_return = received.removeprefix(b"\n"), False
-        self._grow(len(received))
+        if received and self._after_cr:
+            received, self._after_cr = received.removeprefix(b"\n"), False
+        self._check_size(len(received))
         self._line.append(received)
         if b"\n" not in received and b"\r" not in received:
             return
-        self._after_return = received.endswith(b"\r")
+        self._after_cr = received.endswith(b"\r")
         lines = b"".join(self._line).splitlines(keepends=True)
         self._line = [] if lines[-1].endswith((b"\n", b"\r")) else [lines.pop()]
         for line in lines:
-            yield from self._take(line.rstrip(b"\r\n"))
+            yield from self._process_line(line.rstrip(b"\r\n"))
 
-    def _take(self, line: bytes) -> Iterator[Chunk]:
+    def _process_line(self, line: bytes) -> Iterator[Chunk]:
         """A line without its end; an empty one ends the event."""
         name, _, value = line.partition(b":")
         if name == b"data":
@@ -58,22 +58,22 @@ class EventReader:
         data, self._data = b"\n".join(self._data), []
         self._size = sum(map(len, self._line))
         if data and data != DONE:
-            yield _object(data)
+            yield _parse_object(data)
 
-    def _grow(self, size: int) -> None:
+    def _check_size(self, size: int) -> None:
         self._size += size
         if self._size > MAX_EVENT_BYTES:
             raise ForewordError(f"the server's stream holds an event of more than {MAX_EVENT_BYTES} bytes")
 
 
-def chunks(response: httpx.Response) -> Iterator[Chunk]:
+def iter_chunks(response: httpx.Response) -> Iterator[Chunk]:
     """The JSON objects of a stream. Raises httpx.HTTPError, and ForewordError for what is none."""
     reader = EventReader()
     for received in response.iter_bytes():
         yield from reader.feed(received)
 
 
-async def asynchronous_chunks(response: httpx.Response) -> AsyncIterator[Chunk]:
+async def iter_chunks_async(response: httpx.Response) -> AsyncIterator[Chunk]:
     """See `chunks`."""
     reader = EventReader()
     async for received in response.aiter_bytes():
@@ -86,10 +86,10 @@ def choices_of(chunk: Chunk) -> Sequence[Mapping[str, Any]]:
     if "error" in chunk:
         error = chunk["error"]
         told = error.get("message") if isinstance(error, dict) else error
-        raise ForewordError(str(told or f"the server's stream holds an error without a message: {error!r:.{SHOWN}}"))
+        raise ForewordError(str(told or f"the server's stream holds an error without a message: {error!r:.{MAX_SHOWN_CHARS}}"))
     choices = chunk.get("choices") or ()
     if not isinstance(choices, list | tuple) or not all(isinstance(choice, dict) for choice in choices):
-        raise ForewordError(f"the server's stream holds choices that are none: {choices!r:.{SHOWN}}")
+        raise ForewordError(f"the server's stream holds choices that are none: {choices!r:.{MAX_SHOWN_CHARS}}")
     return choices
 
 
@@ -104,15 +104,15 @@ def token_ids_of(choice: Mapping[str, Any]) -> Sequence[int]:
     """The ids that a server of ours tells on request."""
     ids = choice.get("token_ids") or ()
     if not isinstance(ids, list | tuple) or not all(isinstance(token_id, int) for token_id in ids):
-        raise ForewordError(f"the server's stream holds token ids that are none: {ids!r:.{SHOWN}}")
+        raise ForewordError(f"the server's stream holds token ids that are none: {ids!r:.{MAX_SHOWN_CHARS}}")
     return ids
 
 
-def _object(data: bytes) -> Chunk:
+def _parse_object(data: bytes) -> Chunk:
     try:
         value = json.loads(data)
     except (ValueError, RecursionError):
-        raise ForewordError(f"the server's stream holds what is no JSON: {data[:SHOWN]!r}") from None
+        raise ForewordError(f"the server's stream holds what is no JSON: {data[:MAX_SHOWN_CHARS]!r}") from None
     if not isinstance(value, dict):
-        raise ForewordError(f"the server's stream holds what is no JSON object: {data[:SHOWN]!r}")
+        raise ForewordError(f"the server's stream holds what is no JSON object: {data[:MAX_SHOWN_CHARS]!r}")
     return value

@@ -13,14 +13,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 
 from foreword.core import logs
 
-__all__ = ["bytes_text", "count_text", "errors", "loading_bar", "set_up_logging", "tracked"]
+__all__ = ["format_bytes", "format_count", "stderr_console", "loading_bar", "set_up_logging", "track_progress"]
 
 T = TypeVar("T")
 
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
-def errors() -> Console:
+def stderr_console() -> Console:
     """stderr: everything that is not the answer itself."""
     return Console(file=sys.stderr, highlight=False, soft_wrap=True)
 
@@ -29,16 +29,16 @@ def errors() -> Console:
 def loading_bar(what: str) -> Iterator[Callable[[int, int], None]]:
     """A bar on a terminal, silent elsewhere; yields what to call with (done, total) bytes."""
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    console = errors()
+    console = stderr_console()
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task(what, total=None)
         yield lambda done, total: progress.update(task, completed=done, total=total)
 
 
-def tracked(items: Iterable[T], what: str, total: int) -> Iterator[T]:
+def track_progress(items: Iterable[T], what: str, total: int) -> Iterator[T]:
     """The items, with a progress bar on a terminal."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    console = errors()
+    console = stderr_console()
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task(what, total=total)
         for item in items:
@@ -56,7 +56,7 @@ def set_up_logging(level: str) -> None:
         logging.getLogger(name).setLevel(max(least, logging.getLogger().level))
 
 
-def bytes_text(count: float) -> str:
+def format_bytes(count: float) -> str:
     """1536 -> "1.5 KiB"."""
     for unit in ("B", "KiB", "MiB"):
         if abs(count) < 1024:
@@ -65,7 +65,7 @@ def bytes_text(count: float) -> str:
     return f"{count:.2f} GiB"
 
 
-def count_text(count: float) -> str:
+def format_count(count: float) -> str:
     """4820000 -> "4.8 M"."""
     for limit, unit in ((1e9, " G"), (1e6, " M"), (1e3, " k")):
         if count >= limit:

@@ -12,39 +12,39 @@ from typing import Any
 
 import uvicorn
 
-__all__ = ["Ending", "WebServer", "first_of"]
+__all__ = ["ShutdownSignals", "UvicornServer", "wait_first"]
 
 POLL_S = 0.005
 
 
-class Ending:
+class ShutdownSignals:
     """What SIGTERM and SIGINT ask for: the first one to end soon, the second to end now."""
 
     def __init__(self) -> None:
-        self.soon = asyncio.Event()
-        self.now = asyncio.Event()
+        self.graceful = asyncio.Event()
+        self.immediate = asyncio.Event()
 
-    def listen(self) -> None:
+    def install(self) -> None:
         """Take the signals, in the running loop."""
         for number in (signal.SIGINT, signal.SIGTERM):
-            asyncio.get_running_loop().add_signal_handler(number, self._signalled)
+            asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
 
-    def _signalled(self) -> None:
-        (self.now if self.soon.is_set() else self.soon).set()
+    def _on_signal(self) -> None:
+        (self.immediate if self.graceful.is_set() else self.graceful).set()
 
 
-class WebServer:
+class UvicornServer:
     """uvicorn on a bound socket: it listens inside of the context, and is gone outside.
 
     ended  it stopped by itself
     """
 
     def __init__(self, config: uvicorn.Config, listener: socket.socket) -> None:
-        self._server = _Server(config)
+        self._server = _NoSignalServer(config)
         self._listener = listener
         self._task: asyncio.Task[None] | None = None
 
-    async def __aenter__(self) -> WebServer:
+    async def __aenter__(self) -> UvicornServer:
         """Raises OSError if the address cannot be listened on."""
         self._task = asyncio.create_task(self._server.serve([self._listener]), name="web server")
         while not self._server.started:
@@ -54,17 +54,17 @@ class WebServer:
             await asyncio.sleep(POLL_S)
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    async def __aexit__(self, exc_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         assert self._task is not None
         self._server.should_exit = True
         await self._task
 
-    async def ended(self) -> None:
+    async def wait_stopped(self) -> None:
         assert self._task is not None
         await asyncio.wait((self._task,))
 
 
-class _Server(uvicorn.Server):
+class _NoSignalServer(uvicorn.Server):
     """uvicorn without its signal handlers: they would raise the signal again and spoil the exit code."""
 
     @contextlib.contextmanager
@@ -72,12 +72,12 @@ class _Server(uvicorn.Server):
         yield
 
 
-async def first_of(*works: Coroutine[Any, Any, Any], timeout_s: float | None = None) -> int | None:
+async def wait_first(*coroutines: Coroutine[Any, Any, Any], timeout_s: float | None = None) -> int | None:
     """The place of one that is done first; None if the time is over before. The others are cancelled.
 
     Raises what that one raised.
     """
-    tasks = [asyncio.ensure_future(work) for work in works]
+    tasks = [asyncio.ensure_future(work) for work in coroutines]
     try:
         done, _ = await asyncio.wait(tasks, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
     finally:

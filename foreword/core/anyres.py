@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["Tiling", "best_resolution", "tiling"]
+__all__ = ["Tiling", "choose_resolution", "compute_tiling"]
 
 Size = tuple[int, int]  # (height, width)
-DIGITS = 7  # kept before a length is cut to a whole number: 2.9999999999 is 3
+ROUND_DIGITS = 7  # kept before a length is cut to a whole number: 2.9999999999 is 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,18 +24,18 @@ class Tiling:
     kept    (rows, columns) of features that remain
     """
 
-    tiles: Size
-    margin: Size
-    kept: Size
+    tile_grid: Size
+    padding: Size
+    feature_grid: Size
 
     @property
     def num_tokens(self) -> int:
         """Behind those of the first tile: each row of features ends with a newline."""
-        rows, columns = self.kept
+        rows, columns = self.feature_grid
         return rows * (columns + 1)
 
 
-def best_resolution(size: Size, resolutions: Sequence[Size]) -> Size:
+def choose_resolution(size: Size, resolutions: Sequence[Size]) -> Size:
     """The one that keeps most of the picture's pixels, of those the smallest, of those the first."""
 
     def worth(resolution: Size) -> tuple[int, int]:
@@ -46,18 +46,18 @@ def best_resolution(size: Size, resolutions: Sequence[Size]) -> Size:
     return max(resolutions, key=worth)
 
 
-def tiling(size: Size, resolutions: Sequence[Size], tile: int, features: int) -> Tiling:
+def compute_tiling(size: Size, resolutions: Sequence[Size], tile_size: int, features_per_side: int) -> Tiling:
     """Of a picture of this size; `tile` pixels and `features` features are a tile's side."""
-    best = best_resolution(size, resolutions)
-    tiles = (best[0] // tile, best[1] // tile)
-    rows, columns = tiles[0] * features, tiles[1] * features
-    margin = _margin(size, (rows, columns))
+    best = choose_resolution(size, resolutions)
+    tiles = (best[0] // tile_size, best[1] // tile_size)
+    rows, columns = tiles[0] * features_per_side, tiles[1] * features_per_side
+    margin = _padding(size, (rows, columns))
     return Tiling(tiles, margin, (rows - 2 * margin[0], columns - 2 * margin[1]))
 
 
-def _margin(size: Size, filled: Size) -> Size:
+def _padding(size: Size, filled: Size) -> Size:
     """What a picture of this size leaves free on each side of an area, above and below it or left and right of it."""
     (height, width), (rows, columns) = size, filled
     if width / height > columns / rows:
-        return (rows - int(round(height * (columns / width), DIGITS))) // 2, 0
-    return 0, (columns - int(round(width * (rows / height), DIGITS))) // 2
+        return (rows - int(round(height * (columns / width), ROUND_DIGITS))) // 2, 0
+    return 0, (columns - int(round(width * (rows / height), ROUND_DIGITS))) // 2

@@ -21,15 +21,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from foreword.core.positions import RopePositions
-from foreword.core.uploads import uploaded
+from foreword.core.positions import MRopePositions
+from foreword.core.uploads import upload
 
-__all__ = ["SCRATCH_BLOCK", "Batch", "Chunk", "Features", "build_batch", "owners_of"]
+__all__ = ["NULL_BLOCK", "Batch", "Chunk", "ImageFeatures", "build_batch", "request_index_of"]
 
 Ints = NDArray[np.int64]
 
-EVERYWHERE_ALIKE = RopePositions(())  # of a request without pictures
-SCRATCH_BLOCK = 0  # never given to a request: rows of padding write and read here
+TEXT_ONLY_POSITIONS = MRopePositions(())  # of a request without pictures
+NULL_BLOCK = 0  # never given to a request: rows of padding write and read here
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +45,12 @@ class Chunk:
     start: int
     blocks: Sequence[int]
     num_sampled: int
-    positions: RopePositions | None = None
-    features: Sequence[tuple[int, Tensor]] = ()
+    mrope_positions: MRopePositions | None = None
+    image_features: Sequence[tuple[int, Tensor]] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Features:
+class ImageFeatures:
     """Rows whose input is not the embedding of a token but a piece of a picture.
 
     rows    int64 [N]
@@ -82,17 +82,17 @@ class Batch:
     positions: Tensor
     slots: Tensor
     block_tables: Tensor
-    row_starts: tuple[int, ...]
-    ends: tuple[int, ...]
+    query_start_loc: tuple[int, ...]
+    seq_lens: tuple[int, ...]
     sample_rows: Tensor
     block_size: int
-    rope_positions: Tensor | None = None
-    features: Features | None = None
-    owners: Tensor | None = None
+    mrope_positions: Tensor | None = None
+    image_features: ImageFeatures | None = None
+    request_index: Tensor | None = None
 
 
 def build_batch(
-    chunks: Sequence[Chunk], block_size: int, row_tile: int, device: str, directions: bool = False, owners: bool = False
+    chunks: Sequence[Chunk], block_size: int, row_tile: int, device: str, mrope: bool = False, with_request_index: bool = False
 ) -> Batch:
     """Lay the chunks out as one flat batch, padded to a multiple of `row_tile` rows.
 
@@ -116,51 +116,51 @@ def build_batch(
     for values in (token_ids, positions, slots):
         values.extend([0] * padding)
     width = max((len(chunk.blocks) for chunk in chunks), default=1)
-    tables = [[*chunk.blocks, *[SCRATCH_BLOCK] * (width - len(chunk.blocks))] for chunk in chunks]
-    tables.append([SCRATCH_BLOCK] * width)
+    tables = [[*chunk.blocks, *[NULL_BLOCK] * (width - len(chunk.blocks))] for chunk in chunks]
+    tables.append([NULL_BLOCK] * width)
     columns = [np.array(values, np.int64) for values in (token_ids, positions, slots, tables, sampled)]
-    if directions:
-        columns.append(_rope_positions(chunks, padding))
-    if owners:
-        columns.append(_owners(starts, len(token_ids)))
-    placed = iter(uploaded(columns, torch.device(device)))
+    if mrope:
+        columns.append(_mrope_positions(chunks, padding))
+    if with_request_index:
+        columns.append(_request_index(starts, len(token_ids)))
+    placed = iter(upload(columns, torch.device(device)))
     return Batch(
         token_ids=next(placed),
         positions=next(placed),
         slots=next(placed),
         block_tables=next(placed),
-        row_starts=tuple(starts),
-        ends=tuple(chunk.start + len(chunk.token_ids) for chunk in chunks),
+        query_start_loc=tuple(starts),
+        seq_lens=tuple(chunk.start + len(chunk.token_ids) for chunk in chunks),
         sample_rows=next(placed),
         block_size=block_size,
-        rope_positions=next(placed) if directions else None,
-        features=_features(chunks, starts, device),
-        owners=next(placed) if owners else None,
+        mrope_positions=next(placed) if mrope else None,
+        image_features=_image_features(chunks, starts, device),
+        request_index=next(placed) if with_request_index else None,
     )
 
 
-def owners_of(batch: Batch) -> Tensor:
+def request_index_of(batch: Batch) -> Tensor:
     """int64 [T]: request of each row, B of padding"""
-    return uploaded([_owners(batch.row_starts, len(batch.token_ids))], batch.token_ids.device)[0]
+    return upload([_request_index(batch.query_start_loc, len(batch.token_ids))], batch.token_ids.device)[0]
 
 
-def _owners(starts: Sequence[int], num_rows: int) -> Ints:
+def _request_index(starts: Sequence[int], num_rows: int) -> Ints:
     """[T]"""
     sizes = np.diff(np.array([*starts, num_rows]))
     return np.repeat(np.arange(len(starts)), sizes)
 
 
-def _rope_positions(chunks: Sequence[Chunk], padding: int) -> Ints:
+def _mrope_positions(chunks: Sequence[Chunk], padding: int) -> Ints:
     """[T, 3]"""
-    parts = [(chunk.positions or EVERYWHERE_ALIKE).rows(chunk.start, chunk.start + len(chunk.token_ids)) for chunk in chunks]
+    parts = [(chunk.mrope_positions or TEXT_ONLY_POSITIONS).rows(chunk.start, chunk.start + len(chunk.token_ids)) for chunk in chunks]
     parts.append(np.zeros((padding, 3), np.int64))
     return np.concatenate(parts)
 
 
-def _features(chunks: Sequence[Chunk], starts: Sequence[int], device: str) -> Features | None:
+def _image_features(chunks: Sequence[Chunk], starts: Sequence[int], device: str) -> ImageFeatures | None:
     """Those of all chunks."""
-    found = [(first + row, values) for chunk, first in zip(chunks, starts, strict=False) for row, values in chunk.features]
+    found = [(first + row, values) for chunk, first in zip(chunks, starts, strict=False) for row, values in chunk.image_features]
     if not found:
         return None
     rows = torch.cat([torch.arange(row, row + len(values)) for row, values in found])
-    return Features(rows.to(device), torch.cat([values for _, values in found]))
+    return ImageFeatures(rows.to(device), torch.cat([values for _, values in found]))

@@ -8,7 +8,7 @@ from foreword.core.events import TokenLogprob
 from foreword.core.runaway import Repetition
 from foreword.errors import ForewordError
 
-__all__ = ["Draft", "Outcome"]
+__all__ = ["Draft", "StepOutput"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class Draft:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class StepOutput:
     """What a step yielded for one request, after the cut at EOS, stop ids and limits.
 
     token_ids      emitted tokens; empty if the step computed only part of what is known
@@ -41,15 +41,15 @@ class Outcome:
     """
 
     token_ids: tuple[int, ...] = ()
-    accepted: int = 0
+    num_accepted: int = 0
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
-    hashes: tuple[int, ...] = ()
+    logits_hashes: tuple[int, ...] = ()
     finish_reason: str | None = None
     stop_id: int | None = None
-    repeating: Repetition | None = None
+    repetition: Repetition | None = None
     error: ForewordError | None = None
 
     @property
-    def ended(self) -> bool:
+    def is_finished(self) -> bool:
         return self.finish_reason is not None or self.error is not None

@@ -9,37 +9,37 @@ from foreword.core.runaway import Repetition
 from foreword.errors import ForewordError
 
 __all__ = [
-    "FORCED",
-    "DraftUse",
+    "GRAMMAR",
+    "DraftResult",
     "DraftingStats",
-    "Embedded",
+    "EmbeddingEvent",
     "Event",
-    "Failed",
+    "ErrorEvent",
     "StepReport",
     "StepStats",
     "TokenLogprob",
-    "Tokens",
-    "cut",
-    "joined",
-    "without_first",
+    "TokenEvent",
+    "truncate",
+    "merge",
+    "drop_prefix",
 ]
 
 
-FORCED = "grammar"  # the drafter that does not guess
+GRAMMAR = "grammar"  # the drafter that does not guess
 
 
 @dataclass(frozen=True, slots=True)
-class DraftUse:
+class DraftResult:
     """A draft that was verified: `accepted` of `drafted` tokens were emitted, 0 <= accepted <= drafted."""
 
     drafter: str
-    drafted: int
-    accepted: int
+    num_drafted: int
+    num_accepted: int
 
     @property
-    def forced(self) -> bool:
+    def is_forced(self) -> bool:
         """A grammar left nothing else to say: no guess, and so no part of any figure of acceptance."""
-        return self.drafter == FORCED
+        return self.drafter == GRAMMAR
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +55,11 @@ class TokenLogprob:
     logprob: float
     rank: int
     top: tuple[tuple[int, float], ...]
-    asked: tuple[tuple[int, float], ...] = ()
+    requested: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Tokens:
+class TokenEvent:
     """Tokens that one step added to one request, and perhaps its end.
 
     index            output index of the first token (0 for the first of the answer)
@@ -80,17 +80,17 @@ class Tokens:
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
-    draft: DraftUse | None = None
+    draft: DraftResult | None = None
     finish_reason: str | None = None
     stop_id: int | None = None
     num_cached: int = 0
     scheduled_s: float = 0.0
-    hashes: tuple[int, ...] = ()
-    repeating: Repetition | None = None
+    logits_hashes: tuple[int, ...] = ()
+    repetition: Repetition | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Failed:
+class ErrorEvent:
     """The request ended with an error; nothing follows."""
 
     request_id: str
@@ -98,7 +98,7 @@ class Failed:
 
 
 @dataclass(frozen=True, slots=True)
-class Embedded:
+class EmbeddingEvent:
     """The prompt as one vector; nothing follows.
 
     vector       float32 [H] in native byte order: pooled hidden states after the final norm, not normalized
@@ -112,7 +112,7 @@ class Embedded:
     scheduled_s: float = 0.0
 
 
-Event = Tokens | Failed | Embedded
+Event = TokenEvent | ErrorEvent | EmbeddingEvent
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,8 +126,8 @@ class DraftingStats:
     exploring_seconds  spent on drafts and plain steps whose only use was to learn
     """
 
-    lengths: Mapping[str, Mapping[int, int]] = field(default_factory=dict)
-    none: Mapping[str, int] = field(default_factory=dict)
+    draft_length_counts: Mapping[str, Mapping[int, int]] = field(default_factory=dict)
+    no_draft_counts: Mapping[str, int] = field(default_factory=dict)
     predicted_seconds: float = 0.0
     realised_seconds: float = 0.0
     exploring_seconds: float = 0.0
@@ -169,28 +169,28 @@ class StepReport:
     stats: StepStats
 
 
-def cut(event: Tokens, kept: int, finish_reason: str) -> Tokens:
+def truncate(event: TokenEvent, num_kept: int, finish_reason: str) -> TokenEvent:
     """The event as if the run had ended after its first `kept` tokens: what counts as delivered.
 
     Accepted draft tokens beyond the cut were never delivered and are not counted.
     """
-    assert 0 <= kept <= len(event.token_ids)
+    assert 0 <= num_kept <= len(event.token_ids)
     use = event.draft
     if use is not None:
-        use = replace(use, accepted=min(use.accepted, kept))
+        use = replace(use, num_accepted=min(use.num_accepted, num_kept))
     return replace(
         event,
-        token_ids=event.token_ids[:kept],
-        logprobs=event.logprobs[:kept],
-        hashes=event.hashes[:kept],
+        token_ids=event.token_ids[:num_kept],
+        logprobs=event.logprobs[:num_kept],
+        logits_hashes=event.logits_hashes[:num_kept],
         draft=use,
         finish_reason=finish_reason,
         stop_id=None,
-        repeating=event.repeating if event.repeating and event.repeating.num_tokens <= kept else None,
+        repetition=event.repetition if event.repetition and event.repetition.num_tokens <= num_kept else None,
     )
 
 
-def without_first(event: Tokens, count: int) -> Tokens:
+def drop_prefix(event: TokenEvent, count: int) -> TokenEvent:
     """The event without its first `count` tokens, which were delivered before: what is new of it.
 
     The draft tokens among them were counted when they were delivered.
@@ -198,30 +198,30 @@ def without_first(event: Tokens, count: int) -> Tokens:
     assert 0 <= count <= len(event.token_ids)
     use = event.draft
     if use is not None:
-        left = use.drafted - count
-        use = replace(use, drafted=left, accepted=max(use.accepted - count, 0)) if left > 0 else None
+        left = use.num_drafted - count
+        use = replace(use, num_drafted=left, num_accepted=max(use.num_accepted - count, 0)) if left > 0 else None
     return replace(
         event,
         index=event.index + count,
         token_ids=event.token_ids[count:],
         logprobs=event.logprobs[count:],
-        hashes=event.hashes[count:],
+        logits_hashes=event.logits_hashes[count:],
         draft=use,
-        repeating=event.repeating and event.repeating.behind(count),
+        repetition=event.repetition and event.repetition.shifted(count),
     )
 
 
-def joined(events: Sequence[Tokens]) -> Tokens:
+def merge(events: Sequence[TokenEvent]) -> TokenEvent:
     """Events that follow each other as one. Their drafts are told as one draft of the first drafter."""
     last, uses = events[-1], [event.draft for event in events if event.draft is not None]
     return replace(
         events[0],
         token_ids=tuple(token for event in events for token in event.token_ids),
         logprobs=tuple(token for event in events for token in event.logprobs),
-        draft=DraftUse(uses[0].drafter, sum(use.drafted for use in uses), sum(use.accepted for use in uses)) if uses else None,
+        draft=DraftResult(uses[0].drafter, sum(use.num_drafted for use in uses), sum(use.num_accepted for use in uses)) if uses else None,
         finish_reason=last.finish_reason,
         stop_id=last.stop_id,
         num_cached=max(event.num_cached for event in events),
-        hashes=tuple(one for event in events for one in event.hashes),
-        repeating=next((event.repeating for event in events if event.repeating), None),
+        logits_hashes=tuple(one for event in events for one in event.logits_hashes),
+        repetition=next((event.repetition for event in events if event.repetition), None),
     )

@@ -23,7 +23,7 @@ class RequestGrammar(Protocol):
     def accept(self, token_ids: Sequence[int]) -> None:
         """Output tokens were committed. Tokens behind the end of the answer are none of its business."""
 
-    def legal(self, draft: Sequence[int]) -> int:
+    def num_legal(self, draft: Sequence[int]) -> int:
         """How many tokens of a draft may follow the output: 0..len(draft). Ending tokens count where the answer may end."""
 
     def forced(self, max_tokens: int) -> tuple[int, ...]:
@@ -35,8 +35,8 @@ class RequestGrammar(Protocol):
         None: nothing is constrained there (the model still reasons, or the answer is over). `draft` is legal.
         """
 
-    def renew(self) -> None:
+    def reset(self) -> None:
         """Begin again from the committed output: a step was interrupted, and nobody knows where."""
 
-    def only_end(self, draft: tuple[int, ...]) -> bool:
+    def must_end(self, draft: tuple[int, ...]) -> bool:
         """Nothing but the end of the answer may follow output and draft."""

@@ -8,14 +8,14 @@ import traceback
 from types import TracebackType
 from typing import TypeAlias
 
-__all__ = ["QuietFormatter", "set_up_logging"]
+__all__ = ["RedactingFormatter", "set_up_logging"]
 
-Caught: TypeAlias = (
+ExcInfo: TypeAlias = (
     tuple[type[BaseException], BaseException, TracebackType | None] | tuple[None, None, None]  # as of sys.exc_info()
 )
 
 
-class QuietFormatter(logging.Formatter):
+class RedactingFormatter(logging.Formatter):
     """Leaves out what exceptions say: it may quote a prompt, an answer or a key."""
 
     def format(self, record: logging.LogRecord) -> str:
@@ -24,7 +24,7 @@ class QuietFormatter(logging.Formatter):
         record.exc_text = None
         return text
 
-    def formatException(self, ei: Caught) -> str:
+    def formatException(self, ei: ExcInfo) -> str:
         lines = ["Traceback (what the errors say is left out: it may quote requests; --log-level debug shows it):\n"]
         error = ei[1]
         while error is not None:
@@ -34,8 +34,8 @@ class QuietFormatter(logging.Formatter):
         return "".join(lines).rstrip()
 
 
-def set_up_logging(level: str, form: str) -> None:
+def set_up_logging(level: str, line_format: str) -> None:
     """Lines of that form on stderr; on level debug whatever helps, below it nothing that requests or answers say."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter(form) if level.lower() == "debug" else QuietFormatter(form))
+    handler.setFormatter(logging.Formatter(line_format) if level.lower() == "debug" else RedactingFormatter(line_format))
     logging.basicConfig(level=level.upper(), handlers=[handler])

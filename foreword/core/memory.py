@@ -9,8 +9,8 @@ from torch import Tensor
 
 __all__ = ["HugePages"]
 
-HUGE_PAGE = 2 << 20
-CHUNK = 64 << 20
+HUGE_PAGE_BYTES = 2 << 20
+CHUNK_BYTES = 64 << 20
 ALIGNMENT = 64
 
 
@@ -24,19 +24,19 @@ class HugePages:
     def __init__(self) -> None:
         self._chunk = torch.empty(0, dtype=torch.uint8)
 
-    def take(self, num_bytes: int) -> Tensor:
+    def allocate(self, num_bytes: int) -> Tensor:
         """uint8 [num_bytes], aligned to ALIGNMENT."""
         size = -(-num_bytes // ALIGNMENT) * ALIGNMENT
         if size > self._chunk.numel():
-            self._chunk = _map(max(size, CHUNK))
+            self._chunk = _map_zeros(max(size, CHUNK_BYTES))
         piece, self._chunk = self._chunk[:num_bytes], self._chunk[size:]
         return piece
 
 
-def _map(num_bytes: int) -> Tensor:
+def _map_zeros(num_bytes: int) -> Tensor:
     """uint8 zeros, aligned to a huge page."""
-    memory = mmap.mmap(-1, num_bytes + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared memory has none
+    memory = mmap.mmap(-1, num_bytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared memory has none
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
     whole = torch.frombuffer(memory, dtype=torch.uint8)
-    return whole[-whole.data_ptr() % HUGE_PAGE :][:num_bytes]
+    return whole[-whole.data_ptr() % HUGE_PAGE_BYTES :][:num_bytes]

@@ -10,17 +10,17 @@ from typing import Any
 from foreword.core.structured import StructuredOutput
 from foreword.errors import InvalidRequest
 
-__all__ = ["MAX_N", "MAX_REPEAT", "SEED_MASK", "SamplingParams", "Speculation"]
+__all__ = ["MAX_N", "MAX_REPEAT_LEN", "SEED_MASK", "SamplingParams", "Speculation"]
 
 MAX_LOGPROBS = 20
 MAX_N = 128
 SEED_MASK = 2**64 - 1
-GREEDY_BELOW = 1e-5
+GREEDY_TEMPERATURE = 1e-5
 MAX_LOGPROB_IDS = 128
-MAX_REPEAT = 256  # tokens; DRY counts a longer repeat as this long
-MAX_BREAKERS, MAX_BREAKER_LENGTH = 64, 40
-ON_RUNAWAY = ("warn", "stop", "off")  # what becomes of an answer that repeats itself
-BREAKERS = ("\n", ":", '"', "*")  # as llama.cpp's
+MAX_REPEAT_LEN = 256  # tokens; DRY counts a longer repeat as this long
+MAX_BREAKERS, MAX_BREAKER_CHARS = 64, 40
+ON_RUNAWAY_CHOICES = ("warn", "stop", "off")  # what becomes of an answer that repeats itself
+DEFAULT_BREAKERS = ("\n", ":", '"', "*")  # as llama.cpp's
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +38,11 @@ class Speculation:
         if not isinstance(self.method, str) or not self.method:
             raise InvalidRequest("speculation.method must be a name", "speculation.method")
         if self.max_tokens is not None:
-            _whole("speculation.max_tokens", self.max_tokens, 0)
+            _check_int("speculation.max_tokens", self.max_tokens, 0)
 
 
 # Bounds of the fields that are numbers; EXCLUSIVE names those that must be above the lower one.
-NUMBERS: Mapping[str, tuple[float, float]] = MappingProxyType(
+FLOAT_BOUNDS: Mapping[str, tuple[float, float]] = MappingProxyType(
     {
         "temperature": (0.0, 100.0),
         "top_p": (0.0, 1.0),
@@ -58,17 +58,17 @@ NUMBERS: Mapping[str, tuple[float, float]] = MappingProxyType(
         "dry_base": (1.0, 100.0),
     }
 )
-EXCLUSIVE = frozenset({"top_p", "typical_p"})
-WHOLE: Mapping[str, tuple[int, int | None]] = MappingProxyType(
+EXCLUSIVE_LOWER_BOUND = frozenset({"top_p", "typical_p"})
+INT_BOUNDS: Mapping[str, tuple[int, int | None]] = MappingProxyType(
     {
         "n": (1, MAX_N),
         "top_k": (-1, None),
-        "dry_allowed_length": (0, MAX_REPEAT - 1),
+        "dry_allowed_length": (0, MAX_REPEAT_LEN - 1),
         "dry_penalty_last_n": (-1, None),
         "min_tokens": (0, None),
     }
 )
-OPTIONAL: Mapping[str, tuple[int, int | None]] = MappingProxyType(
+OPTIONAL_INT_BOUNDS: Mapping[str, tuple[int, int | None]] = MappingProxyType(
     {
         "max_tokens": (1, None),
         "truncate_prompt_tokens": (-1, None),
@@ -77,8 +77,8 @@ OPTIONAL: Mapping[str, tuple[int, int | None]] = MappingProxyType(
         "seed": (-(2**63), SEED_MASK),
     }
 )
-FLAGS = ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens")
-KINDS: Mapping[str, tuple[Any, str]] = MappingProxyType(
+BOOL_FIELDS = ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens")
+FIELD_TYPES: Mapping[str, tuple[Any, str]] = MappingProxyType(
     {
         "speculation": (Speculation, "a Speculation"),
         "prediction": (str | None, "a text"),
@@ -116,7 +116,7 @@ class SamplingParams:
     dry_base: float = 1.75
     dry_allowed_length: int = 2
     dry_penalty_last_n: int = -1
-    dry_sequence_breakers: tuple[str, ...] = BREAKERS
+    dry_sequence_breakers: tuple[str, ...] = DEFAULT_BREAKERS
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     bad_words: tuple[str, ...] = ()
     allowed_token_ids: tuple[int, ...] | None = None
@@ -139,22 +139,22 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         self._coerce()
-        for name, bounds in NUMBERS.items():
-            _number(name, getattr(self, name), *bounds, open_low=name in EXCLUSIVE)
-        for name, limits in WHOLE.items():
-            _whole(name, getattr(self, name), *limits)
-        for name, limits in OPTIONAL.items():
-            _optional_whole(name, getattr(self, name), *limits)
-        for name in FLAGS:
+        for name, bounds in FLOAT_BOUNDS.items():
+            _check_float(name, getattr(self, name), *bounds, exclusive_low=name in EXCLUSIVE_LOWER_BOUND)
+        for name, limits in INT_BOUNDS.items():
+            _check_int(name, getattr(self, name), *limits)
+        for name, limits in OPTIONAL_INT_BOUNDS.items():
+            _check_optional_int(name, getattr(self, name), *limits)
+        for name in BOOL_FIELDS:
             if not isinstance(getattr(self, name), bool):
                 raise InvalidRequest(f"{name} must be true or false, got {getattr(self, name)!r:.80}", name)
-        for name, (kind, told) in KINDS.items():
+        for name, (kind, told) in FIELD_TYPES.items():
             if not isinstance(getattr(self, name), kind):
                 raise InvalidRequest(f"{name} must be {told}, got {getattr(self, name)!r:.80}", name)
         self._check_ids()
         self._check_breakers()
-        if self.on_runaway not in (None, *ON_RUNAWAY):
-            raise InvalidRequest(f"on_runaway must be one of {', '.join(ON_RUNAWAY)}, got {self.on_runaway!r:.80}", "on_runaway")
+        if self.on_runaway not in (None, *ON_RUNAWAY_CHOICES):
+            raise InvalidRequest(f"on_runaway must be one of {', '.join(ON_RUNAWAY_CHOICES)}, got {self.on_runaway!r:.80}", "on_runaway")
         if self.truncate_prompt_tokens == 0:
             raise InvalidRequest("truncate_prompt_tokens must be -1 or at least 1, got 0", "truncate_prompt_tokens")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
@@ -163,21 +163,21 @@ class SamplingParams:
     def _coerce(self) -> None:
         """Lists become tuples, a lone stop string a tuple of one."""
         for name in ("stop", "bad_words", "dry_sequence_breakers"):
-            set_(self, name, _texts(name, getattr(self, name)))
+            set_field(self, name, _to_str_tuple(name, getattr(self, name)))
         for name in ("stop_token_ids", "logprob_token_ids"):
-            set_(self, name, _listed(name, getattr(self, name) or ()))
+            set_field(self, name, _to_tuple(name, getattr(self, name) or ()))
         if self.logprob_token_ids and self.logprobs is None:
-            set_(self, "logprobs", 0)
+            set_field(self, "logprobs", 0)
         if self.allowed_token_ids is not None:
-            set_(self, "allowed_token_ids", _listed("allowed_token_ids", self.allowed_token_ids))
+            set_field(self, "allowed_token_ids", _to_tuple("allowed_token_ids", self.allowed_token_ids))
         if not isinstance(self.logit_bias or {}, Mapping):
             raise InvalidRequest(f"logit_bias must map token ids to numbers, got {self.logit_bias!r:.80}", "logit_bias")
-        set_(self, "logit_bias", dict(self.logit_bias or {}))
+        set_field(self, "logit_bias", dict(self.logit_bias or {}))
 
     def _check_ids(self) -> None:
         for name in ("stop_token_ids", "allowed_token_ids", "logprob_token_ids"):
             for token_id in getattr(self, name) or ():
-                _whole(name, token_id, 0)
+                _check_int(name, token_id, 0)
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise InvalidRequest("allowed_token_ids must not be empty", "allowed_token_ids")
         if len(self.logprob_token_ids) > MAX_LOGPROB_IDS:
@@ -186,57 +186,57 @@ class SamplingParams:
                 "logprob_token_ids",
             )
         for token_id, bias in self.logit_bias.items():
-            _whole("logit_bias", token_id, 0)
-            _number("logit_bias", bias, -100.0, 100.0)
+            _check_int("logit_bias", token_id, 0)
+            _check_float("logit_bias", bias, -100.0, 100.0)
 
     def _check_breakers(self) -> None:
         name = "dry_sequence_breakers"
         if len(self.dry_sequence_breakers) > MAX_BREAKERS:
             raise InvalidRequest(f"{name} may hold at most {MAX_BREAKERS} texts, got {len(self.dry_sequence_breakers)}", name)
-        if max(map(len, self.dry_sequence_breakers), default=0) > MAX_BREAKER_LENGTH:
-            raise InvalidRequest(f"a text of {name} may have at most {MAX_BREAKER_LENGTH} characters", name)
+        if max(map(len, self.dry_sequence_breakers), default=0) > MAX_BREAKER_CHARS:
+            raise InvalidRequest(f"a text of {name} may have at most {MAX_BREAKER_CHARS} characters", name)
 
     @property
-    def dry(self) -> bool:
+    def uses_dry(self) -> bool:
         """Whether going on with a repeat costs something."""
         return self.dry_multiplier > 0.0 and self.dry_penalty_last_n != 0
 
     @property
     def greedy(self) -> bool:
-        return self.temperature < GREEDY_BELOW
+        return self.temperature < GREEDY_TEMPERATURE
 
-    def choice(self, index: int, seed: int) -> SamplingParams:
+    def for_choice(self, index: int, seed: int) -> SamplingParams:
         """Parameters of choice `index`: the n = 1 request with seed `seed + index` mod 2^64.
 
         Its prediction travels beside them, as token ids.
         """
         return replace(self, n=1, seed=(seed + index) & SEED_MASK, prediction=None)
 
-    def changed(self) -> dict[str, object]:
+    def non_default_fields(self) -> dict[str, object]:
         """Fields that differ from the defaults, for the request's log line."""
         plain = SamplingParams()
         names = [f.name for f in fields(self)]
         return {name: getattr(self, name) for name in names if getattr(self, name) != getattr(plain, name)}
 
 
-set_ = object.__setattr__
+set_field = object.__setattr__
 
 
-def _texts(name: str, value: str | Iterable[str] | None) -> tuple[str, ...]:
-    texts = (value,) if isinstance(value, str) else _listed(name, value or ())
+def _to_str_tuple(name: str, value: str | Iterable[str] | None) -> tuple[str, ...]:
+    texts = (value,) if isinstance(value, str) else _to_tuple(name, value or ())
     for text in texts:
         if not isinstance(text, str) or not text:
             raise InvalidRequest(f"{name} must hold non-empty texts, got {text!r}", name)
     return texts
 
 
-def _listed(name: str, value: Iterable[Any]) -> tuple[Any, ...]:
+def _to_tuple(name: str, value: Iterable[Any]) -> tuple[Any, ...]:
     if not isinstance(value, Iterable):
         raise InvalidRequest(f"{name} must be a list, got {value!r:.80}", name)
     return tuple(value)
 
 
-def _whole(name: str, value: object, low: int, high: int | None = None) -> None:
+def _check_int(name: str, value: object, low: int, high: int | None = None) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         raise InvalidRequest(f"{name} must be a whole number, got {value!r}", name)
     if value < low or (high is not None and value > high):
@@ -244,14 +244,14 @@ def _whole(name: str, value: object, low: int, high: int | None = None) -> None:
         raise InvalidRequest(f"{name} must be {bound}, got {value}", name)
 
 
-def _optional_whole(name: str, value: object, low: int, high: int | None = None) -> None:
+def _check_optional_int(name: str, value: object, low: int, high: int | None = None) -> None:
     if value is not None:
-        _whole(name, value, low, high)
+        _check_int(name, value, low, high)
 
 
-def _number(name: str, value: object, low: float, high: float, open_low: bool = False) -> None:
+def _check_float(name: str, value: object, low: float, high: float, exclusive_low: bool = False) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float) or value != value:
         raise InvalidRequest(f"{name} must be a number, got {value!r:.80}", name)
-    if not low <= value <= high or (open_low and value == low):
-        bound = f"above {low:g} and at most {high:g}" if open_low else f"between {low:g} and {high:g}"
+    if not low <= value <= high or (exclusive_low and value == low):
+        bound = f"above {low:g} and at most {high:g}" if exclusive_low else f"between {low:g} and {high:g}"
         raise InvalidRequest(f"{name} must be {bound}, got {value!r:.40}", name)

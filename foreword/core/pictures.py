@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-__all__ = ["Picture", "placed"]
+__all__ = ["PromptImage", "expand_placeholders"]
 
 
 @dataclass(frozen=True, slots=True)
-class Picture:
+class PromptImage:
     """One picture, prepared for one model.
 
     digest      16 bytes over pixels, shape and size: equal digests mean equal features
@@ -23,8 +23,8 @@ class Picture:
 
     digest: bytes
     num_tokens: int
-    grid: tuple[int, int, int]
-    size: tuple[int, int]
+    grid_thw: tuple[int, int, int]
+    original_size: tuple[int, int]
     shape: tuple[int, int, int, int]
     pixels: bytes | None = field(repr=False)
     start: int = 0
@@ -40,26 +40,26 @@ class Picture:
         tiles, channels, height, width = self.shape
         return tiles * channels * height * width
 
-    def bare(self) -> Picture:
+    def without_pixels(self) -> PromptImage:
         """Without its pixels."""
         return self if self.pixels is None else replace(self, pixels=None)
 
 
-def placed(
-    prompt_ids: Sequence[int], placeholder: int, pictures: Sequence[Picture]
-) -> tuple[tuple[int, ...], tuple[Picture, ...]]:
+def expand_placeholders(
+    prompt_ids: Sequence[int], placeholder_id: int, images: Sequence[PromptImage]
+) -> tuple[tuple[int, ...], tuple[PromptImage, ...]]:
     """The prompt with as many placeholders for each picture as it has tokens, and the pictures where they stand.
 
     prompt_ids  with one placeholder for each picture, in their order; the caller has counted them
     """
     ids: list[int] = []
-    found: list[Picture] = []
+    found: list[PromptImage] = []
     for token_id in prompt_ids:
-        if token_id != placeholder:
+        if token_id != placeholder_id:
             ids.append(token_id)
             continue
-        picture = replace(pictures[len(found)], start=len(ids))
+        picture = replace(images[len(found)], start=len(ids))
         found.append(picture)
-        ids.extend([placeholder] * picture.num_tokens)
-    assert len(found) == len(pictures), "a picture without a placeholder"
+        ids.extend([placeholder_id] * picture.num_tokens)
+    assert len(found) == len(images), "a picture without a placeholder"
     return tuple(ids), tuple(found)

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from foreword.core.pictures import Picture
+from foreword.core.pictures import PromptImage
 
-__all__ = ["RopePositions"]
+__all__ = ["MRopePositions"]
 
 
-class RopePositions:
+class MRopePositions:
     """Where the tokens of one request stand.
 
     A text token stands at the same place in all three directions. The tokens of a picture share their time and differ in row
@@ -21,32 +21,32 @@ class RopePositions:
     shift  a token behind the last picture stands at its index + shift
     """
 
-    __slots__ = ("_prompt", "shift")
+    __slots__ = ("_prompt", "offset")
 
-    def __init__(self, pictures: Sequence[Picture]) -> None:
+    def __init__(self, images: Sequence[PromptImage]) -> None:
         parts: list[NDArray[np.int64]] = []
         index = position = 0
-        for picture in pictures:
-            parts.append(_text(position, picture.start - index))
+        for picture in images:
+            parts.append(_text_positions(position, picture.start - index))
             position += picture.start - index
-            parts.append(_picture(position, picture.grid))
-            position += max(picture.grid)
+            parts.append(_image_positions(position, picture.grid_thw))
+            position += max(picture.grid_thw)
             index = picture.end
         self._prompt = np.concatenate(parts) if parts else np.empty((0, 3), np.int64)
-        self.shift = position - index
+        self.offset = position - index
 
     def rows(self, start: int, end: int) -> NDArray[np.int64]:
         """int64 [end - start, 3]: time, row, column of the tokens from index `start` to `end`."""
         if start >= len(self._prompt):  # a row behind the prompt, as most are
-            return _text(start + self.shift, end - start)
+            return _text_positions(start + self.offset, end - start)
         known = self._prompt[start:end]
         first = start + len(known)
-        return np.concatenate((known, _text(first + self.shift, end - first)))
+        return np.concatenate((known, _text_positions(first + self.offset, end - first)))
 
 
-def _text(first: int, count: int) -> NDArray[np.int64]:
+def _text_positions(first: int, count: int) -> NDArray[np.int64]:
     return np.arange(first, first + count, dtype=np.int64).repeat(3).reshape(count, 3)
 
 
-def _picture(first: int, grid: tuple[int, int, int]) -> NDArray[np.int64]:
+def _image_positions(first: int, grid: tuple[int, int, int]) -> NDArray[np.int64]:
     return first + np.indices(grid, dtype=np.int64).reshape(3, -1).T

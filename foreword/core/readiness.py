@@ -24,5 +24,5 @@ class Readiness:
     restarts: int = 0
 
     @property
-    def ready(self) -> bool:
+    def is_ready(self) -> bool:
         return self.status == "ok"

@@ -9,18 +9,18 @@ from typing import TYPE_CHECKING
 from foreword.core.events import TokenLogprob
 from foreword.core.grammar import RequestGrammar
 from foreword.core.params import SamplingParams
-from foreword.core.pictures import Picture
-from foreword.core.positions import RopePositions
-from foreword.core.runaway import Repetition, RunawayGuard
+from foreword.core.pictures import PromptImage
+from foreword.core.positions import MRopePositions
+from foreword.core.runaway import Repetition, RepetitionDetector
 
 if TYPE_CHECKING:  # whoever only submits requests needs no torch
     from torch import Tensor
 
-    from foreword.core.ledger import Ledger
+    from foreword.core.ledger import PenaltyState
 
-__all__ = ["POOLINGS", "Ending", "Request", "RequestState"]
+__all__ = ["POOLING_TYPES", "FinishResult", "Request", "RequestState"]
 
-POOLINGS = ("last", "mean", "cls")
+POOLING_TYPES = ("last", "mean", "cls")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,22 +55,22 @@ class Request:
     eos_token_ids: tuple[int, ...] = ()
     bad_words_ids: tuple[tuple[int, ...], ...] = ()
     dry_breakers: tuple[tuple[int, ...], ...] = ()
-    delivered_ids: tuple[int, ...] = ()
+    resume_output_ids: tuple[int, ...] = ()
     priority: int = 0
-    tenant: str = ""
+    cache_salt: str = ""
     prediction_ids: tuple[int, ...] = ()
     reasoning_end_ids: tuple[tuple[int, ...], ...] = ()
     pooling: str | None = None
     arrival_s: float = 0.0
-    start_by_s: float | None = None
+    queue_deadline_s: float | None = None
     deadline_s: float | None = None
-    account: str = ""
-    resumed: bool = False
-    pictures: tuple[Picture, ...] = ()
+    fairness_key: str = ""
+    is_resumed: bool = False
+    images: tuple[PromptImage, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Ending:
+class FinishResult:
     """Where a run of new tokens ends the answer, if it does.
 
     kept           tokens of the run that belong to the answer
@@ -79,10 +79,10 @@ class Ending:
     repeating      the pattern that the answer was found to repeat with these tokens, or None
     """
 
-    kept: int
+    num_kept: int
     finish_reason: str | None = None
     stop_id: int | None = None
-    repeating: Repetition | None = None
+    repetition: Repetition | None = None
 
 
 class RequestState:
@@ -107,7 +107,7 @@ class RequestState:
     """
 
     __slots__ = (
-        "_guard",
+        "_repetition_detector",
         "_stop_ids",
         "arrival",
         "block_hashes",
@@ -115,31 +115,31 @@ class RequestState:
         "draft",
         "drafter",
         "grammar",
-        "lanes",
-        "ledger",
-        "limit",
-        "met",
+        "pool_partials",
+        "penalty_state",
+        "max_len",
+        "counted_images",
         "num_cached",
         "num_computed",
         "num_prompt",
-        "positions",
+        "mrope_positions",
         "prompt_logprobs",
         "request",
         "scheduled_s",
         "tokens",
-        "turn",
+        "virtual_start",
     )
 
     def __init__(self, request: Request, arrival: int, max_model_len: int, grammar: RequestGrammar | None = None) -> None:
         self.request = request
         self.arrival = arrival
-        self.turn = 0
+        self.virtual_start = 0
         prompt = request.prompt_ids[:1] if request.pooling == "cls" else request.prompt_ids  # the first sees none behind it
         self.num_prompt = len(prompt)
-        self.tokens: list[int] = [*prompt, *request.delivered_ids]
-        self.limit = self._limit(max_model_len)
+        self.tokens: list[int] = [*prompt, *request.resume_output_ids]
+        self.max_len = self._compute_max_len(max_model_len)
         assert 0 < self.num_prompt <= max_model_len, "admitted a prompt that leaves no room"
-        assert len(self.tokens) < self.limit or self.pools, "admitted a request that is already complete"
+        assert len(self.tokens) < self.max_len or self.is_pooling, "admitted a request that is already complete"
         self.num_computed = 0
         self.num_cached = 0
         self.draft: list[int] = []
@@ -147,14 +147,14 @@ class RequestState:
         self.blocks: list[int] = []
         self.block_hashes: list[bytes] = []
         self.grammar = grammar
-        self.lanes: Tensor | None = None
-        self.positions = RopePositions(request.pictures) if request.pictures else None
-        self.met: set[bytes] = set()
+        self.pool_partials: Tensor | None = None
+        self.mrope_positions = MRopePositions(request.images) if request.images else None
+        self.counted_images: set[bytes] = set()
         eos = () if request.params.ignore_eos and grammar is None else request.eos_token_ids
         self._stop_ids = frozenset((*eos, *request.params.stop_token_ids))
-        self._guard = RunawayGuard() if request.params.on_runaway in ("warn", "stop") and not self.pools else None
-        self._watch(request.delivered_ids)
-        self.ledger: Ledger | None = None
+        self._repetition_detector = RepetitionDetector() if request.params.on_runaway in ("warn", "stop") and not self.is_pooling else None
+        self._feed_detector(request.resume_output_ids)
+        self.penalty_state: PenaltyState | None = None
         self.prompt_logprobs: list[TokenLogprob] = []
         self.scheduled_s: float | None = None
 
@@ -167,26 +167,26 @@ class RequestState:
         return self.request.params
 
     @property
-    def pools(self) -> bool:
+    def is_pooling(self) -> bool:
         """The prompt becomes a vector."""
         return self.request.pooling is not None
 
     @property
-    def decodes(self) -> bool:
+    def is_decoding(self) -> bool:
         """Its next row samples a token: only its last token is to be computed."""
-        return self.num_missing == 1 and not self.pools
+        return self.num_uncomputed == 1 and not self.is_pooling
 
     @property
     def num_output(self) -> int:
         return len(self.tokens) - self.num_prompt
 
     @property
-    def rank(self) -> tuple[int, int, int]:
+    def sort_key(self) -> tuple[int, int, int]:
         """Order of service: priority, then the turn of its account, then arrival. The smallest rank always progresses."""
-        return self.request.priority, self.turn, self.arrival
+        return self.request.priority, self.virtual_start, self.arrival
 
     @property
-    def num_missing(self) -> int:
+    def num_uncomputed(self) -> int:
         """Tokens whose KV is still missing; one while the request decodes."""
         return len(self.tokens) - self.num_computed
 
@@ -195,35 +195,35 @@ class RequestState:
         """Ids that end the answer when they are emitted."""
         return self._stop_ids
 
-    def ending(self, run: Sequence[int]) -> Ending:
+    def check_finish(self, run: Sequence[int]) -> FinishResult:
         """Where a run of new tokens ends the answer; nothing changes.
 
         The earliest token decides; one that both stops and fills the limit has stopped, and one that fills the limit with a
         repetition has filled it.
         """
-        end = self._plain_ending(run)
-        found = None if self._guard is None else self._guard.find(run[: end.kept])
+        end = self._check_stop(run)
+        found = None if self._repetition_detector is None else self._repetition_detector.peek(run[: end.num_kept])
         if found is None:
             return end
-        if self.params.on_runaway == "stop" and (end.finish_reason is None or found.num_tokens < end.kept):
-            return Ending(found.num_tokens, "repetition", None, found)
-        return replace(end, repeating=found)
+        if self.params.on_runaway == "stop" and (end.finish_reason is None or found.num_tokens < end.num_kept):
+            return FinishResult(found.num_tokens, "repetition", None, found)
+        return replace(end, repetition=found)
 
-    def _plain_ending(self, run: Sequence[int]) -> Ending:
+    def _check_stop(self, run: Sequence[int]) -> FinishResult:
         """Where stop ids and the limit end the answer."""
-        room = self.limit - len(self.tokens)
+        room = self.max_len - len(self.tokens)
         for index, token_id in enumerate(run[:room]):
             if token_id in self._stop_ids:
-                return Ending(index + 1, "stop", token_id)
-        return Ending(room, "length") if len(run) >= room else Ending(len(run))
+                return FinishResult(index + 1, "stop", token_id)
+        return FinishResult(room, "length") if len(run) >= room else FinishResult(len(run))
 
-    def _watch(self, token_ids: Sequence[int]) -> None:
+    def _feed_detector(self, token_ids: Sequence[int]) -> None:
         """Let the guard see tokens of the answer. It tells of a runaway once."""
-        if self._guard is not None and self._guard.feed(token_ids) is not None:
-            self._guard = None
+        if self._repetition_detector is not None and self._repetition_detector.feed(token_ids) is not None:
+            self._repetition_detector = None
 
-    def _limit(self, max_model_len: int) -> int:
-        if self.pools:
+    def _compute_max_len(self, max_model_len: int) -> int:
+        if self.is_pooling:
             return self.num_prompt
         max_tokens = self.request.params.max_tokens
         return max_model_len if max_tokens is None else min(max_model_len, self.num_prompt + max_tokens)
@@ -231,13 +231,13 @@ class RequestState:
     def append(self, token_ids: Sequence[int]) -> None:
         """Commit sampled tokens."""
         self.tokens.extend(token_ids)
-        self._watch(token_ids)
+        self._feed_detector(token_ids)
         if self.grammar is not None:
             self.grammar.accept(token_ids)
-        assert len(self.tokens) <= self.limit
+        assert len(self.tokens) <= self.max_len
 
     def set_draft(self, token_ids: Sequence[int], drafter: str) -> None:
         """Keep a guess, cut so that every verified row may still be emitted."""
-        room = self.limit - len(self.tokens) - 1
+        room = self.max_len - len(self.tokens) - 1
         self.draft = list(token_ids[: max(room, 0)])
         self.drafter = drafter if self.draft else ""

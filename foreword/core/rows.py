@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from foreword.core.grammar import RequestGrammar
-from foreword.core.ledger import Floats, Ids, Ledger
+from foreword.core.ledger import Floats, Ids, PenaltyState
 from foreword.core.request import RequestState
 
 __all__ = ["SampleRow"]
@@ -35,27 +35,27 @@ class SampleRow:
         """Output tokens before the one that the row samples."""
         return self.state.num_output + len(self.draft)
 
-    def recent(self, count: int) -> tuple[int, ...]:
+    def last_tokens(self, count: int) -> tuple[int, ...]:
         """The last `count` tokens of the history, fewer at its beginning."""
         kept = max(count - len(self.draft), 0)
         older = self.state.tokens[max(len(self.state.tokens) - kept, 0) :]
         return (*older, *self.draft[max(len(self.draft) - count, 0) :])
 
     @property
-    def ledger(self) -> Ledger:
+    def penalty_state(self) -> PenaltyState:
         """What is kept of the request between steps; one for all its rows."""
-        if self.state.ledger is None:
-            self.state.ledger = Ledger(self.state.request)
-        return self.state.ledger
+        if self.state.penalty_state is None:
+            self.state.penalty_state = PenaltyState(self.state.request)
+        return self.state.penalty_state
 
-    def seen(self) -> Ids:
+    def seen_ids(self) -> Ids:
         """Every id of the history, once."""
-        return self.ledger.seen(self.state.tokens, self.draft)
+        return self.penalty_state.seen_ids(self.state.tokens, self.draft)
 
-    def counts(self) -> tuple[Ids, Ids]:
+    def output_counts(self) -> tuple[Ids, Ids]:
         """Ids of the output and the drafted tokens, and how often each stands there."""
-        return self.ledger.counts(self.state.tokens, self.draft)
+        return self.penalty_state.output_counts(self.state.tokens, self.draft)
 
-    def dry(self) -> tuple[Ids, Floats]:
+    def dry_penalties(self) -> tuple[Ids, Floats]:
         """Ids that would go on with a repeat in the history, and what that takes off their logits."""
-        return self.ledger.dry(self.state.tokens, self.draft)
+        return self.penalty_state.dry_penalties(self.state.tokens, self.draft)

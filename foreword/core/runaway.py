@@ -19,13 +19,13 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["SCALES", "Repetition", "RunawayGuard"]
+__all__ = ["PATTERN_LIMITS", "Repetition", "RepetitionDetector"]
 
 # (longest pattern, repeating tokens that are enough): words and sentences; paragraphs; whole answers begun anew
-SCALES = ((128, 256), (512, 1024), (2048, 4096))
-WINDOW = sum(SCALES[-1])  # tokens that a look may read
-SLACK = 1024  # tokens kept beyond them, so that the oldest are dropped seldom
-WIDTH = array("i").itemsize
+PATTERN_LIMITS = ((128, 256), (512, 1024), (2048, 4096))
+WINDOW_TOKENS = sum(PATTERN_LIMITS[-1])  # tokens that a look may read
+SLACK_TOKENS = 1024  # tokens kept beyond them, so that the oldest are dropped seldom
+TOKEN_BYTES = array("i").itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,82 +37,82 @@ class Repetition:
     """
 
     num_tokens: int
-    pattern: int
+    pattern_len: int
 
-    def behind(self, count: int) -> Repetition | None:
+    def shifted(self, count: int) -> Repetition | None:
         """The same, told of the run without its first `count` tokens; None if it was found among them."""
-        return Repetition(self.num_tokens - count, self.pattern) if self.num_tokens > count else None
+        return Repetition(self.num_tokens - count, self.pattern_len) if self.num_tokens > count else None
 
 
-class RunawayGuard:
+class RepetitionDetector:
     """Follows one answer until it is found to repeat itself. Keeps at most WINDOW + SLACK tokens."""
 
-    __slots__ = ("_count", "_due", "_next", "_tail")
+    __slots__ = ("_num_fed", "_next_checks", "_next_check", "_tail")
 
     def __init__(self) -> None:
         self._tail = array("i")
-        self._count = 0  # tokens fed
-        self._due = [enough for _, enough in SCALES]  # value of _count at which to look, by scale
-        self._next = min(self._due)
+        self._num_fed = 0  # tokens fed
+        self._next_checks = [enough for _, enough in PATTERN_LIMITS]  # value of _count at which to look, by scale
+        self._next_check = min(self._next_checks)
 
-    def find(self, token_ids: Sequence[int]) -> Repetition | None:
+    def peek(self, token_ids: Sequence[int]) -> Repetition | None:
         """What feed() would say of these tokens, without being fed."""
-        if self._count + len(token_ids) < self._next:
+        if self._num_fed + len(token_ids) < self._next_check:
             return None
-        trial = RunawayGuard()
-        trial._tail, trial._count = self._tail[:], self._count
-        trial._due, trial._next = self._due[:], self._next
+        trial = RepetitionDetector()
+        trial._tail, trial._num_fed = self._tail[:], self._num_fed
+        trial._next_checks, trial._next_check = self._next_checks[:], self._next_check
         return trial.feed(token_ids)
 
     def feed(self, token_ids: Sequence[int]) -> Repetition | None:
         """Take the next tokens of the answer, up to the one with which a pattern is found; then there is no more to find."""
         fed = 0
-        while (wanted := self._next - self._count) <= len(token_ids) - fed:
-            self._take(token_ids[fed : fed + wanted])
+        while (wanted := self._next_check - self._num_fed) <= len(token_ids) - fed:
+            self._append(token_ids[fed : fed + wanted])
             fed += wanted
-            pattern = self._look()
+            pattern = self._check_due()
             if pattern:
                 return Repetition(fed, pattern)
-        self._take(token_ids[fed:])
+        self._append(token_ids[fed:])
         return None
 
-    def _take(self, token_ids: Sequence[int]) -> None:
+    def _append(self, token_ids: Sequence[int]) -> None:
         self._tail.extend(token_ids)
-        self._count += len(token_ids)
-        if len(self._tail) > WINDOW + SLACK:
-            del self._tail[:-WINDOW]
+        self._num_fed += len(token_ids)
+        if len(self._tail) > WINDOW_TOKENS + SLACK_TOKENS:
+            del self._tail[:-WINDOW_TOKENS]
 
-    def _look(self) -> int:
+    def _check_due(self) -> int:
         """The length of a pattern that was repeated often enough, or 0; then the next look is due later."""
-        for scale, (longest, enough) in enumerate(SCALES):
-            if self._due[scale] > self._count:
+        for scale, (longest, enough) in enumerate(PATTERN_LIMITS):
+            if self._next_checks[scale] > self._num_fed:
                 continue
-            pattern, run = self._repeating(longest, enough)
+            pattern, run = self._longest_run(longest, enough)
             if run >= enough:
                 return pattern
-            self._due[scale] = self._count + enough - run
-        self._next = min(self._due)
+            self._next_checks[scale] = self._num_fed + enough - run
+        self._next_check = min(self._next_checks)
         return 0
 
-    def _repeating(self, longest: int, enough: int) -> tuple[int, int]:
+    def _longest_run(self, max_pattern: int, min_repeating: int) -> tuple[int, int]:
         """The shortest pattern that the last `longest` tokens repeat, and how many do, counted up to `enough`.
 
         Where there is no such pattern: 0, and the most that there can be without one.
         """
-        newest_first = self._tail[: -(longest + enough) - 1 : -1].tobytes()
-        size = longest * WIDTH
-        shift = newest_first.find(newest_first[:size], WIDTH, 2 * size)
-        while shift % WIDTH and shift > 0:  # bytes that are alike, but not the same tokens
+        newest_first = self._tail[: -(max_pattern + min_repeating) - 1 : -1].tobytes()
+        size = max_pattern * TOKEN_BYTES
+        shift = newest_first.find(newest_first[:size], TOKEN_BYTES, 2 * size)
+        while shift % TOKEN_BYTES and shift > 0:  # bytes that are alike, but not the same tokens
             shift = newest_first.find(newest_first[:size], shift + 1, 2 * size)
         if shift < 0:
-            return 0, longest - 1
-        return shift // WIDTH, _alike(newest_first, newest_first[shift:], longest, enough)
+            return 0, max_pattern - 1
+        return shift // TOKEN_BYTES, _common_prefix_len(newest_first, newest_first[shift:], max_pattern, min_repeating)
 
 
-def _alike(first: bytes, second: bytes, least: int, most: int) -> int:
+def _common_prefix_len(first: bytes, second: bytes, min_len: int, max_len: int) -> int:
     """With how many of the same tokens both begin, known to be at least `least` and counted up to `most`."""
 
     def differ(num_tokens: int) -> bool:
-        return first[: num_tokens * WIDTH] != second[: num_tokens * WIDTH]
+        return first[: num_tokens * TOKEN_BYTES] != second[: num_tokens * TOKEN_BYTES]
 
-    return bisect_left(range(most + 1), True, lo=least + 1, key=differ) - 1
+    return bisect_left(range(max_len + 1), True, lo=min_len + 1, key=differ) - 1

@@ -10,10 +10,10 @@ from typing import Any
 
 from foreword.errors import InvalidRequest
 
-__all__ = ["KINDS", "StructuredOutput"]
+__all__ = ["CONSTRAINT_TYPES", "StructuredOutput"]
 
-KINDS = ("json_schema", "json_object", "regex", "choice", "lark", "gbnf", "structural_tag")
-MAX_BYTES = 1 << 20  # of `text`
+CONSTRAINT_TYPES = ("json_schema", "json_object", "regex", "choice", "lark", "gbnf", "structural_tag")
+MAX_CONSTRAINT_BYTES = 1 << 20  # of `text`
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,25 +30,25 @@ class StructuredOutput:
     Raises InvalidRequest. Whether `text` means anything is for foreword.grammar to say.
     """
 
-    kind: str
+    constraint_type: str
     text: str = dataclasses.field(default="", repr=False)  # long, and nothing for a log
     whitespace: bool = True
     after: str | None = None
     field: str = "structured_outputs"
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise InvalidRequest(f"{self.field} must be one of {', '.join(KINDS)}, got {self.kind!r:.80}", self.field)
-        if not isinstance(self.text, str) or (not self.text and self.kind != "json_object"):
-            raise InvalidRequest(f"{self.field} must hold a {self.kind} that is not empty", self.field)
+        if self.constraint_type not in CONSTRAINT_TYPES:
+            raise InvalidRequest(f"{self.field} must be one of {', '.join(CONSTRAINT_TYPES)}, got {self.constraint_type!r:.80}", self.field)
+        if not isinstance(self.text, str) or (not self.text and self.constraint_type != "json_object"):
+            raise InvalidRequest(f"{self.field} must hold a {self.constraint_type} that is not empty", self.field)
         try:
             size = len(self.text.encode())
         except UnicodeEncodeError as error:
             raise InvalidRequest(
                 f"{self.field} is not Unicode: a lone surrogate at character {error.start}", self.field
             ) from None
-        if size > MAX_BYTES:
-            raise InvalidRequest(f"{self.field} has {size} bytes; at most {MAX_BYTES} are taken", self.field)
+        if size > MAX_CONSTRAINT_BYTES:
+            raise InvalidRequest(f"{self.field} has {size} bytes; at most {MAX_CONSTRAINT_BYTES} are taken", self.field)
         if self.after is not None and (not isinstance(self.after, str) or not self.after):
             raise InvalidRequest(f"{self.field}.after must be a text that is not empty", self.field)
 
@@ -63,7 +63,7 @@ class StructuredOutput:
         field = options.get("field", "structured_outputs")
         if not isinstance(schema, str | Mapping | bool):
             raise InvalidRequest(f"{field} must be a JSON schema, got {schema!r:.80}", field)
-        return cls("json_schema", schema if isinstance(schema, str) else _json(schema, field), **options)
+        return cls("json_schema", schema if isinstance(schema, str) else _to_json(schema, field), **options)
 
     @classmethod
     def json_object(cls, **options: Any) -> StructuredOutput:
@@ -81,7 +81,7 @@ class StructuredOutput:
         field = options.get("field", "structured_outputs")
         if isinstance(texts, str) or not texts or not all(isinstance(text, str) and text for text in texts):
             raise InvalidRequest(f"{field} must be a list of texts, none of them empty, got {texts!r:.80}", field)
-        return cls("choice", _json(list(texts), field), **options)
+        return cls("choice", _to_json(list(texts), field), **options)
 
     @classmethod
     def grammar(cls, text: str, **options: Any) -> StructuredOutput:
@@ -92,11 +92,11 @@ class StructuredOutput:
     def structural_tag(cls, description: str | Mapping[str, Any], **options: Any) -> StructuredOutput:
         """Free text with constrained parts."""
         field = options.get("field", "structured_outputs")
-        text = description if isinstance(description, str) else _json(description, field)
+        text = description if isinstance(description, str) else _to_json(description, field)
         return cls("structural_tag", text, **options)
 
 
-def _json(value: object, field: str) -> str:
+def _to_json(value: object, field: str) -> str:
     """Compact, in the order given: a schema's properties are written in it."""
     try:
         return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))

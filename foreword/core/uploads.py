@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-__all__ = ["Array", "Arrays", "uploaded"]
+__all__ = ["Array", "Arrays", "upload"]
 
 Array = npt.NDArray[Any]
 Arrays = tuple[Array, ...]
@@ -18,7 +18,7 @@ Arrays = tuple[Array, ...]
 ALIGNMENT = 16  # bytes: kernels compiled for such addresses are the ones that load widely
 
 
-def uploaded(arrays: Sequence[Array], device: torch.device) -> list[Tensor]:
+def upload(arrays: Sequence[Array], device: torch.device) -> list[Tensor]:
     """The arrays as tensors on the device; on a CPU they share the arrays' memory.
 
     Elsewhere they are parts of one tensor. Its pinned twin is kept by torch until the copy has read it.
@@ -29,11 +29,11 @@ def uploaded(arrays: Sequence[Array], device: torch.device) -> list[Tensor]:
     starts = list(accumulate((-(-array.nbytes // ALIGNMENT) * ALIGNMENT for array in arrays), initial=0))
     pinned = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=True)
     for part, start in zip(here, starts, strict=False):
-        _part_of(pinned, start, part).copy_(part)
+        _view_at(pinned, start, part).copy_(part)
     there = pinned.to(device, non_blocking=True)
-    return [_part_of(there, start, part) for part, start in zip(here, starts, strict=False)]
+    return [_view_at(there, start, part) for part, start in zip(here, starts, strict=False)]
 
 
-def _part_of(memory: Tensor, start: int, like: Tensor) -> Tensor:
+def _view_at(memory: Tensor, start: int, like: Tensor) -> Tensor:
     """The bytes from `start` on, as a tensor of this type and shape."""
     return memory[start : start + like.nbytes].view(like.dtype).view(like.shape)

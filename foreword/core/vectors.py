@@ -6,12 +6,12 @@ import math
 from array import array
 from operator import mul
 
-__all__ = ["FLOAT_BYTES", "cosine", "finished", "only_value"]
+__all__ = ["FLOAT_BYTES", "cosine", "normalize_embedding", "scalar"]
 
 FLOAT_BYTES = 4
 
 
-def finished(vector: bytes, dimensions: int | None = None, normalize: bool = True) -> array[float]:
+def normalize_embedding(vector: bytes, dimensions: int | None = None, normalize: bool = True) -> array[float]:
     """Its first `dimensions` values (None: all), scaled to length 1 unless they are all zero."""
     values = array("f", vector)[:dimensions]
     length = math.hypot(*values) if normalize else 0.0
@@ -23,7 +23,7 @@ def cosine(first: array[float], second: array[float]) -> float:
     return max(-1.0, min(1.0, math.fsum(map(mul, first, second))))
 
 
-def only_value(vector: bytes) -> float:
+def scalar(vector: bytes) -> float:
     """Of a vector of one."""
     (value,) = array("f", vector)
     return value

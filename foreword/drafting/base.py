@@ -8,13 +8,13 @@ from typing import Protocol, runtime_checkable
 
 from foreword.core.draft import Draft
 from foreword.core.request import RequestState
-from foreword.kernels.rounds import RunsAhead
+from foreword.kernels.rounds import SupportsDecodeLoop
 
-__all__ = ["Ask", "Drafter", "Lender", "PassDrafter"]
+__all__ = ["DraftRequest", "Drafter", "DeviceDrafter", "ModelBasedDrafter"]
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class DraftRequest:
     """A request that wants a draft: what may follow state.tokens.
 
     max_tokens  longest draft that is of use
@@ -23,10 +23,10 @@ class Ask:
 
     state: RequestState
     max_tokens: int = 0
-    worth: float = 0.0
+    min_prob: float = 0.0
 
     @property
-    def length(self) -> int:
+    def num_tokens(self) -> int:
         """Number of known tokens: the absolute index of the first one to guess."""
         return len(self.state.tokens)
 
@@ -56,24 +56,24 @@ class Drafter(Protocol):
     def check(self, live: Container[str]) -> None:
         """Assert that state is kept of `live` requests alone, and that nothing leaked."""
 
-    def propose(self, asks: Sequence[Ask]) -> list[Draft | None]:
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Draft | None]:
         """One draft for each ask, of at most its max_tokens; None where there is nothing to guess from."""
 
 
 @runtime_checkable
-class PassDrafter(Drafter, Protocol):
+class ModelBasedDrafter(Drafter, Protocol):
     """A drafter that runs a model: each token costs a forward pass, so it is asked only where that pays."""
 
-    def backlog(self, ask: Ask) -> int:
+    def num_pending_rows(self, request: DraftRequest) -> int:
         """Rows that its model must compute for this ask before it has a first guess, at least 1; or 0: it was asked before,
         and is still kept from guessing by what others do for it."""
 
-    def pass_seconds(self, rows: int, sampled: int) -> float:
+    def pass_seconds(self, num_rows: int, num_sampled: int) -> float:
         """Time one pass over `rows` rows, of which `sampled` are sampled, without touching any request's state."""
 
 
 @runtime_checkable
-class Lender(PassDrafter, Protocol):
+class DeviceDrafter(ModelBasedDrafter, Protocol):
     """A drafter whose model can draft in rounds (kernels/rounds.py), which write to its cache while they run.
 
     What is lent stays in its books: a request that is over gives its blocks back at once, as ever. Rounds that are under way
@@ -82,18 +82,18 @@ class Lender(PassDrafter, Protocol):
     ahead  drafts in rounds; None: this backend, or this model, cannot
     """
 
-    ahead: RunsAhead | None
+    decode_loop_forward: SupportsDecodeLoop | None
 
-    def lend(self, states: Sequence[RequestState], num_tokens: int) -> bool:
+    def acquire_device(self, states: Sequence[RequestState], num_tokens: int) -> bool:
         """Whether all of these can be drafted for in rounds: there is KV for all but their last two tokens, and now there are
         slots for `num_tokens` more. False: one of them is too far behind, does not fit, or is not read from its beginning."""
 
-    def extend(self, states: Sequence[RequestState], num_tokens: int) -> bool:
+    def reserve_device(self, states: Sequence[RequestState], num_tokens: int) -> bool:
         """Slots for `num_tokens` behind the known tokens of each; False if there are too few, or if one would come to the end of
         what either model can read. Nobody gives way for it."""
 
-    def blocks(self, state: RequestState) -> Sequence[int]:
+    def device_blocks(self, state: RequestState) -> Sequence[int]:
         """The block table of a request that is lent."""
 
-    def take_back(self, state: RequestState, known: int) -> None:
+    def release_device(self, state: RequestState, num_computed: int) -> None:
         """A request is drafted for in rounds no more; its cache holds KV of its first `known` tokens."""

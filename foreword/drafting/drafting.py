@@ -10,19 +10,19 @@ from typing import TypeVar
 from foreword.core.draft import Draft
 from foreword.core.events import DraftingStats
 from foreword.core.request import RequestState
-from foreword.drafting.base import Ask, Drafter, Lender, PassDrafter
-from foreword.drafting.control.costs import Timings
-from foreword.drafting.policy import Load, Offer, Policy, StepFacts
+from foreword.drafting.base import DraftRequest, Drafter, DeviceDrafter, ModelBasedDrafter
+from foreword.drafting.control.costs import MeasuredCosts
+from foreword.drafting.policy import PrefillLoad, Proposal, Policy, StepRecord
 
-__all__ = ["Drafting"]
+__all__ = ["Proposer"]
 
 Result = TypeVar("Result")
-NOTHING_ELSE = Load()
+NO_PREFILL = PrefillLoad()
 
 logger = logging.getLogger(__name__)
 
 
-class Drafting:
+class Proposer:
     """Asks the drafters for each request that goes on, and lets the policy decide what is verified.
 
     drafters  those that only look things up
@@ -39,228 +39,228 @@ class Drafting:
         drafters: Sequence[Drafter],
         vocab_size: int,
         policy: Policy,
-        passes: Sequence[PassDrafter] = (),
-        never: Set[int] = frozenset(),
+        model_drafters: Sequence[ModelBasedDrafter] = (),
+        never_sampled_ids: Set[int] = frozenset(),
     ) -> None:
         self.drafters = tuple(drafters)
-        self.passes = tuple(passes)
+        self.model_drafters = tuple(model_drafters)
         self.vocab_size = vocab_size
-        self.never = never
+        self.never_sampled_ids = never_sampled_ids
         self.policy = policy
-        self.timings: Timings | None = None
+        self.timings: MeasuredCosts | None = None
         self.errors: Counter[str] = Counter()
-        self._live: dict[str, tuple[Drafter, ...]] = {}
-        self._offered: dict[str, tuple[int, list[Draft]]] = {}
-        self.resting = False
-        self.lender = next((one for one in passes if isinstance(one, Lender) and one.ahead is not None), None)
-        self._rest = 0
-        self._rested = self._unasked = 0  # steps of a rest so far, and how often in them a request was not asked
+        self._request_drafters: dict[str, tuple[Drafter, ...]] = {}
+        self._unscored_drafts: dict[str, tuple[int, list[Draft]]] = {}
+        self.is_skipping = False
+        self.device_drafter = next((one for one in model_drafters if isinstance(one, DeviceDrafter) and one.decode_loop_forward is not None), None)
+        self._steps_to_skip = 0
+        self._num_skipped_steps = self._num_skipped_requests = 0  # steps of a rest so far, and how often in them a request was not asked
         self._stats: DraftingStats | None = None
 
     @property
-    def off(self) -> bool:
+    def is_disabled(self) -> bool:
         """No drafter runs: a step has nothing to do here."""
-        return not self.drafters and not self.passes
+        return not self.drafters and not self.model_drafters
 
     def start(self, state: RequestState) -> None:
         """A request begins; a drafter that cannot start it is not asked about it again."""
-        self._rest = 0
-        self._live[state.id] = tuple(
+        self._steps_to_skip = 0
+        self._request_drafters[state.id] = tuple(
             drafter
-            for drafter in self._chosen(state)
-            if self._guarded(drafter.name, lambda d=drafter: d.start(state) or True)  # type: ignore[misc]
+            for drafter in self._allowed_drafters(state)
+            if self._catch(drafter.name, lambda d=drafter: d.start(state) or True)  # type: ignore[misc]
         )
-        if self._live[state.id]:  # the policy meets the others in the steps that serve them
-            self._guarded("policy", lambda: self.policy.start(state))
+        if self._request_drafters[state.id]:  # the policy meets the others in the steps that serve them
+            self._catch("policy", lambda: self.policy.start(state))
 
     def finish(self, request_id: str, output: Sequence[int] = ()) -> None:
         """A request is over; `output` is what was delivered of an answer that ended by itself."""
-        drafters = self._live.pop(request_id, ())
-        self._offered.pop(request_id, None)
+        drafters = self._request_drafters.pop(request_id, ())
+        self._unscored_drafts.pop(request_id, None)
         for drafter in drafters:
-            self._guarded(drafter.name, lambda d=drafter: d.finish(request_id, output))  # type: ignore[misc]
+            self._catch(drafter.name, lambda d=drafter: d.finish(request_id, output))  # type: ignore[misc]
         if drafters:
-            self._guarded("policy", lambda: self.policy.finish(request_id))
+            self._catch("policy", lambda: self.policy.finish(request_id))
 
-    def give_up(self, request_id: str) -> None:
+    def disable_draft_model(self, request_id: str) -> None:
         """No model can be asked about a request any more: its pictures cannot be shown to it."""
-        drafters = self._live[request_id]
-        self._live[request_id] = tuple(drafter for drafter in drafters if drafter not in self.passes)
-        for model in (drafter for drafter in drafters if drafter in self.passes):
+        drafters = self._request_drafters[request_id]
+        self._request_drafters[request_id] = tuple(drafter for drafter in drafters if drafter not in self.model_drafters)
+        for model in (drafter for drafter in drafters if drafter in self.model_drafters):
             self.errors[model.name] += 1
-            self._guarded(model.name, lambda m=model: m.finish(request_id))  # type: ignore[misc]
+            self._catch(model.name, lambda m=model: m.finish(request_id))  # type: ignore[misc]
 
-    def propose(self, states: Sequence[RequestState], load: Load = NOTHING_ELSE) -> tuple[Draft | None, ...]:
+    def propose(self, states: Sequence[RequestState], load: PrefillLoad = NO_PREFILL) -> tuple[Draft | None, ...]:
         """What the next step shall verify of each request that has one token left to compute; None for nothing."""
         nothing: tuple[Draft | None, ...] = (None,) * len(states)
-        self.resting = bool(states) and (self._rest > 0 or not any(self._live[state.id] for state in states))
+        self.is_skipping = bool(states) and (self._steps_to_skip > 0 or not any(self._request_drafters[state.id] for state in states))
         if not states:
             return nothing  # a step of prompts alone is in the books, also in a rest
-        if self.resting:
-            self._sit_out(states)
+        if self.is_skipping:
+            self._skip_step(states)
             return nothing
         self._stats = None
-        if self._rested:
-            self._guarded("policy", lambda: self.policy.rested(self._rested, self._unasked))
-            self._rested = self._unasked = 0
-        drafts = self._guarded("policy", lambda: self._propose(states, load)) or nothing
-        self._rest = self._guarded("policy", self.policy.rest) or 0
+        if self._num_skipped_steps:
+            self._catch("policy", lambda: self.policy.record_skipped(self._num_skipped_steps, self._num_skipped_requests))
+            self._num_skipped_steps = self._num_skipped_requests = 0
+        drafts = self._catch("policy", lambda: self._propose(states, load)) or nothing
+        self._steps_to_skip = self._catch("policy", self.policy.num_steps_to_skip) or 0
         return drafts
 
-    def _sit_out(self, states: Sequence[RequestState]) -> None:
+    def _skip_step(self, states: Sequence[RequestState]) -> None:
         """A step in which nobody is asked: of a rest, or because none of its requests may be drafted for."""
-        if self._rest:
-            self._rest -= 1
-            self._rested += 1
-            self._unasked += sum(bool(self._live[state.id]) for state in states)
+        if self._steps_to_skip:
+            self._steps_to_skip -= 1
+            self._num_skipped_steps += 1
+            self._num_skipped_requests += sum(bool(self._request_drafters[state.id]) for state in states)
 
-    def foreseen(self, states: Sequence[RequestState], steps: int = 1) -> int | None:
+    def fixed_draft_len(self, states: Sequence[RequestState], num_steps: int = 1) -> int | None:
         """What so many steps from the next one on verify of each of these, whatever comes out of them: 0, nothing, for nobody
         is asked; or so many guesses of the lender. None: that is decided step by step."""
-        if self._rest >= steps or not any(self._live[state.id] for state in states):
+        if self._steps_to_skip >= num_steps or not any(self._request_drafters[state.id] for state in states):
             return 0
-        if self._rest or any(self._live[state.id] != (self.lender,) for state in states):
+        if self._steps_to_skip or any(self._request_drafters[state.id] != (self.device_drafter,) for state in states):
             return None
-        return self._guarded("policy", lambda: self.policy.steady([Ask(state) for state in states])) or None
+        return self._catch("policy", lambda: self.policy.fixed_draft_len([DraftRequest(state) for state in states])) or None
 
-    def lend(self, states: Sequence[RequestState], num_tokens: int) -> bool:
+    def acquire_device(self, states: Sequence[RequestState], num_tokens: int) -> bool:
         """See Lender.lend(); an error is counted, and the answer is no."""
-        lender = self._lender
-        return self._guarded(lender.name, lambda: lender.lend(states, num_tokens)) or False
+        lender = self._device_drafter
+        return self._catch(lender.name, lambda: lender.acquire_device(states, num_tokens)) or False
 
-    def extend(self, states: Sequence[RequestState], num_tokens: int) -> bool:
+    def reserve_device(self, states: Sequence[RequestState], num_tokens: int) -> bool:
         """See Lender.extend(), and lend()."""
-        lender = self._lender
-        return self._guarded(lender.name, lambda: lender.extend(states, num_tokens)) or False
+        lender = self._device_drafter
+        return self._catch(lender.name, lambda: lender.reserve_device(states, num_tokens)) or False
 
-    def lent(self, state: RequestState) -> Sequence[int]:
+    def device_blocks(self, state: RequestState) -> Sequence[int]:
         """The block table of a request in the lender's cache."""
-        return self._lender.blocks(state)
+        return self._device_drafter.device_blocks(state)
 
-    def take_back(self, state: RequestState, known: int) -> None:
+    def release_device(self, state: RequestState, num_computed: int) -> None:
         """See Lender.take_back()."""
-        lender = self._lender
-        self._guarded(lender.name, lambda: lender.take_back(state, known))
+        lender = self._device_drafter
+        self._catch(lender.name, lambda: lender.release_device(state, num_computed))
 
-    def verified(self, drafts: Sequence[tuple[RequestState, Draft, Sequence[int]]]) -> None:
+    def record_verified(self, drafts: Sequence[tuple[RequestState, Draft, Sequence[int]]]) -> None:
         """Drafts that rounds made and verified, each with what the text went on with."""
-        self.resting, self._stats = True, None
-        offers = [Offer(Ask(state, len(draft.token_ids)), [draft]) for state, draft, _ in drafts]
-        self._guarded("policy", lambda: self.policy.admit(offers, NOTHING_ELSE))
+        self.is_skipping, self._stats = True, None
+        offers = [Proposal(DraftRequest(state, len(draft.token_ids)), [draft]) for state, draft, _ in drafts]
+        self._catch("policy", lambda: self.policy.select(offers, NO_PREFILL))
         for state, draft, run in drafts:
-            self._guarded("policy", lambda s=state, d=draft, r=run: self.policy.score(s, d, r))  # type: ignore[misc]
+            self._catch("policy", lambda s=state, d=draft, r=run: self.policy.record_acceptance(s, d, r))  # type: ignore[misc]
 
     @property
-    def _lender(self) -> Lender:
-        assert self.lender is not None
-        return self.lender
+    def _device_drafter(self) -> DeviceDrafter:
+        assert self.device_drafter is not None
+        return self.device_drafter
 
-    def measured(self, facts: StepFacts) -> None:
+    def record_step(self, step_record: StepRecord) -> None:
         """A step is over."""
-        self._guarded("policy", lambda: self.policy.measured(facts))
+        self._catch("policy", lambda: self.policy.record_step(step_record))
 
-    def expect_ahead(self) -> None:
+    def enable_overlap(self) -> None:
         """See Policy.expect_ahead()."""
-        self._guarded("policy", self.policy.expect_ahead)
+        self._catch("policy", self.policy.enable_overlap)
 
-    def ran_ahead(self, facts: StepFacts) -> None:
+    def record_overlap_step(self, step_record: StepRecord) -> None:
         """A step of a rest was computed ahead."""
-        self._guarded("policy", lambda: self.policy.ran_ahead(facts))
+        self._catch("policy", lambda: self.policy.record_overlap_step(step_record))
 
     def stats(self) -> DraftingStats:
         """What was decided so far; the same object while nobody is asked."""
         if self._stats is None:
-            self._stats = self._guarded("policy", self.policy.stats) or DraftingStats()
+            self._stats = self._catch("policy", self.policy.stats) or DraftingStats()
         return self._stats
 
     def check(self) -> None:
         """Assert that drafters keep state of live requests alone."""
-        assert all(request_id in self._live for request_id in self._offered)
-        for drafter in (*self.drafters, *self.passes):
-            drafter.check(self._live)
+        assert all(request_id in self._request_drafters for request_id in self._unscored_drafts)
+        for drafter in (*self.drafters, *self.model_drafters):
+            drafter.check(self._request_drafters)
 
-    def _propose(self, states: Sequence[RequestState], load: Load) -> tuple[Draft | None, ...]:
-        offers = self._offers(states)
+    def _propose(self, states: Sequence[RequestState], load: PrefillLoad) -> tuple[Draft | None, ...]:
+        offers = self._make_proposals(states)
         for drafter in self.drafters:
-            self._collect(drafter, [offer for offer in offers.values() if drafter in self._live[offer.ask.state.id]])
-        for model in self.passes:
-            self._collect(model, self._worth_a_pass(model, offers, load))
+            self._collect_drafts(drafter, [offer for offer in offers.values() if drafter in self._request_drafters[offer.request.state.id]])
+        for model in self.model_drafters:
+            self._collect_drafts(model, self._select_for_model(model, offers, load))
         listed = list(offers.values())
         chosen: list[Draft | None] = [None] * len(states)
-        for index, offer, draft in zip(offers, listed, self.policy.admit(listed, load), strict=True):
+        for index, offer, draft in zip(offers, listed, self.policy.select(listed, load), strict=True):
             chosen[index] = draft
             if offer.drafts:
-                self._offered[offer.ask.state.id] = offer.ask.length, offer.drafts
+                self._unscored_drafts[offer.request.state.id] = offer.request.num_tokens, offer.drafts
         return tuple(chosen)
 
-    def _offers(self, states: Sequence[RequestState]) -> dict[int, Offer]:
+    def _make_proposals(self, states: Sequence[RequestState]) -> dict[int, Proposal]:
         """Those that may draft now, by index, each with the longest draft of use; what was offered before is scored."""
-        offers: dict[int, Offer] = {}
+        offers: dict[int, Proposal] = {}
         for index, state in enumerate(states):
-            if not self._live[state.id]:
+            if not self._request_drafters[state.id]:
                 continue
-            begin, drafts = self._offered.pop(state.id, (0, ()))
+            begin, drafts = self._unscored_drafts.pop(state.id, (0, ()))
             for draft in drafts:
-                self.policy.score(state, draft, state.tokens[begin:])
-            length = min(self.policy.bound(Ask(state)), state.limit - len(state.tokens) - 1)
+                self.policy.record_acceptance(state, draft, state.tokens[begin:])
+            length = min(self.policy.max_draft_len(DraftRequest(state)), state.max_len - len(state.tokens) - 1)
             if length > 0:
-                offers[index] = Offer(Ask(state, length))
+                offers[index] = Proposal(DraftRequest(state, length))
         return offers
 
-    def _worth_a_pass(self, model: PassDrafter, offers: dict[int, Offer], load: Load) -> list[Offer]:
+    def _select_for_model(self, model: ModelBasedDrafter, proposals: dict[int, Proposal], load: PrefillLoad) -> list[Proposal]:
         """The offers that `model` shall add to, asked for as much as the policy says."""
-        mine = [offer for offer in offers.values() if model in self._live[offer.ask.state.id]]
-        counted = self._guarded(model.name, lambda: [model.backlog(offer.ask) for offer in mine]) or []
+        mine = [offer for offer in proposals.values() if model in self._request_drafters[offer.request.state.id]]
+        counted = self._catch(model.name, lambda: [model.num_pending_rows(offer.request) for offer in mine]) or []
         able = [offer for offer, backlog in zip(mine, counted, strict=False) if backlog]
         backlogs = [backlog for backlog in counted if backlog]
         if not able:
             return []
-        wanted: list[Offer] = []
-        for offer, (length, worth) in zip(able, self.policy.passes(able, load, model.name, backlogs), strict=True):
+        wanted: list[Proposal] = []
+        for offer, (length, worth) in zip(able, self.policy.plan_draft_model(able, load, model.name, backlogs), strict=True):
             if length > 0:
-                ask = offer.ask
-                offer.ask = Ask(ask.state, min(length, ask.max_tokens), worth)
+                ask = offer.request
+                offer.request = DraftRequest(ask.state, min(length, ask.max_tokens), worth)
                 wanted.append(offer)
         return wanted
 
-    def _collect(self, drafter: Drafter, offers: Sequence[Offer]) -> None:
+    def _collect_drafts(self, drafter: Drafter, proposals: Sequence[Proposal]) -> None:
         """Add to the offers what one drafter says."""
-        if not offers:
+        if not proposals:
             return
-        asks = [offer.ask for offer in offers]
-        found = self._guarded(drafter.name, lambda: self._ask(drafter, asks))
-        for offer, draft in zip(offers, found or (), strict=False):
+        asks = [offer.request for offer in proposals]
+        found = self._catch(drafter.name, lambda: self._call_drafter(drafter, asks))
+        for offer, draft in zip(proposals, found or (), strict=False):
             if draft is not None:
                 offer.drafts.append(draft)
 
-    def _ask(self, drafter: Drafter, asks: list[Ask]) -> list[Draft | None]:
+    def _call_drafter(self, drafter: Drafter, requests: list[DraftRequest]) -> list[Draft | None]:
         """What one drafter says, up to the first id that cannot be right. Raises whatever is wrong with it."""
-        drafts = drafter.propose(asks)
-        return [self._legal(ask, drafter, draft) for ask, draft in zip(asks, drafts, strict=True)]
+        drafts = drafter.propose(requests)
+        return [self._truncate_to_legal(ask, drafter, draft) for ask, draft in zip(requests, drafts, strict=True)]
 
-    def _legal(self, ask: Ask, drafter: Drafter, draft: Draft | None) -> Draft | None:
+    def _truncate_to_legal(self, request: DraftRequest, drafter: Drafter, draft: Draft | None) -> Draft | None:
         """The draft up to its first id that is never sampled or that the grammar refuses, and not longer than asked for."""
         if draft is None:
             return None
-        length = min(len(draft.token_ids), ask.max_tokens)
+        length = min(len(draft.token_ids), request.max_tokens)
         for index, token_id in enumerate(draft.token_ids[:length]):
-            if type(token_id) is not int or not 0 <= token_id < self.vocab_size or token_id in self.never:
+            if type(token_id) is not int or not 0 <= token_id < self.vocab_size or token_id in self.never_sampled_ids:
                 length = index
                 break
-        if ask.state.grammar is not None:
-            length = ask.state.grammar.legal(draft.token_ids[:length])
+        if request.state.grammar is not None:
+            length = request.state.grammar.num_legal(draft.token_ids[:length])
         if length == len(draft.token_ids) and length and draft.drafter == drafter.name:
             return draft
         return Draft(draft.token_ids[:length], drafter.name, draft.confidence[:length]) if length else None
 
-    def _chosen(self, state: RequestState) -> tuple[Drafter, ...]:
+    def _allowed_drafters(self, state: RequestState) -> tuple[Drafter, ...]:
         """The drafters that the request lets guess for it."""
-        method, drafters = state.params.speculation.method, (*self.drafters, *self.passes)
+        method, drafters = state.params.speculation.method, (*self.drafters, *self.model_drafters)
         if method == "auto":
             return drafters
         return tuple(drafter for drafter in drafters if drafter.name == method)
 
-    def _guarded(self, name: str, call: Callable[[], Result]) -> Result | None:
+    def _catch(self, name: str, call: Callable[[], Result]) -> Result | None:
         try:
             return call()
         except Exception:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Container, Sequence
 
 from foreword.core.draft import Draft
-from foreword.core.events import FORCED
+from foreword.core.events import GRAMMAR
 from foreword.core.request import RequestState
-from foreword.drafting.base import Ask
+from foreword.drafting.base import DraftRequest
 
 __all__ = ["GrammarDrafter"]
 
@@ -18,7 +18,7 @@ class GrammarDrafter:
     Keeps no state: the grammar belongs to the request.
     """
 
-    name = FORCED
+    name = GRAMMAR
 
     def start(self, state: RequestState) -> None: ...
 
@@ -26,10 +26,10 @@ class GrammarDrafter:
 
     def check(self, live: Container[str]) -> None: ...
 
-    def propose(self, asks: Sequence[Ask]) -> list[Draft | None]:
-        return [self._forced(ask) for ask in asks]
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Draft | None]:
+        return [self._propose(ask) for ask in requests]
 
-    def _forced(self, ask: Ask) -> Draft | None:
-        grammar = ask.state.grammar
-        forced = () if grammar is None else grammar.forced(ask.max_tokens)
+    def _propose(self, request: DraftRequest) -> Draft | None:
+        grammar = request.state.grammar
+        forced = () if grammar is None else grammar.forced(request.max_tokens)
         return Draft(forced, self.name) if forced else None

@@ -13,32 +13,32 @@ from torch import Tensor
 
 from foreword.cache.blocks import BlockPool
 from foreword.cache.storage import KVStorage
-from foreword.core.batch import SCRATCH_BLOCK
+from foreword.core.batch import NULL_BLOCK
 from foreword.core.draft import Draft
 from foreword.core.params import SamplingParams
 from foreword.core.request import Request, RequestState
-from foreword.drafting.base import Ask
-from foreword.drafting.model_passes import UNSEEN, PassByPass, Shown
-from foreword.drafting.model_track import Track
-from foreword.kernels.ops import DraftLane, DraftLoop, Guess
-from foreword.kernels.rounds import RunsAhead
+from foreword.drafting.base import DraftRequest
+from foreword.drafting.model_passes import NO_IMAGES, EagerDraftLoop, ChunkImages
+from foreword.drafting.model_track import DraftState
+from foreword.kernels.ops import DraftJob, DraftLoop, DraftTokens
+from foreword.kernels.rounds import SupportsDecodeLoop
 from foreword.models.base import Model
 from foreword.sampling.sampler import Sampler
 
-__all__ = ["ModelDrafter", "Sight"]
+__all__ = ["ModelDrafter", "ImageFeatureSource"]
 
 MAX_WINDOW = 4096  # tokens; what lies further back costs more to read than it tells of the next token
-TIMED_TOKENS = 4
-COMPUTED_AGAIN = 2  # known tokens that a round begins with: behind a draft that came true as a whole both have no KV
+TIMED_DRAFT_LEN = 4
+RECOMPUTED_TOKENS = 2  # known tokens that a round begins with: behind a draft that came true as a whole both have no KV
 
 
-class Sight(Protocol):
+class ImageFeatureSource(Protocol):
     """What the draft model's own tower has seen of the pictures of requests."""
 
-    def cost(self, state: RequestState, start: int) -> int:
+    def remaining_cost(self, state: RequestState, start: int) -> int:
         """Multiply-adds until all is seen behind its first `start` tokens."""
 
-    def reach(self, state: RequestState, start: int) -> int:
+    def computable_until(self, state: RequestState, start: int) -> int:
         """How many of its tokens can be computed before a picture is needed, once those before `start` are."""
 
     def features(self, state: RequestState, start: int, end: int) -> Sequence[tuple[int, Tensor]]:
@@ -46,19 +46,19 @@ class Sight(Protocol):
 
 
 @dataclass(slots=True)
-class _Run:
+class _PendingDraft:
     """The part of one ask in one propose(). `shown`: of pictures among its known tokens, or before them."""
 
-    number: int
-    ask: Ask
-    track: Track
-    lane: DraftLane
-    shown: Shown = UNSEEN
+    index: int
+    request: DraftRequest
+    draft_state: DraftState
+    job: DraftJob
+    images: ChunkImages = NO_IMAGES
 
     @property
-    def inside(self) -> bool:
+    def can_use_loop(self) -> bool:
         """The loop can sample for it, and knows where its tokens stand."""
-        return self.track.plain and self.lane.start >= self.track.sights - self.track.origin
+        return self.draft_state.is_simple and self.job.start_position >= self.draft_state.last_image_end - self.draft_state.window_start
 
 
 class ModelDrafter:
@@ -89,208 +89,208 @@ class ModelDrafter:
         max_rows: int,
         max_len: int,
     ) -> None:
-        self.forward = forward = model.compiled(kv)
-        self._loop = forward if isinstance(forward, DraftLoop) else None
-        self.ahead = forward if model.tower is None and isinstance(forward, RunsAhead) else None
-        self._directions = model.directions
-        self._passes = PassByPass(forward, model.ops, sampler, block_size, kv.device, model.directions)
-        self._sight: Sight | None = None
-        self._row_cost = 1
+        self.forward = forward = model.compile_logits(kv)
+        self._draft_loop = forward if isinstance(forward, DraftLoop) else None
+        self.decode_loop_forward = forward if model.vision_encoder is None and isinstance(forward, SupportsDecodeLoop) else None
+        self._mrope = model.uses_mrope
+        self._eager_loop = EagerDraftLoop(forward, model.ops, sampler, block_size, kv.device, model.uses_mrope)
+        self._image_source: ImageFeatureSource | None = None
+        self._macs_per_row = 1
         self.model = model
-        self._unused = sampler.unused_ids
+        self._never_sampled_ids = sampler.never_sampled_ids
         self._vocab_size = model.vocab_size
         self._pool = pool
         self._block_size = block_size
         self._max_rows = max_rows
         self._window = min(max_len, MAX_WINDOW)
-        self._tracks: dict[str, Track] = {}
-        self._proposals = 0
+        self._states: dict[str, DraftState] = {}
+        self._num_proposals = 0
 
-    def see_with(self, sight: Sight, row_cost: int) -> None:
+    def set_image_source(self, source: ImageFeatureSource, macs_per_row: int) -> None:
         """The pictures of requests that begin from now on are shown to the model.
 
         row_cost  multiply-adds of its tower that take as long as one of its rows
         """
-        self._sight, self._row_cost = sight, max(row_cost, 1)
+        self._image_source, self._macs_per_row = source, max(macs_per_row, 1)
 
     def start(self, state: RequestState) -> None:
-        self._tracks[state.id] = Track.of(state, self._vocab_size, self._sight is not None)
+        self._states[state.id] = DraftState.from_state(state, self._vocab_size, self._image_source is not None)
 
     def finish(self, request_id: str, output: Sequence[int] = ()) -> None:
-        track = self._tracks.pop(request_id, None)
+        track = self._states.pop(request_id, None)
         if track is not None:
-            self._pool.release(track.blocks)
+            self._pool.release(track.block_table)
 
     def check(self, live: Container[str]) -> None:
-        assert all(request_id in live for request_id in self._tracks)
-        self._pool.check(track.blocks for track in self._tracks.values())
+        assert all(request_id in live for request_id in self._states)
+        self._pool.check(track.block_table for track in self._states.values())
 
-    def backlog(self, ask: Ask) -> int:
-        track = self._follow(ask)
-        unseen = 0 if self._sight is None or track.known >= track.sights else self._sight.cost(ask.state, track.known)
-        if track.asked and self._computable(ask, track) < track.backlog:
+    def num_pending_rows(self, request: DraftRequest) -> int:
+        track = self._sync(request)
+        unseen = 0 if self._image_source is None or track.num_computed >= track.last_image_end else self._image_source.remaining_cost(request.state, track.num_computed)
+        if track.was_requested and self._num_computable(request, track) < track.num_pending_tokens:
             return 0
-        return max(track.backlog + unseen // self._row_cost, 1)
+        return max(track.num_pending_tokens + unseen // self._macs_per_row, 1)
 
-    def known(self, state: RequestState) -> int:
+    def num_computed(self, state: RequestState) -> int:
         """How many tokens of a request need not be shown: those that are computed, or all of one that nobody asks about."""
-        track = self._tracks.get(state.id)
-        return track.known if track is not None and track.asked else len(state.tokens)
+        track = self._states.get(state.id)
+        return track.num_computed if track is not None and track.was_requested else len(state.tokens)
 
     @torch.inference_mode()
-    def propose(self, asks: Sequence[Ask]) -> list[Draft | None]:
-        drafts: list[Draft | None] = [None] * len(asks)
-        for run, guess in self._guess(self._runs(asks)):
-            run.track.known += len(run.lane.token_ids)
-            run.track.guessed = guess.token_ids[:-1]
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Draft | None]:
+        drafts: list[Draft | None] = [None] * len(requests)
+        for run, guess in self._draft(self._schedule(requests)):
+            run.draft_state.num_computed += len(run.job.token_ids)
+            run.draft_state.draft_ids = guess.token_ids[:-1]
             if guess.token_ids:
-                drafts[run.number] = Draft(guess.token_ids, self.name, tuple(map(math.exp, guess.logprobs)))
+                drafts[run.index] = Draft(guess.token_ids, self.name, tuple(map(math.exp, guess.logprobs)))
         return drafts
 
-    def lend(self, states: Sequence[RequestState], num_tokens: int) -> bool:
-        tracks = [self._follow(Ask(state)) for state in states]
-        return all(self._lendable(track) for track in tracks) and self.extend(states, num_tokens)
+    def acquire_device(self, states: Sequence[RequestState], num_tokens: int) -> bool:
+        tracks = [self._sync(DraftRequest(state)) for state in states]
+        return all(self._can_run_on_device(track) for track in tracks) and self.reserve_device(states, num_tokens)
 
-    def extend(self, states: Sequence[RequestState], num_tokens: int) -> bool:
-        needs = [(self._tracks[state.id], len(state.tokens) + num_tokens) for state in states]
+    def reserve_device(self, states: Sequence[RequestState], num_tokens: int) -> bool:
+        needs = [(self._states[state.id], len(state.tokens) + num_tokens) for state in states]
         if any(length > self._window for _, length in needs):
             return False
-        missing = [max(self._missing(track, length), 0) for track, length in needs]
+        missing = [max(self._num_missing_blocks(track, length), 0) for track, length in needs]
         if sum(missing) > self._pool.num_free:
             return False
         for (track, _), count in zip(needs, missing, strict=True):
-            self._grow(track, count)
+            self._allocate(track, count)
         return True
 
-    def blocks(self, state: RequestState) -> Sequence[int]:
-        return self._tracks[state.id].blocks
+    def device_blocks(self, state: RequestState) -> Sequence[int]:
+        return self._states[state.id].block_table
 
-    def take_back(self, state: RequestState, known: int) -> None:
-        track = self._tracks[state.id]
-        track.length, track.known, track.guessed = len(state.tokens), known, ()
+    def release_device(self, state: RequestState, num_computed: int) -> None:
+        track = self._states[state.id]
+        track.length, track.num_computed, track.draft_ids = len(state.tokens), num_computed, ()
 
-    def _lendable(self, track: Track) -> bool:
+    def _can_run_on_device(self, draft_state: DraftState) -> bool:
         """It is read from its beginning, as the target reads it, and all is computed that a round does not compute again."""
-        return not (track.origin or track.skipped or track.sights) and track.backlog <= COMPUTED_AGAIN
+        return not (draft_state.window_start or draft_state.num_skipped_image_tokens or draft_state.last_image_end) and draft_state.num_pending_tokens <= RECOMPUTED_TOKENS
 
-    def pass_seconds(self, rows: int, sampled: int) -> float:
+    def pass_seconds(self, num_rows: int, num_sampled: int) -> float:
         """Where every row is sampled it is one of several passes, as in a draft of several tokens."""
-        tokens = min(TIMED_TOKENS, self._window) if rows == sampled else 1
-        runs = self._scratch_runs(rows, sampled, tokens)
+        tokens = min(TIMED_DRAFT_LEN, self._window) if num_rows == num_sampled else 1
+        runs = self._dummy_drafts(num_rows, num_sampled, tokens)
         with torch.inference_mode():
             started = time.perf_counter()
-            lengths = [len(guess.token_ids) for _, guess in self._guess(runs)]
+            lengths = [len(guess.token_ids) for _, guess in self._draft(runs)]
             seconds = time.perf_counter() - started
         return seconds / max(*lengths, 1)  # a broken model may end its drafts early, or say nothing
 
-    def _guess(self, runs: Sequence[_Run]) -> Iterator[tuple[_Run, Guess]]:
+    def _draft(self, pending: Sequence[_PendingDraft]) -> Iterator[tuple[_PendingDraft, DraftTokens]]:
         """One call for the requests that it can sample for; the others pass by pass."""
-        loop = self._loop
-        inside = [run for run in runs if run.inside] if loop is not None else []
+        loop = self._draft_loop
+        inside = [run for run in pending if run.can_use_loop] if loop is not None else []
         if loop is not None and inside:
-            yield from zip(inside, loop.draft([run.lane for run in inside], self._block_size, self._unused), strict=True)
-        outside = [run for run in runs if loop is None or not run.inside]
+            yield from zip(inside, loop.draft([run.job for run in inside], self._block_size, self._never_sampled_ids), strict=True)
+        outside = [run for run in pending if loop is None or not run.can_use_loop]
         if outside:
-            lanes, shown = [run.lane for run in outside], [run.shown for run in outside]
-            yield from zip(outside, self._passes.draft([run.ask for run in outside], lanes, shown), strict=True)
+            lanes, shown = [run.job for run in outside], [run.images for run in outside]
+            yield from zip(outside, self._eager_loop.draft([run.request for run in outside], lanes, shown), strict=True)
 
-    def _runs(self, asks: Sequence[Ask]) -> list[_Run]:
+    def _schedule(self, requests: Sequence[DraftRequest]) -> list[_PendingDraft]:
         """Who is computed now, and how far: within max_rows and the memory, the shortest backlogs first."""
-        self._proposals += 1
-        tracks = [self._follow(ask) for ask in asks]
+        self._num_proposals += 1
+        tracks = [self._sync(ask) for ask in requests]
         budget = self._max_rows
         sizes: dict[int, int] = {}
-        for number in sorted(range(len(asks)), key=lambda number: tracks[number].backlog):
+        for number in sorted(range(len(requests)), key=lambda number: tracks[number].num_pending_tokens):
             track = tracks[number]
-            track.asked = True
-            size = min(self._computable(asks[number], track), budget)
-            if size and self._reserve(track, track.known + size - track.origin):
-                track.served = self._proposals
+            track.was_requested = True
+            size = min(self._num_computable(requests[number], track), budget)
+            if size and self._reserve(track, track.num_computed + size - track.window_start):
+                track.last_used = self._num_proposals
                 sizes[number] = size
                 budget -= size
-        return [self._run(n, asks[n], tracks[n], size) for n, size in sizes.items()]
+        return [self._make_pending(n, requests[n], tracks[n], size) for n, size in sizes.items()]
 
-    def _computable(self, ask: Ask, track: Track) -> int:
+    def _num_computable(self, request: DraftRequest, draft_state: DraftState) -> int:
         """Known tokens that could be computed now."""
-        if self._sight is None or track.known >= track.sights:
-            return track.backlog
-        return self._sight.reach(ask.state, track.known) - track.known
+        if self._image_source is None or draft_state.num_computed >= draft_state.last_image_end:
+            return draft_state.num_pending_tokens
+        return self._image_source.computable_until(request.state, draft_state.num_computed) - draft_state.num_computed
 
-    def _run(self, number: int, ask: Ask, track: Track, size: int) -> _Run:
+    def _make_pending(self, index: int, request: DraftRequest, draft_state: DraftState, num_tokens: int) -> _PendingDraft:
         """The next `size` known tokens, and what there is to see of them."""
-        lane = self._lane(ask, track, size)
-        if self._sight is None or track.known >= track.sights:
-            return _Run(number, ask, track, lane, Shown(track.places))
-        features = self._sight.features(ask.state, track.known, track.known + size)
-        return _Run(number, ask, track, lane, Shown(track.places, features))
+        lane = self._make_job(request, draft_state, num_tokens)
+        if self._image_source is None or draft_state.num_computed >= draft_state.last_image_end:
+            return _PendingDraft(index, request, draft_state, lane, ChunkImages(draft_state.mrope_positions))
+        features = self._image_source.features(request.state, draft_state.num_computed, draft_state.num_computed + num_tokens)
+        return _PendingDraft(index, request, draft_state, lane, ChunkImages(draft_state.mrope_positions, features))
 
-    def _lane(self, ask: Ask, track: Track, size: int) -> DraftLane:
+    def _make_job(self, request: DraftRequest, draft_state: DraftState, num_tokens: int) -> DraftJob:
         """The next `size` known tokens; guesses if these are all."""
-        token_ids = track.tokens_from(ask, track.known)[:size]
+        token_ids = draft_state.tokens_from(request, draft_state.num_computed)[:num_tokens]
         if max(token_ids) >= self._vocab_size:  # a row of the target that stands for no token
             token_ids = [token_id if token_id < self._vocab_size else 0 for token_id in token_ids]
-        return DraftLane(
+        return DraftJob(
             token_ids=token_ids,
-            start=track.known - track.origin,
-            blocks=track.blocks,
-            first=ask.length,
-            max_tokens=self._room(track, ask.max_tokens) if size == track.backlog else 0,
-            floor=math.log(ask.worth) if ask.worth > 0 else -math.inf,
-            sampling=track.sampling,
-            shift=track.places.shift if self._directions and track.places is not None else 0,
+            start_position=draft_state.num_computed - draft_state.window_start,
+            block_table=draft_state.block_table,
+            first_draft_index=request.num_tokens,
+            max_tokens=self._max_draft_len(draft_state, request.max_tokens) if num_tokens == draft_state.num_pending_tokens else 0,
+            min_logprob_sum=math.log(request.min_prob) if request.min_prob > 0 else -math.inf,
+            sampling=draft_state.sampling,
+            mrope_offset=draft_state.mrope_positions.offset if self._mrope and draft_state.mrope_positions is not None else 0,
         )
 
-    def _room(self, track: Track, max_tokens: int) -> int:
+    def _max_draft_len(self, draft_state: DraftState, max_tokens: int) -> int:
         """Guesses that can be made: all but the last lie in the window and have a slot."""
-        length = track.length - track.origin
+        length = draft_state.length - draft_state.window_start
         wanted = min(max_tokens, self._window - length + 1)
-        missing = self._missing(track, length + wanted - 1)
+        missing = self._num_missing_blocks(draft_state, length + wanted - 1)
         if missing > 0:
-            self._grow(track, min(missing, self._pool.num_free))
-            wanted = min(wanted, len(track.blocks) * self._block_size - length + 1)
+            self._allocate(draft_state, min(missing, self._pool.num_free))
+            wanted = min(wanted, len(draft_state.block_table) * self._block_size - length + 1)
         return wanted
 
-    def _follow(self, ask: Ask) -> Track:
+    def _sync(self, request: DraftRequest) -> DraftState:
         """What is computed for an ask; nothing if the request has outgrown the window."""
-        track = self._tracks[ask.state.id]
-        track.follow(ask)
-        if track.length - track.origin > self._window:
-            self._drop(track, max(track.length - max(self._window // 2, 1), track.sights))
+        track = self._states[request.state.id]
+        track.sync(request)
+        if track.length - track.window_start > self._window:
+            self._evict(track, max(track.length - max(self._window // 2, 1), track.last_image_end))
         return track
 
-    def _reserve(self, track: Track, length: int) -> bool:
+    def _reserve(self, draft_state: DraftState, length: int) -> bool:
         """Hold blocks for `length` tokens, taking them from those whose turn was the longest ago."""
-        missing = self._missing(track, length)
+        missing = self._num_missing_blocks(draft_state, length)
         while missing > self._pool.num_free:
-            others = [t for t in self._tracks.values() if t.blocks and t.served < self._proposals and t is not track]
+            others = [t for t in self._states.values() if t.block_table and t.last_used < self._num_proposals and t is not draft_state]
             if not others:
                 return False
-            victim = min(others, key=lambda t: (t.served, -t.backlog))
-            self._drop(victim, victim.origin)
-        self._grow(track, missing)
+            victim = min(others, key=lambda t: (t.last_used, -t.num_pending_tokens))
+            self._evict(victim, victim.window_start)
+        self._allocate(draft_state, missing)
         return True
 
-    def _missing(self, track: Track, length: int) -> int:
+    def _num_missing_blocks(self, draft_state: DraftState, length: int) -> int:
         """Blocks for `length` tokens that are not there, negative if there are more."""
-        return -(-length // self._block_size) - len(track.blocks)
+        return -(-length // self._block_size) - len(draft_state.block_table)
 
-    def _grow(self, track: Track, count: int) -> None:
-        for _ in range(count):
-            track.blocks.append(self._pool.allocate())
+    def _allocate(self, draft_state: DraftState, num_blocks: int) -> None:
+        for _ in range(num_blocks):
+            draft_state.block_table.append(self._pool.allocate())
 
-    def _drop(self, track: Track, origin: int) -> None:
+    def _evict(self, draft_state: DraftState, window_start: int) -> None:
         """Nothing of it is computed any more; it is read from `origin` on."""
-        self._pool.release(track.blocks)
-        track.begin_at(origin)
+        self._pool.release(draft_state.block_table)
+        draft_state.reset_at(window_start)
 
-    def _scratch_runs(self, rows: int, sampled: int, tokens: int) -> list[_Run]:
+    def _dummy_drafts(self, num_rows: int, num_sampled: int, draft_len: int) -> list[_PendingDraft]:
         """Of `rows` known tokens and `sampled` drafts, shared by requests that fit the window, on the scratch block."""
         state = RequestState(Request("", (0,), SamplingParams(), seed=0), 0, self._window)
-        track = Track.of(state, self._vocab_size)
-        count = max(sampled, -(-rows // (self._window - tokens + 1)))
-        blocks = [SCRATCH_BLOCK] * -(-self._window // self._block_size)
+        track = DraftState.from_state(state, self._vocab_size)
+        count = max(num_sampled, -(-num_rows // (self._window - draft_len + 1)))
+        blocks = [NULL_BLOCK] * -(-self._window // self._block_size)
         lanes = [
-            DraftLane([0] * len(range(n, rows, count)), 0, blocks, 1, tokens if n < sampled else 0, -math.inf, track.sampling)
+            DraftJob([0] * len(range(n, num_rows, count)), 0, blocks, 1, draft_len if n < num_sampled else 0, -math.inf, track.sampling)
             for n in range(count)
         ]
-        return [_Run(n, Ask(state), track, lane) for n, lane in enumerate(lanes)]
+        return [_PendingDraft(n, DraftRequest(state), track, lane) for n, lane in enumerate(lanes)]

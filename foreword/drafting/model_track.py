@@ -6,17 +6,17 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from foreword.core.positions import RopePositions
+from foreword.core.positions import MRopePositions
 from foreword.core.request import Request, RequestState
-from foreword.drafting.base import Ask
-from foreword.kernels.ops import DraftSampling
-from foreword.sampling.steps import filters_of, is_plain
+from foreword.drafting.base import DraftRequest
+from foreword.kernels.ops import DraftSamplingParams
+from foreword.sampling.steps import draft_sampling_params, only_filters
 
-__all__ = ["Track"]
+__all__ = ["DraftState"]
 
 
 @dataclass(slots=True)
-class Track:
+class DraftState:
     """The KV cache holds what lies between origin and the end of `guessed`, at positions counted from origin.
 
     |<-- not read -->|<-------- computed -------->|<-- guessed -->|     indices in the text
@@ -38,63 +38,63 @@ class Track:
     plain     it asked for no other step of the pipeline
     """
 
-    sampling: DraftSampling
-    plain: bool
-    skipped: int = 0
-    prompt: Sequence[int] = ()
-    sights: int = 0
-    places: RopePositions | None = None
-    asked: bool = False
+    sampling: DraftSamplingParams
+    is_simple: bool
+    num_skipped_image_tokens: int = 0
+    text_prompt_ids: Sequence[int] = ()
+    last_image_end: int = 0
+    mrope_positions: MRopePositions | None = None
+    was_requested: bool = False
     length: int = 0
-    origin: int = 0
-    known: int = 0
-    served: int = 0
-    guessed: tuple[int, ...] = ()
-    blocks: array[int] = field(default_factory=lambda: array("q"))
+    window_start: int = 0
+    num_computed: int = 0
+    last_used: int = 0
+    draft_ids: tuple[int, ...] = ()
+    block_table: array[int] = field(default_factory=lambda: array("q"))
 
     @classmethod
-    def of(cls, state: RequestState, vocab_size: int, sees: bool = False) -> Track:
+    def from_state(cls, state: RequestState, vocab_size: int, is_multimodal: bool = False) -> DraftState:
         """Of a request that begins, for a model with logits of this width that sees pictures or not."""
-        sampling, plain = filters_of(state.request, vocab_size), is_plain(state.request)
-        pictures = state.request.pictures
-        if sees or not pictures:
-            return cls(sampling, plain, sights=pictures[-1].end if pictures else 0, places=state.positions)
-        prompt = _without_pictures(state.request)
+        sampling, plain = draft_sampling_params(state.request, vocab_size), only_filters(state.request)
+        pictures = state.request.images
+        if is_multimodal or not pictures:
+            return cls(sampling, plain, last_image_end=pictures[-1].end if pictures else 0, mrope_positions=state.mrope_positions)
+        prompt = _text_only_prompt(state.request)
         return cls(sampling, plain, state.num_prompt - len(prompt), prompt)
 
     @property
-    def backlog(self) -> int:
+    def num_pending_tokens(self) -> int:
         """Known tokens that are not computed."""
-        return self.length - self.known
+        return self.length - self.num_computed
 
-    def tokens_from(self, ask: Ask, index: int) -> Sequence[int]:
+    def tokens_from(self, request: DraftRequest, index: int) -> Sequence[int]:
         """The text from an index on."""
-        if index >= len(self.prompt):
-            return ask.tokens_from(index + self.skipped)
-        return [*self.prompt[index:], *ask.tokens_from(len(self.prompt) + self.skipped)]
+        if index >= len(self.text_prompt_ids):
+            return request.tokens_from(index + self.num_skipped_image_tokens)
+        return [*self.text_prompt_ids[index:], *request.tokens_from(len(self.text_prompt_ids) + self.num_skipped_image_tokens)]
 
-    def follow(self, ask: Ask) -> None:
+    def sync(self, request: DraftRequest) -> None:
         """Keep the guesses that came true, and never the last known token: its row yields the first guess."""
-        self.length = ask.length - self.skipped
-        if self.guessed:
-            for guess, token_id in zip(self.guessed, self.tokens_from(ask, self.known), strict=False):
+        self.length = request.num_tokens - self.num_skipped_image_tokens
+        if self.draft_ids:
+            for guess, token_id in zip(self.draft_ids, self.tokens_from(request, self.num_computed), strict=False):
                 if guess != token_id:
                     break
-                self.known += 1
-            self.guessed = ()
-        self.known = max(min(self.known, self.length - 1), self.origin)  # there may be no text but pictures
+                self.num_computed += 1
+            self.draft_ids = ()
+        self.num_computed = max(min(self.num_computed, self.length - 1), self.window_start)  # there may be no text but pictures
 
-    def begin_at(self, origin: int) -> None:
+    def reset_at(self, window_start: int) -> None:
         """Forget what was computed and the blocks, which the caller has released; the text is read from `origin` on."""
-        if origin > self.origin:
-            self.places = None
-        self.origin = self.known = origin
-        self.guessed = ()
-        del self.blocks[:]
+        if window_start > self.window_start:
+            self.mrope_positions = None
+        self.window_start = self.num_computed = window_start
+        self.draft_ids = ()
+        del self.block_table[:]
 
 
-def _without_pictures(request: Request) -> tuple[int, ...]:
+def _text_only_prompt(request: Request) -> tuple[int, ...]:
     """The prompt as it is read by a model that sees nothing."""
-    ends = (0, *(picture.end for picture in request.pictures))
-    starts = (*(picture.start for picture in request.pictures), len(request.prompt_ids))
+    ends = (0, *(picture.end for picture in request.images))
+    starts = (*(picture.start for picture in request.images), len(request.prompt_ids))
     return tuple(token_id for end, start in zip(ends, starts, strict=True) for token_id in request.prompt_ids[end:start])

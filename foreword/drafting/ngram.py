@@ -6,7 +6,7 @@ from collections.abc import Container, Sequence, Set
 
 from foreword.core.draft import Draft
 from foreword.core.request import RequestState
-from foreword.drafting.base import Ask
+from foreword.drafting.base import DraftRequest
 
 __all__ = ["NgramDrafter"]
 
@@ -15,7 +15,7 @@ __all__ = ["NgramDrafter"]
 CONFIDENCE = (0.0, 0.25, 0.42, 0.55, 0.75, 0.82, 0.85, 0.87, 0.88, 0.88, 0.89, 0.89, 0.9)
 
 
-class _Index:
+class _NgramIndex:
     """The tokens of one request and where each of their n-grams was last continued.
 
     Grows by what is appended; nothing is ever scanned again.
@@ -23,13 +23,13 @@ class _Index:
     fence  index behind the last token that is never drafted: no n-gram reaches over it
     """
 
-    __slots__ = ("_continued_at", "_fence", "_never", "_sizes", "tokens")
+    __slots__ = ("_continued_at", "_min_start", "_never_sampled_ids", "_ngram_sizes", "tokens")
 
-    def __init__(self, sizes: range, never: Set[int]) -> None:
+    def __init__(self, ngram_sizes: range, never_sampled_ids: Set[int]) -> None:
         self.tokens: list[int] = []
-        self._sizes = sizes
-        self._never = never
-        self._fence = 0
+        self._ngram_sizes = ngram_sizes
+        self._never_sampled_ids = never_sampled_ids
+        self._min_start = 0
         self._continued_at: dict[tuple[int, ...], int] = {}
 
     def extend(self, token_ids: Sequence[int]) -> None:
@@ -37,31 +37,31 @@ class _Index:
         known = len(tokens)
         tokens += token_ids
         for end, token_id in enumerate(token_ids, start=known):
-            if token_id in self._never:
-                self._fence = end + 1
+            if token_id in self._never_sampled_ids:
+                self._min_start = end + 1
                 continue
-            for size in self._sizes:
-                if size <= end - self._fence:
+            for size in self._ngram_sizes:
+                if size <= end - self._min_start:
                     continued_at[tuple(tokens[end - size : end])] = end
 
-    def continuation(self, max_tokens: int) -> tuple[int, list[int]]:
+    def find_continuation(self, max_tokens: int) -> tuple[int, list[int]]:
         """Size of the longest known n-gram that ends the text, and what followed it; it may run on into itself.
 
         (0, []) where nothing matches.
         """
         tokens = self.tokens
-        for size in reversed(self._sizes):
-            start = self._continued_at.get(tuple(tokens[-size:])) if size <= len(tokens) - self._fence else None
+        for size in reversed(self._ngram_sizes):
+            start = self._continued_at.get(tuple(tokens[-size:])) if size <= len(tokens) - self._min_start else None
             if start is not None:
                 found = tokens[start : start + max_tokens]
                 while len(found) < max_tokens:
                     found += found[: max_tokens - len(found)]
-                return size, self._cut(found) if start < self._fence else found
+                return size, self._truncate_at_never_sampled(found) if start < self._min_start else found
         return 0, []
 
-    def _cut(self, found: list[int]) -> list[int]:
+    def _truncate_at_never_sampled(self, token_ids: list[int]) -> list[int]:
         """Up to the first token that is never drafted; the one in front was found to follow, so that it is none."""
-        return found[: next((index for index, token_id in enumerate(found) if token_id in self._never), len(found))]
+        return token_ids[: next((index for index, token_id in enumerate(token_ids) if token_id in self._never_sampled_ids), len(token_ids))]
 
 
 class NgramDrafter:
@@ -74,14 +74,14 @@ class NgramDrafter:
 
     name = "ngram"
 
-    def __init__(self, lookup_min: int, lookup_max: int, never: Set[int] = frozenset()) -> None:
+    def __init__(self, lookup_min: int, lookup_max: int, never_sampled_ids: Set[int] = frozenset()) -> None:
         assert 1 <= lookup_min <= lookup_max
-        self._never = never
-        self._sizes = range(lookup_min, lookup_max + 1)
-        self._indexes: dict[str, _Index] = {}
+        self._never_sampled_ids = never_sampled_ids
+        self._ngram_sizes = range(lookup_min, lookup_max + 1)
+        self._indexes: dict[str, _NgramIndex] = {}
 
     def start(self, state: RequestState) -> None:
-        self._indexes[state.id] = _Index(self._sizes, self._never)
+        self._indexes[state.id] = _NgramIndex(self._ngram_sizes, self._never_sampled_ids)
 
     def finish(self, request_id: str, output: Sequence[int] = ()) -> None:
         self._indexes.pop(request_id, None)
@@ -89,16 +89,16 @@ class NgramDrafter:
     def check(self, live: Container[str]) -> None:
         assert all(request_id in live for request_id in self._indexes)
 
-    def propose(self, asks: Sequence[Ask]) -> list[Draft | None]:
-        return [self._propose(ask) for ask in asks]
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Draft | None]:
+        return [self._propose(ask) for ask in requests]
 
-    def _propose(self, ask: Ask) -> Draft | None:
-        index = self._indexes[ask.state.id]
-        index.extend(ask.tokens_from(len(index.tokens)))
-        size, guess = index.continuation(ask.max_tokens)
+    def _propose(self, request: DraftRequest) -> Draft | None:
+        index = self._indexes[request.state.id]
+        index.extend(request.tokens_from(len(index.tokens)))
+        size, guess = index.find_continuation(request.max_tokens)
         return Draft(tuple(guess), self.name, _confidence(size, len(guess))) if guess else None
 
 
-def _confidence(size: int, count: int) -> tuple[float, ...]:
-    known = CONFIDENCE[size : size + count]
-    return known + CONFIDENCE[-1:] * (count - len(known))
+def _confidence(match_len: int, draft_len: int) -> tuple[float, ...]:
+    known = CONFIDENCE[match_len : match_len + draft_len]
+    return known + CONFIDENCE[-1:] * (draft_len - len(known))

@@ -9,23 +9,23 @@ from dataclasses import dataclass
 
 from foreword.core.draft import Draft
 from foreword.core.request import RequestState
-from foreword.drafting.base import Ask
-from foreword.drafting.suffix_index import BYTES_PER_SLOT, Index, Query, SuffixIndex
+from foreword.drafting.base import DraftRequest
+from foreword.drafting.suffix_index import BYTES_PER_SLOT, SuffixIndexBackend, Query, SuffixIndex
 from foreword.drafting.suffix_native import NativeSuffixIndex
 
 __all__ = ["SuffixDrafter"]
 
 MIN_CORPUS_SLOTS = 64
 MAX_CORPUS_SLOTS = 2**30  # slots are 32-bit numbers
-MAX_TENANTS = 2**16  # that are remembered
+MAX_NAMESPACES = 2**16  # that are remembered
 
 
 @dataclass(slots=True)
-class _Track:
+class _TextState:
     """The text of one request in the index, and how many of its tokens stand there."""
 
-    text: int
-    known: int = 0
+    text_id: int
+    num_indexed: int = 0
 
 
 class SuffixDrafter:
@@ -40,50 +40,50 @@ class SuffixDrafter:
 
     name = "suffix"
 
-    def __init__(self, corpus_bytes: int, never: Collection[int], library: ctypes.CDLL | None) -> None:
+    def __init__(self, corpus_bytes: int, never_sampled_ids: Collection[int], library: ctypes.CDLL | None) -> None:
         slots = min(corpus_bytes // BYTES_PER_SLOT, MAX_CORPUS_SLOTS)
         slots = slots if slots >= MIN_CORPUS_SLOTS else 0
-        self._index: Index = SuffixIndex(slots, never) if library is None else NativeSuffixIndex(library, slots, never)
-        self._namespaces = _Namespaces(MAX_TENANTS)
-        self._tracks: dict[str, _Track] = {}
+        self._index: SuffixIndexBackend = SuffixIndex(slots, never_sampled_ids) if library is None else NativeSuffixIndex(library, slots, never_sampled_ids)
+        self._namespaces = _Namespaces(MAX_NAMESPACES)
+        self._texts: dict[str, _TextState] = {}
 
     def start(self, state: RequestState) -> None:
-        namespace = self._namespaces.number(state.request.tenant)
-        self._tracks[state.id] = _Track(self._index.start(namespace))
+        namespace = self._namespaces.get_id(state.request.cache_salt)
+        self._texts[state.id] = _TextState(self._index.start(namespace))
 
     def finish(self, request_id: str, output: Sequence[int] = ()) -> None:
-        track = self._tracks.pop(request_id, None)
+        track = self._texts.pop(request_id, None)
         if track is not None:
-            self._index.finish(track.text, output)
+            self._index.finish(track.text_id, output)
 
     def check(self, live: Container[str]) -> None:
-        assert all(request_id in live for request_id in self._tracks)
-        assert self._index.num_texts() == len(self._tracks)
+        assert all(request_id in live for request_id in self._texts)
+        assert self._index.num_texts() == len(self._texts)
 
-    def propose(self, asks: Sequence[Ask]) -> list[Draft | None]:
-        guesses = self._index.propose([self._query(ask) for ask in asks])
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Draft | None]:
+        guesses = self._index.propose([self._make_query(ask) for ask in requests])
         return [Draft(token_ids, self.name, confidence) if token_ids else None for token_ids, confidence in guesses]
 
-    def _query(self, ask: Ask) -> Query:
-        track = self._tracks[ask.state.id]
-        new = ask.tokens_from(track.known)
-        track.known += len(new)
-        return track.text, ask.max_tokens, new
+    def _make_query(self, request: DraftRequest) -> Query:
+        track = self._texts[request.state.id]
+        new = request.tokens_from(track.num_indexed)
+        track.num_indexed += len(new)
+        return track.text_id, request.max_tokens, new
 
 
 class _Namespaces:
     """A number for each tenant, never used for another. A tenant forgotten loses its part of the corpus."""
 
-    def __init__(self, max_tenants: int) -> None:
-        self._max_tenants = max_tenants
-        self._numbers: OrderedDict[str, int] = OrderedDict()
-        self._last = 0
+    def __init__(self, max_namespaces: int) -> None:
+        self._max_namespaces = max_namespaces
+        self._ids: OrderedDict[str, int] = OrderedDict()
+        self._last_id = 0
 
-    def number(self, tenant: str) -> int:
-        if tenant not in self._numbers:
-            self._last += 1
-            self._numbers[tenant] = self._last
-        self._numbers.move_to_end(tenant)
-        if len(self._numbers) > self._max_tenants:
-            self._numbers.popitem(last=False)
-        return self._numbers[tenant]
+    def get_id(self, cache_salt: str) -> int:
+        if cache_salt not in self._ids:
+            self._last_id += 1
+            self._ids[cache_salt] = self._last_id
+        self._ids.move_to_end(cache_salt)
+        if len(self._ids) > self._max_namespaces:
+            self._ids.popitem(last=False)
+        return self._ids[cache_salt]

@@ -7,21 +7,21 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from foreword.encoders.base import Encoder, EncoderConfig, Head, Rows
-from foreword.encoders.options import read_shape
-from foreword.encoders.parts import Attention, Dense, FeedForward, LayerNorm, PostNormLayer, ScoreHead, Table, words
+from foreword.encoders.base import TextEncoder, EncoderConfig, RankerHead, VarlenBatch
+from foreword.encoders.options import read_bert_config
+from foreword.encoders.parts import EncoderAttention, EncoderLinear, EncoderFeedForward, EncoderLayerNorm, PostNormLayer, ClassificationHead, EmbeddingTable, word_embeddings
 from foreword.kernels.ops import Ops
 from foreword.layers.weights import Weights
 from foreword.models.config import ConfigReader
 
-__all__ = ["Bert", "bert_layer"]
+__all__ = ["Bert", "build_bert_layer"]
 
 
-class Bert(Encoder):
+class Bert(TextEncoder):
     """Learned positions, token types, norms behind each branch."""
 
     prefix = "bert."
-    unused = MappingProxyType(
+    unused_prefixes = MappingProxyType(
         {
             "cls.": "heads of pre-training",
             "pooler.": "sentence vectors do not read it",
@@ -30,44 +30,44 @@ class Bert(Encoder):
     )
 
     @classmethod
-    def read(cls, config: ConfigReader) -> EncoderConfig:
+    def read_config(cls, config: ConfigReader) -> EncoderConfig:
         """config.json of model_type `bert`"""
-        return read_shape(config, "bert")
+        return read_bert_config(config, "bert")
 
     def load(self, body: Weights) -> None:
         """Build the model."""
-        config, inner = self.config, body.within("embeddings.")
-        self._words = words(self.ops, inner, "word_embeddings", config)
-        self._positions = Table(inner, "position_embeddings", config.positions, config.hidden)
-        self._types = Table(inner, "token_type_embeddings", config.types, config.hidden)
-        self._norm = LayerNorm(inner, "LayerNorm", config)
-        self._layers = [bert_layer(self.ops, config, body.within(f"encoder.layer.{index}.")) for index in range(config.layers)]
+        config, inner = self.config, body.prefixed("embeddings.")
+        self._word_embeddings = word_embeddings(self.ops, inner, "word_embeddings", config)
+        self._position_embeddings = EmbeddingTable(inner, "position_embeddings", config.num_positions, config.hidden_size)
+        self._type_embeddings = EmbeddingTable(inner, "token_type_embeddings", config.num_types, config.hidden_size)
+        self._norm = EncoderLayerNorm(inner, "LayerNorm", config)
+        self._layers = [build_bert_layer(self.ops, config, body.prefixed(f"encoder.layer.{index}.")) for index in range(config.num_layers)]
 
-    def load_head(self, body: Weights, whole: Weights) -> Head:
+    def load_head(self, body: Weights, checkpoint: Weights) -> RankerHead:
         """The pooler, and a classifier of one class."""
-        hidden = self.config.hidden
-        pooler = Dense(self.ops, body, hidden, {"pooler.dense": hidden})
-        return ScoreHead(pooler, torch.tanh, Dense(self.ops, whole, hidden, {"classifier": 1}))
+        hidden = self.config.hidden_size
+        pooler = EncoderLinear(self.ops, body, hidden, {"pooler.dense": hidden})
+        return ClassificationHead(pooler, torch.tanh, EncoderLinear(self.ops, checkpoint, hidden, {"classifier": 1}))
 
-    def forward(self, rows: Rows) -> Tensor:
+    def forward(self, batch: VarlenBatch) -> Tensor:
         """-> [T, H]"""
-        x = self._norm(self._words(rows.token_ids) + self._types(rows.type_ids) + self._positions(rows.positions))
+        x = self._norm(self._word_embeddings(batch.token_ids) + self._type_embeddings(batch.type_ids) + self._position_embeddings(batch.positions))
         for layer in self._layers:
-            x = layer(x, rows)
+            x = layer(x, batch)
         return x
 
 
-def bert_layer(ops: Ops, config: EncoderConfig, weights: Weights) -> PostNormLayer:
+def build_bert_layer(ops: Ops, config: EncoderConfig, weights: Weights) -> PostNormLayer:
     """One layer under BERT's names."""
     return PostNormLayer(
-        Attention(
+        EncoderAttention(
             ops,
             config,
-            weights.within("attention."),
+            weights.prefixed("attention."),
             ("self.query", "self.key", "self.value"),
             "output.dense",
         ),
-        LayerNorm(weights, "attention.output.LayerNorm", config),
-        FeedForward(ops, config, weights, "intermediate.dense", "output.dense"),
-        LayerNorm(weights, "output.LayerNorm", config),
+        EncoderLayerNorm(weights, "attention.output.LayerNorm", config),
+        EncoderFeedForward(ops, config, weights, "intermediate.dense", "output.dense"),
+        EncoderLayerNorm(weights, "output.LayerNorm", config),
     )

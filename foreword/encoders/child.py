@@ -10,16 +10,16 @@ import subprocess
 import sys
 
 from foreword.config import Config
-from foreword.encoders.messages import Done, EncoderInfo, Failure, Ready, Refused, Work, framed, read_stream
+from foreword.encoders.messages import EncodeBatchResult, EncoderInfo, EncodeBatchFailed, EncoderReady, EncoderStartFailed, EncodeBatch, pack_message, read_message_async
 from foreword.errors import ConfigError
 
-__all__ = ["Child"]
+__all__ = ["EncoderProcess"]
 
 CLOSE_TIMEOUT_S = 10.0
 ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE"}  # torch's threads that spin take the cores from those they wait for
 
 
-class Child:
+class EncoderProcess:
     """One process, from its start to its end."""
 
     def __init__(self, process: subprocess.Popen[bytes], reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -28,7 +28,7 @@ class Child:
         self._writer = writer
 
     @classmethod
-    async def launch(cls, config: Config) -> Child:
+    async def launch(cls, config: Config) -> EncoderProcess:
         """Start a process that loads `config.embedding_model`."""
         ours, theirs = socket.socketpair()
         command = [sys.executable, "-m", "foreword.encoders.process", str(theirs.fileno())]
@@ -38,29 +38,29 @@ class Child:
                 command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, process_group=0, env=environment
             )
         reader, writer = await asyncio.open_connection(sock=ours)
-        writer.write(framed(config))
+        writer.write(pack_message(config))
         return cls(process, reader, writer)
 
-    async def ready(self) -> EncoderInfo:
+    async def wait_ready(self) -> EncoderInfo:
         """Wait until it takes work. Raises ConfigError or CheckpointError if it never will."""
         try:
-            message: Ready | Refused = await read_stream(self._reader)
+            message: EncoderReady | EncoderStartFailed = await read_message_async(self._reader)
         except (EOFError, OSError):
             raise ConfigError("the encoder's process ended while it was loading; its last words are above") from None
-        if isinstance(message, Refused):
+        if isinstance(message, EncoderStartFailed):
             raise message.error
         return message.info
 
-    def send(self, work: Work) -> None:
+    def send(self, batch: EncodeBatch) -> None:
         """Never waits: what it does not take yet lies in a buffer."""
-        self._writer.write(framed(work))
+        self._writer.write(pack_message(batch))
 
-    async def receive(self) -> Done | Failure:
+    async def receive(self) -> EncodeBatchResult | EncodeBatchFailed:
         """Raises EOFError or OSError once it is gone."""
-        message: Done | Failure = await read_stream(self._reader)
+        message: EncodeBatchResult | EncodeBatchFailed = await read_message_async(self._reader)
         return message
 
-    async def end(self) -> None:
+    async def stop(self) -> None:
         """Make an end of it, whatever it does, and wait until it is gone."""
         self._writer.transport.abort()
         self._process.terminate()  # it has nothing to lose

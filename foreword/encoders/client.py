@@ -14,20 +14,20 @@ from pathlib import Path
 
 from foreword.config import Config
 from foreword.core.readiness import Readiness
-from foreword.core.vectors import only_value
-from foreword.encoders.child import Child
-from foreword.encoders.inputs import BATCH_TOKENS, Pair, pairs_of, texts_of
-from foreword.encoders.messages import Done, EncoderInfo, Failure, Input, Work
-from foreword.encoders.texts import EncoderTexts
-from foreword.encoders.turns import Call, Turns
+from foreword.core.vectors import scalar
+from foreword.encoders.child import EncoderProcess
+from foreword.encoders.inputs import MAX_BATCH_TOKENS, TokenizedPair, validate_pairs, validate_texts
+from foreword.encoders.messages import EncodeBatchResult, EncoderInfo, EncodeBatchFailed, EncoderInput, EncodeBatch
+from foreword.encoders.texts import EncoderTokenizer
+from foreword.encoders.turns import EncodeCall, FairBatcher
 from foreword.errors import EngineDead, InvalidRequest, Overloaded, RequestFailed
 from foreword.models.hub import resolve_path
 
-__all__ = ["EncoderClient", "EncoderInfo", "EncoderTexts"]
+__all__ = ["EncoderClient", "EncoderInfo", "EncoderTokenizer"]
 
 LOG = logging.getLogger(__name__)
-AHEAD = 2  # batches that are with the process: while one is computed, the next one waits there
-MANY = 64  # inputs whose check others would notice
+MAX_BATCHES_IN_FLIGHT = 2  # batches that are with the process: while one is computed, the next one waits there
+MAX_INLINE_CHECKS = 64  # inputs whose check others would notice
 MAX_RESTARTS, RESTART_WINDOW_S = 3, 60.0
 
 
@@ -44,41 +44,41 @@ class EncoderClient:
 
     def __init__(self, config: Config) -> None:
         self.info: EncoderInfo | None = None
-        self.texts: EncoderTexts | None = None
+        self.tokenizer: EncoderTokenizer | None = None
         self.alive = False
-        self._up = False
+        self._is_up = False
         self._config = config
-        self._turns = Turns()
-        self._open: set[Call] = set()
-        self._at_work: dict[int, list[tuple[Call, int]]] = {}
-        self._again: deque[tuple[Call, int]] = deque()  # inputs that a process died with
-        self._alone = False  # the process works on one of those
-        self._number = 0
-        self._child: Child | None = None
-        self._serving: asyncio.Task[None] | None = None
-        self._deaths: deque[float] = deque(maxlen=MAX_RESTARTS)
+        self._batcher = FairBatcher()
+        self._open_calls: set[EncodeCall] = set()
+        self._in_flight: dict[int, list[tuple[EncodeCall, int]]] = {}
+        self._retries: deque[tuple[EncodeCall, int]] = deque()  # inputs that a process died with
+        self._is_retrying = False  # the process works on one of those
+        self._last_batch_id = 0
+        self._process: EncoderProcess | None = None
+        self._serve_task: asyncio.Task[None] | None = None
+        self._crash_times: deque[float] = deque(maxlen=MAX_RESTARTS)
 
     @property
     def readiness(self) -> Readiness:
         """Whether it could work now."""
         if not self.alive:
             return Readiness("loading" if self.info is None else "dead")
-        return Readiness("ok") if self._up else Readiness("restarting")
+        return Readiness("ok") if self._is_up else Readiness("restarting")
 
     async def start(self) -> EncoderInfo:
         """Start the process; return once it can take work. Raises ConfigError or CheckpointError."""
-        assert self._config.embedding_model is not None and self._child is None
+        assert self._config.embedding_model is not None and self._process is None
         path = await asyncio.to_thread(resolve_path, self._config.embedding_model)
         self._config = replace(self._config, embedding_model=str(path))
-        self._child = await Child.launch(self._config)
+        self._process = await EncoderProcess.launch(self._config)
         try:
-            self.info = await self._child.ready()
-            self.texts = await asyncio.to_thread(EncoderTexts.from_directory, Path(path), self.info)
+            self.info = await self._process.wait_ready()
+            self.tokenizer = await asyncio.to_thread(EncoderTokenizer.from_directory, Path(path), self.info)
         except BaseException:
-            await self._end()
+            await self._stop_process()
             raise
-        self.alive = self._up = True
-        self._serving = asyncio.create_task(self._serve(), name="encoder")
+        self.alive = self._is_up = True
+        self._serve_task = asyncio.create_task(self._serve(), name="encoder")
         return self.info
 
     async def encode(self, token_ids: Sequence[Sequence[int]], pooling: str | None = None) -> list[bytes]:
@@ -86,109 +86,109 @@ class EncoderClient:
 
         Raises InvalidRequest, Overloaded, EngineDead. A caller that is cancelled waits for nothing more.
         """
-        info = self._known()
-        return await self._computed(await _away_from_loop(len(token_ids), lambda: texts_of(info, token_ids, pooling)))
+        info = self._require_running()
+        return await self._compute(await _check_in_thread(len(token_ids), lambda: validate_texts(info, token_ids, pooling)))
 
-    async def rank(self, pairs: Sequence[Pair]) -> list[float]:
+    async def score(self, pairs: Sequence[TokenizedPair]) -> list[float]:
         """The score of each pair: (token ids, type ids) as `texts.encode_pair` makes them. Raises as `encode`."""
-        info = self._known()
-        vectors = await self._computed(await _away_from_loop(len(pairs), lambda: pairs_of(info, pairs)))
-        return [only_value(vector) for vector in vectors]
+        info = self._require_running()
+        vectors = await self._compute(await _check_in_thread(len(pairs), lambda: validate_pairs(info, pairs)))
+        return [scalar(vector) for vector in vectors]
 
     async def close(self) -> None:
         """End the process and wait until it is gone."""
-        self.alive = self._up = False
-        if self._serving is not None:
-            self._serving.cancel()
+        self.alive = self._is_up = False
+        if self._serve_task is not None:
+            self._serve_task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
-                await self._serving
+                await self._serve_task
         self._fail_all("the server shuts down")
-        await self._end()
+        await self._stop_process()
 
-    def _known(self) -> EncoderInfo:
+    def _require_running(self) -> EncoderInfo:
         if self.info is None or not self.alive:
             raise EngineDead("the encoder is not running")
         return self.info
 
-    async def _computed(self, inputs: Sequence[Input]) -> list[bytes]:
+    async def _compute(self, inputs: Sequence[EncoderInput]) -> list[bytes]:
         self._admit(len(inputs))
         if not inputs:
             return []
-        call = self._turns.add(inputs, asyncio.get_running_loop().create_future())
-        self._open.add(call)
-        self._hand_over()
+        call = self._batcher.add(inputs, asyncio.get_running_loop().create_future())
+        self._open_calls.add(call)
+        self._dispatch()
         try:
             return await call.result
         finally:
-            self._open.discard(call)
-            self._turns.drop(call)
+            self._open_calls.discard(call)
+            self._batcher.cancel(call)
 
-    def _admit(self, count: int) -> None:
-        self._known()
-        limit, waiting = self._config.max_waiting, self._turns.waiting
-        if count > limit:
-            raise InvalidRequest(f"{count} inputs; this server takes at most {limit} at once", "input")
-        if waiting + count > limit:
+    def _admit(self, num_inputs: int) -> None:
+        self._require_running()
+        limit, waiting = self._config.max_waiting, self._batcher.num_waiting
+        if num_inputs > limit:
+            raise InvalidRequest(f"{num_inputs} inputs; this server takes at most {limit} at once", "input")
+        if waiting + num_inputs > limit:
             raise Overloaded(f"{waiting} inputs wait for the encoder, of at most {limit}; try again later")
 
-    def _hand_over(self) -> None:
+    def _dispatch(self) -> None:
         """Keep the process busy, if there is one."""
-        if not self._up:
+        if not self._is_up:
             return
-        while self._again and self._again[0][0].result.done():
-            self._again.popleft()
-        if self._again:
-            if not self._at_work:
-                self._alone = True
-                self._send([self._again.popleft()])
+        while self._retries and self._retries[0][0].result.done():
+            self._retries.popleft()
+        if self._retries:
+            if not self._in_flight:
+                self._is_retrying = True
+                self._send_batch([self._retries.popleft()])
             return
-        while len(self._at_work) < AHEAD and (taken := self._turns.take(BATCH_TOKENS)):
-            self._alone = False
-            self._send(taken)
+        while len(self._in_flight) < MAX_BATCHES_IN_FLIGHT and (taken := self._batcher.next_batch(MAX_BATCH_TOKENS)):
+            self._is_retrying = False
+            self._send_batch(taken)
 
-    def _send(self, taken: list[tuple[Call, int]]) -> None:
-        assert self._child is not None
-        self._number += 1
-        self._at_work[self._number] = taken
-        self._child.send(Work(self._number, tuple(call.inputs[index] for call, index in taken)))
+    def _send_batch(self, members: list[tuple[EncodeCall, int]]) -> None:
+        assert self._process is not None
+        self._last_batch_id += 1
+        self._in_flight[self._last_batch_id] = members
+        self._process.send(EncodeBatch(self._last_batch_id, tuple(call.inputs[index] for call, index in members)))
 
-    def _received(self, message: Done | Failure) -> None:
-        self._deaths.clear()
-        taken = self._at_work.pop(message.number)
-        self._hand_over()
-        if isinstance(message, Failure):
+    def _on_message(self, message: EncodeBatchResult | EncodeBatchFailed) -> None:
+        self._crash_times.clear()
+        taken = self._in_flight.pop(message.batch_id)
+        self._dispatch()
+        if isinstance(message, EncodeBatchFailed):
             for call, _ in taken:
                 _fail(call, message.error)
             return
         for (call, index), vector in zip(taken, message.vectors, strict=True):
             call.vectors[index] = vector
-            call.missing -= 1
-            if call.missing == 0 and not call.result.done():
+            call.num_missing -= 1
+            if call.num_missing == 0 and not call.result.done():
                 call.result.set_result(call.vectors)
 
     # The process
 
     async def _serve(self) -> None:
         """Listen to one process after the other, until they die too often."""
-        while self._child is not None:
+        while self._process is not None:
             with contextlib.suppress(EOFError, OSError):
                 while True:
-                    self._received(await self._child.receive())
-            self._up = False
-            self._blame()
-            await self._end()
+                    self._on_message(await self._process.receive())
+            self._is_up = False
+            self._requeue_after_crash()
+            await self._stop_process()
             await self._restart()
         self.alive = False
         self._fail_all("the encoder died, and cannot be started again")
 
-    def _blame(self) -> None:
+    def _requeue_after_crash(self) -> None:
         """What a process died with is tried again, each input alone; what was alone with it is not."""
-        for call, index in chain(*self._at_work.values()):
-            if self._alone:
+        for call, index in chain(*self._in_flight.values()):
+            if self._is_retrying:
                 _fail(call, RequestFailed("the encoder died twice while it worked on this input; it is not tried again"))
-            elif not call.dropped:
-                self._again.append((call, index))
-        self._at_work.clear()
+            elif not call.is_cancelled:
+                self._retries.append((call, index))
+        self._in_flight.clear()
 
     async def _restart(self) -> None:
         if not self._may_restart():
@@ -197,40 +197,40 @@ class EncoderClient:
             )
             return
         LOG.error("the encoder died; it is started again")
-        self._child = await Child.launch(self._config)
+        self._process = await EncoderProcess.launch(self._config)
         try:
-            self.info = await self._child.ready()
-            self._up = True
-            self._hand_over()
+            self.info = await self._process.wait_ready()
+            self._is_up = True
+            self._dispatch()
         except Exception:
             LOG.exception("the encoder cannot be started again")
-            await self._end()
+            await self._stop_process()
 
     def _may_restart(self) -> bool:
         """Note a death; False once there were too many of late."""
         now = time.monotonic()
-        often = len(self._deaths) == MAX_RESTARTS and now - self._deaths[0] < RESTART_WINDOW_S
-        self._deaths.append(now)
+        often = len(self._crash_times) == MAX_RESTARTS and now - self._crash_times[0] < RESTART_WINDOW_S
+        self._crash_times.append(now)
         return not often
 
-    def _fail_all(self, why: str) -> None:
-        self._at_work.clear()
-        self._again.clear()
-        for call in self._open:
-            self._turns.drop(call)
-            _fail(call, EngineDead(why))
+    def _fail_all(self, reason: str) -> None:
+        self._in_flight.clear()
+        self._retries.clear()
+        for call in self._open_calls:
+            self._batcher.cancel(call)
+            _fail(call, EngineDead(reason))
 
-    async def _end(self) -> None:
-        child, self._child = self._child, None
+    async def _stop_process(self) -> None:
+        child, self._process = self._process, None
         if child is not None:
-            await child.end()
+            await child.stop()
 
 
-async def _away_from_loop(count: int, check: Callable[[], list[Input]]) -> list[Input]:
+async def _check_in_thread(num_inputs: int, check: Callable[[], list[EncoderInput]]) -> list[EncoderInput]:
     """Check in a thread what takes long."""
-    return await asyncio.to_thread(check) if count > MANY else check()
+    return await asyncio.to_thread(check) if num_inputs > MAX_INLINE_CHECKS else check()
 
 
-def _fail(call: Call, error: Exception) -> None:
+def _fail(call: EncodeCall, error: Exception) -> None:
     if not call.result.done():
         call.result.set_exception(error)

@@ -7,75 +7,75 @@ from types import MappingProxyType
 from torch import Tensor
 from torch.nn import functional as F
 
-from foreword.encoders.base import Encoder, EncoderConfig, Head, Rows
-from foreword.encoders.options import read_activation, read_score, skip_without_influence
-from foreword.encoders.parts import Attention, Dense, FeedForward, LayerNorm, PostNormLayer, ScoreHead, Table, words
+from foreword.encoders.base import TextEncoder, EncoderConfig, RankerHead, VarlenBatch
+from foreword.encoders.options import read_activation, read_score_activation, ignore_unused
+from foreword.encoders.parts import EncoderAttention, EncoderLinear, EncoderFeedForward, EncoderLayerNorm, PostNormLayer, ClassificationHead, EmbeddingTable, word_embeddings
 from foreword.layers.weights import Weights
-from foreword.models.common import MAX_LAYERS, MAX_WIDTH
+from foreword.models.common import MAX_LAYERS, MAX_HIDDEN_SIZE
 from foreword.models.config import ConfigReader
 
 __all__ = ["DistilBert"]
 
 EPS = 1e-12
-INITIAL = ("sinusoidal_pos_embds", "qa_dropout", "seq_classif_dropout", "tie_weights_")  # matter in training alone
+TRAINING_OPTIONS = ("sinusoidal_pos_embds", "qa_dropout", "seq_classif_dropout", "tie_weights_")  # matter in training alone
 
 
-class DistilBert(Encoder):
+class DistilBert(TextEncoder):
     """BERT without token types, under names of its own."""
 
     prefix = "distilbert."
-    unused = MappingProxyType({"vocab_": "head of pre-training"})
+    unused_prefixes = MappingProxyType({"vocab_": "head of pre-training"})
 
     @classmethod
-    def read(cls, config: ConfigReader) -> EncoderConfig:
+    def read_config(cls, config: ConfigReader) -> EncoderConfig:
         """config.json of model_type `distilbert`"""
-        skip_without_influence(config)
-        for key in INITIAL:
-            config.raw(key, None)
-        hidden, heads = config.whole("dim", high=MAX_WIDTH), config.whole("n_heads")
+        ignore_unused(config)
+        for key in TRAINING_OPTIONS:
+            config.get(key, None)
+        hidden, heads = config.get_int("dim", high=MAX_HIDDEN_SIZE), config.get_int("n_heads")
         if hidden % heads:
-            raise config.refuse("n_heads", f"{heads} does not divide dim {hidden}")
-        positions = config.whole("max_position_embeddings")
+            raise config.error("n_heads", f"{heads} does not divide dim {hidden}")
+        positions = config.get_int("max_position_embeddings")
         return EncoderConfig(
             architecture="distilbert",
-            vocab_size=config.whole("vocab_size"),
-            hidden=hidden,
-            intermediate=config.whole("hidden_dim", high=MAX_WIDTH),
-            layers=config.whole("n_layers", high=MAX_LAYERS),
-            heads=heads,
+            vocab_size=config.get_int("vocab_size"),
+            hidden_size=hidden,
+            intermediate_size=config.get_int("hidden_dim", high=MAX_HIDDEN_SIZE),
+            num_layers=config.get_int("n_layers", high=MAX_LAYERS),
+            num_heads=heads,
             eps=EPS,
             activation=read_activation(config, "activation"),
             max_tokens=positions,
-            positions=positions,
-            score=read_score(config),
+            num_positions=positions,
+            score_activation=read_score_activation(config),
         )
 
     def load(self, body: Weights) -> None:
         """Build the model."""
-        config, inner = self.config, body.within("embeddings.")
-        self._words = words(self.ops, inner, "word_embeddings", config)
-        self._positions = Table(inner, "position_embeddings", config.positions, config.hidden)
-        self._norm = LayerNorm(inner, "LayerNorm", config)
-        self._layers = [self._layer(body.within(f"transformer.layer.{index}.")) for index in range(config.layers)]
+        config, inner = self.config, body.prefixed("embeddings.")
+        self._word_embeddings = word_embeddings(self.ops, inner, "word_embeddings", config)
+        self._position_embeddings = EmbeddingTable(inner, "position_embeddings", config.num_positions, config.hidden_size)
+        self._norm = EncoderLayerNorm(inner, "LayerNorm", config)
+        self._layers = [self._build_layer(body.prefixed(f"transformer.layer.{index}.")) for index in range(config.num_layers)]
 
-    def load_head(self, body: Weights, whole: Weights) -> Head:
+    def load_head(self, body: Weights, checkpoint: Weights) -> RankerHead:
         """Two layers."""
-        hidden = self.config.hidden
-        dense = Dense(self.ops, whole, hidden, {"pre_classifier": hidden})
-        return ScoreHead(dense, F.relu, Dense(self.ops, whole, hidden, {"classifier": 1}))
+        hidden = self.config.hidden_size
+        dense = EncoderLinear(self.ops, checkpoint, hidden, {"pre_classifier": hidden})
+        return ClassificationHead(dense, F.relu, EncoderLinear(self.ops, checkpoint, hidden, {"classifier": 1}))
 
-    def forward(self, rows: Rows) -> Tensor:
+    def forward(self, batch: VarlenBatch) -> Tensor:
         """-> [T, H]"""
-        x = self._norm(self._words(rows.token_ids) + self._positions(rows.positions))
+        x = self._norm(self._word_embeddings(batch.token_ids) + self._position_embeddings(batch.positions))
         for layer in self._layers:
-            x = layer(x, rows)
+            x = layer(x, batch)
         return x
 
-    def _layer(self, weights: Weights) -> PostNormLayer:
+    def _build_layer(self, weights: Weights) -> PostNormLayer:
         config = self.config
         return PostNormLayer(
-            Attention(self.ops, config, weights.within("attention."), ("q_lin", "k_lin", "v_lin"), "out_lin"),
-            LayerNorm(weights, "sa_layer_norm", config),
-            FeedForward(self.ops, config, weights.within("ffn."), "lin1", "lin2"),
-            LayerNorm(weights, "output_layer_norm", config),
+            EncoderAttention(self.ops, config, weights.prefixed("attention."), ("q_lin", "k_lin", "v_lin"), "out_lin"),
+            EncoderLayerNorm(weights, "sa_layer_norm", config),
+            EncoderFeedForward(self.ops, config, weights.prefixed("ffn."), "lin1", "lin2"),
+            EncoderLayerNorm(weights, "output_layer_norm", config),
         )

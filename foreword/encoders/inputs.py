@@ -4,38 +4,38 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from foreword.encoders.messages import EncoderInfo, Input
+from foreword.encoders.messages import EncoderInfo, EncoderInput
 from foreword.encoders.recipe import POOLINGS
 from foreword.errors import ContextLengthExceeded, InvalidRequest, Unsupported
 
-__all__ = ["Pair", "batches", "pairs_of", "texts_of"]
+__all__ = ["TokenizedPair", "split_batches", "validate_pairs", "validate_texts"]
 
-BATCH_TOKENS = 256  # computed at once: twice as many are 3 % faster, and whoever comes next waits for them
+MAX_BATCH_TOKENS = 256  # computed at once: twice as many are 3 % faster, and whoever comes next waits for them
 
-Pair = tuple[Sequence[int], Sequence[int]]  # token ids of both texts together, and their type ids (or none)
+TokenizedPair = tuple[Sequence[int], Sequence[int]]  # token ids of both texts together, and their type ids (or none)
 
 
-def texts_of(info: EncoderInfo, token_ids: Sequence[Sequence[int]], pooling: str | None) -> list[Input]:
+def validate_texts(info: EncoderInfo, token_ids: Sequence[Sequence[int]], pooling: str | None) -> list[EncoderInput]:
     """Texts to embed; `pooling` None is the checkpoint's own. Raises InvalidRequest."""
-    if info.kind != "embed":
+    if info.task != "embed":
         raise Unsupported(f"{info.name} ranks pairs of texts; it has no embeddings", "model")
     if pooling is not None and pooling not in POOLINGS:
         raise InvalidRequest(f"pooling must be one of {', '.join(POOLINGS)}, got {pooling!r:.80}", "pooling")
-    return _checked(info, (Input(tuple(ids), (), pooling or info.pooling) for ids in token_ids))
+    return _validate(info, (EncoderInput(tuple(ids), (), pooling or info.pooling) for ids in token_ids))
 
 
-def pairs_of(info: EncoderInfo, pairs: Sequence[Pair]) -> list[Input]:
+def validate_pairs(info: EncoderInfo, pairs: Sequence[TokenizedPair]) -> list[EncoderInput]:
     """Pairs to score. Raises InvalidRequest."""
-    if info.kind != "rank":
+    if info.task != "rank":
         raise Unsupported(f"{info.name} embeds texts; it does not score pairs of them", "model")
-    return _checked(info, (Input(tuple(ids), tuple(types)) for ids, types in pairs))
+    return _validate(info, (EncoderInput(tuple(ids), tuple(types)) for ids, types in pairs))
 
 
-def batches(inputs: Sequence[Input]) -> Iterable[Sequence[Input]]:
+def split_batches(inputs: Sequence[EncoderInput]) -> Iterable[Sequence[EncoderInput]]:
     """Consecutive inputs that are computed together."""
     first, tokens = 0, 0
     for index, item in enumerate(inputs):
-        if first < index and tokens + len(item.token_ids) > BATCH_TOKENS:
+        if first < index and tokens + len(item.token_ids) > MAX_BATCH_TOKENS:
             yield inputs[first:index]
             first, tokens = index, 0
         tokens += len(item.token_ids)
@@ -43,7 +43,7 @@ def batches(inputs: Sequence[Input]) -> Iterable[Sequence[Input]]:
         yield inputs[first:]
 
 
-def _checked(info: EncoderInfo, inputs: Iterable[Input]) -> list[Input]:
+def _validate(info: EncoderInfo, inputs: Iterable[EncoderInput]) -> list[EncoderInput]:
     inputs = list(inputs)
     for index, item in enumerate(inputs):
         count = len(item.token_ids)

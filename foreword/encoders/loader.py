@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 from torch import Tensor
 
-from foreword.encoders.base import Encoder, EncoderConfig
+from foreword.encoders.base import TextEncoder, EncoderConfig
 from foreword.encoders.bert import Bert
 from foreword.encoders.distilbert import DistilBert
 from foreword.encoders.modernbert import ModernBert
@@ -19,11 +19,11 @@ from foreword.errors import CheckpointError
 from foreword.kernels.ops import Matrix, Ops
 from foreword.layers.weights import Weights
 from foreword.models.config import ConfigReader, read_json
-from foreword.models.weights import FileWeights, ScopedWeights
+from foreword.models.weights import FileWeights, PrefixedWeights
 
 __all__ = ["ARCHITECTURES", "load_encoder"]
 
-ARCHITECTURES: Mapping[str, type[Encoder]] = MappingProxyType(
+ARCHITECTURES: Mapping[str, type[TextEncoder]] = MappingProxyType(
     {
         "bert": Bert,
         "camembert": Roberta,
@@ -34,10 +34,10 @@ ARCHITECTURES: Mapping[str, type[Encoder]] = MappingProxyType(
         "xlm-roberta": Roberta,
     }
 )
-OLD_NAMES = MappingProxyType({"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"})
+LEGACY_NAMES = MappingProxyType({"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"})
 
 
-def load_encoder(path: Path, ops: Ops) -> tuple[Encoder, int]:
+def load_encoder(path: Path, ops: Ops) -> tuple[TextEncoder, int]:
     """The encoder in `path`, and its number of parameters.
 
     Raises CheckpointError, which names the option, the tensor or the file.
@@ -45,41 +45,41 @@ def load_encoder(path: Path, ops: Ops) -> tuple[Encoder, int]:
     architecture, config = _read_config(path)
     files = FileWeights(path)
     headed = any(name.startswith(architecture.prefix) for name in files.names)
-    whole = OldNames(files) if any(name.endswith(tuple(OLD_NAMES.values())) for name in files.names) else files
-    encoder = architecture(config, ops, whole.within(architecture.prefix if headed else ""), whole)
-    files.finish(ignore=_unused(architecture, files.names))
-    return encoder, files.parameters
+    whole = LegacyNames(files) if any(name.endswith(tuple(LEGACY_NAMES.values())) for name in files.names) else files
+    encoder = architecture(config, ops, whole.prefixed(architecture.prefix if headed else ""), whole)
+    files.check_all_read(ignored=_unused_tensors(architecture, files.names))
+    return encoder, files.num_parameters
 
 
-class OldNames:
+class LegacyNames:
     """Tensors of a checkpoint from the days when norms had a gamma and a beta."""
 
     def __init__(self, weights: Weights) -> None:
         self._weights = weights
 
     @property
-    def parameters(self) -> int:
-        return self._weights.parameters
+    def num_parameters(self) -> int:
+        return self._weights.num_parameters
 
-    def take(self, name: str, *shape: int) -> Tensor:
-        for new, old in OLD_NAMES.items():
+    def tensor(self, name: str, *shape: int) -> Tensor:
+        for new, old in LEGACY_NAMES.items():
             if name.endswith(new):
                 name = name.removesuffix(new) + old
-        return self._weights.take(name, *shape)
+        return self._weights.tensor(name, *shape)
 
-    def matrices(self, rows: Mapping[str, int], columns: int) -> AbstractContextManager[Sequence[Matrix]]:
-        return self._weights.matrices(rows, columns)
+    def weights(self, out_features: Mapping[str, int], in_features: int) -> AbstractContextManager[Sequence[Matrix]]:
+        return self._weights.weights(out_features, in_features)
 
-    def within(self, prefix: str) -> Weights:
-        return ScopedWeights(self, prefix)
+    def prefixed(self, prefix: str) -> Weights:
+        return PrefixedWeights(self, prefix)
 
 
-def _read_config(path: Path) -> tuple[type[Encoder], EncoderConfig]:
+def _read_config(path: Path) -> tuple[type[TextEncoder], EncoderConfig]:
     file = path / "config.json"
     if not file.is_file():
         raise CheckpointError(f"{path} is not a checkpoint: it has no config.json", "embedding_model")
     reader = ConfigReader(read_json(file), str(file))
-    model_type = reader.raw("model_type")
+    model_type = reader.get("model_type")
     if not isinstance(model_type, str) or model_type not in ARCHITECTURES:
         known = ", ".join(sorted(ARCHITECTURES))
         raise CheckpointError(
@@ -88,16 +88,16 @@ def _read_config(path: Path) -> tuple[type[Encoder], EncoderConfig]:
             "embedding_model",
         )
     architecture = ARCHITECTURES[model_type]
-    config = architecture.read(reader)
-    reader.finish()
+    config = architecture.read_config(reader)
+    reader.check_all_read()
     return architecture, config
 
 
-def _unused(architecture: type[Encoder], names: frozenset[str]) -> dict[str, str]:
+def _unused_tensors(architecture: type[TextEncoder], names: frozenset[str]) -> dict[str, str]:
     """Tensors of the file that are of no use, and why."""
     found = {}
     for name in names:
-        for beginning, why in architecture.unused.items():
+        for beginning, why in architecture.unused_prefixes.items():
             if name.removeprefix(architecture.prefix).startswith(beginning):
                 found[name] = why
     return found

@@ -11,7 +11,7 @@ from typing import IO, Any
 from foreword.config import Config
 from foreword.errors import ForewordError
 
-__all__ = ["Done", "EncoderInfo", "Failure", "Input", "Ready", "Refused", "Work", "framed", "read_from", "read_stream"]
+__all__ = ["EncodeBatchResult", "EncoderInfo", "EncodeBatchFailed", "EncoderInput", "EncoderReady", "EncoderStartFailed", "EncodeBatch", "pack_message", "read_message", "read_message_async"]
 
 LENGTH_BYTES = 8
 
@@ -32,10 +32,10 @@ class EncoderInfo:
 
     name: str
     architecture: str
-    kind: str
-    hidden: int
+    task: str
+    hidden_size: int
     max_tokens: int
-    parameters: int
+    num_parameters: int
     vocab_size: int
     pooling: str
     normalize: bool
@@ -45,7 +45,7 @@ class EncoderInfo:
 
 
 @dataclass(frozen=True, slots=True)
-class Input:
+class EncoderInput:
     """One text, or one pair of texts, as token ids.
 
     type_ids  which text of a pair each token belongs to; empty: all to the first
@@ -58,65 +58,65 @@ class Input:
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class EncodeBatch:
     """To the process: compute these together."""
 
-    number: int
-    inputs: tuple[Input, ...]
+    batch_id: int
+    inputs: tuple[EncoderInput, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Done:
+class EncodeBatchResult:
     """From the process: float32 [H] of each input as bytes, or float32 [1] for a score."""
 
-    number: int
+    batch_id: int
     vectors: tuple[bytes, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class EncodeBatchFailed:
     """From the process: this work went wrong; others go on."""
 
-    number: int
+    batch_id: int
     error: ForewordError
 
 
 @dataclass(frozen=True, slots=True)
-class Ready:
+class EncoderReady:
     """From the process: it takes work now."""
 
     info: EncoderInfo
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
+class EncoderStartFailed:
     """From the process, last: it cannot start."""
 
     error: ForewordError
 
 
-Message = Config | Work | Done | Failure | Ready | Refused
+Message = Config | EncodeBatch | EncodeBatchResult | EncodeBatchFailed | EncoderReady | EncoderStartFailed
 
 
-def framed(message: Message) -> bytes:
+def pack_message(message: Message) -> bytes:
     """The bytes of one message."""
     body = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
     return len(body).to_bytes(LENGTH_BYTES, "little") + body
 
 
-def read_from(file: IO[bytes]) -> Any:
+def read_message(file: IO[bytes]) -> Any:
     """The next message. Raises EOFError where the other side has hung up."""
-    return pickle.loads(_exactly(file, int.from_bytes(_exactly(file, LENGTH_BYTES), "little")))
+    return pickle.loads(_read_exactly(file, int.from_bytes(_read_exactly(file, LENGTH_BYTES), "little")))
 
 
-async def read_stream(stream: asyncio.StreamReader) -> Any:
+async def read_message_async(stream: asyncio.StreamReader) -> Any:
     """The next message. Raises EOFError where the other side has hung up."""
     length = int.from_bytes(await stream.readexactly(LENGTH_BYTES), "little")
     return pickle.loads(await stream.readexactly(length))
 
 
-def _exactly(file: IO[bytes], count: int) -> bytes:
-    data = file.read(count)
-    if len(data) < count:
+def _read_exactly(file: IO[bytes], num_bytes: int) -> bytes:
+    data = file.read(num_bytes)
+    if len(data) < num_bytes:
         raise EOFError
     return data

@@ -8,23 +8,23 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from foreword.encoders.base import Encoder, EncoderConfig, Head, Rows
-from foreword.encoders.options import read_shape
-from foreword.encoders.parts import Attention, Dense, FeedForward, LayerNorm, PostNormLayer, ScoreHead, Table, words
+from foreword.encoders.base import TextEncoder, EncoderConfig, RankerHead, VarlenBatch
+from foreword.encoders.options import read_bert_config
+from foreword.encoders.parts import EncoderAttention, EncoderLinear, EncoderFeedForward, EncoderLayerNorm, PostNormLayer, ClassificationHead, EmbeddingTable, word_embeddings
 from foreword.layers.weights import Weights
 from foreword.models.config import ConfigReader
 
 __all__ = ["MPNet"]
 
 FIRST_POSITION = 2  # behind the id of padding, which is fixed
-BUCKETS, FARTHEST = 32, 128  # of distances, half of them for either side; those beyond the farthest share one
+NUM_BUCKETS, MAX_DISTANCE = 32, 128  # of distances, half of them for either side; those beyond the farthest share one
 
 
-class MPNet(Encoder):
+class MPNet(TextEncoder):
     """Absolute positions and relative ones, no token types."""
 
     prefix = "mpnet."
-    unused = MappingProxyType(
+    unused_prefixes = MappingProxyType(
         {
             "lm_head.": "head of pre-training",
             "pooler.": "neither vectors nor scores read it",
@@ -33,58 +33,58 @@ class MPNet(Encoder):
     )
 
     @classmethod
-    def read(cls, config: ConfigReader) -> EncoderConfig:
+    def read_config(cls, config: ConfigReader) -> EncoderConfig:
         """config.json of model_type `mpnet`"""
-        config.expect("relative_attention_num_buckets", BUCKETS)
-        return read_shape(config, "mpnet", types=0, first_position=FIRST_POSITION)
+        config.require_value("relative_attention_num_buckets", NUM_BUCKETS)
+        return read_bert_config(config, "mpnet", num_types=0, first_position=FIRST_POSITION)
 
     def load(self, body: Weights) -> None:
         """Build the model."""
-        config, inner = self.config, body.within("embeddings.")
-        self._words = words(self.ops, inner, "word_embeddings", config)
-        self._positions = Table(inner, "position_embeddings", config.positions, config.hidden)
-        self._norm = LayerNorm(inner, "LayerNorm", config)
-        self._biases = Table(body, "encoder.relative_attention_bias", BUCKETS, config.heads)
-        self._layers = [self._layer(body.within(f"encoder.layer.{index}.")) for index in range(config.layers)]
+        config, inner = self.config, body.prefixed("embeddings.")
+        self._word_embeddings = word_embeddings(self.ops, inner, "word_embeddings", config)
+        self._position_embeddings = EmbeddingTable(inner, "position_embeddings", config.num_positions, config.hidden_size)
+        self._norm = EncoderLayerNorm(inner, "LayerNorm", config)
+        self._relative_bias_table = EmbeddingTable(body, "encoder.relative_attention_bias", NUM_BUCKETS, config.num_heads)
+        self._layers = [self._build_layer(body.prefixed(f"encoder.layer.{index}.")) for index in range(config.num_layers)]
 
-    def load_head(self, body: Weights, whole: Weights) -> Head:
+    def load_head(self, body: Weights, checkpoint: Weights) -> RankerHead:
         """Two layers."""
-        hidden = self.config.hidden
-        dense = Dense(self.ops, whole, hidden, {"classifier.dense": hidden})
-        return ScoreHead(dense, torch.tanh, Dense(self.ops, whole, hidden, {"classifier.out_proj": 1}))
+        hidden = self.config.hidden_size
+        dense = EncoderLinear(self.ops, checkpoint, hidden, {"classifier.dense": hidden})
+        return ClassificationHead(dense, torch.tanh, EncoderLinear(self.ops, checkpoint, hidden, {"classifier.out_proj": 1}))
 
-    def forward(self, rows: Rows) -> Tensor:
+    def forward(self, batch: VarlenBatch) -> Tensor:
         """-> [T, H]"""
-        of_size = {size: self._bias(size) for size in set(rows.sizes)}
-        biases = [of_size[size] for size in rows.sizes]
-        x = self._norm(self._words(rows.token_ids) + self._positions(rows.positions))
+        of_size = {size: self._relative_bias(size) for size in set(batch.seq_lens)}
+        biases = [of_size[size] for size in batch.seq_lens]
+        x = self._norm(self._word_embeddings(batch.token_ids) + self._position_embeddings(batch.positions))
         for layer in self._layers:
-            x = layer(x, rows, biases)
+            x = layer(x, batch, biases)
         return x
 
-    def _bias(self, size: int) -> Tensor:
+    def _relative_bias(self, seq_len: int) -> Tensor:
         """[heads, size, size]: row i, column j is what i adds to the score of j."""
-        distances = torch.arange(1 - size, size)
-        by_distance = self._biases(_bucket(distances))
-        index = torch.arange(size)[None, :] - torch.arange(size)[:, None] + size - 1
+        distances = torch.arange(1 - seq_len, seq_len)
+        by_distance = self._relative_bias_table(_relative_position_bucket(distances))
+        index = torch.arange(seq_len)[None, :] - torch.arange(seq_len)[:, None] + seq_len - 1
         return by_distance[index].permute(2, 0, 1).contiguous()
 
-    def _layer(self, weights: Weights) -> PostNormLayer:
+    def _build_layer(self, weights: Weights) -> PostNormLayer:
         config = self.config
         return PostNormLayer(
-            Attention(self.ops, config, weights.within("attention.attn."), ("q", "k", "v"), "o"),
-            LayerNorm(weights, "attention.LayerNorm", config),
-            FeedForward(self.ops, config, weights, "intermediate.dense", "output.dense"),
-            LayerNorm(weights, "output.LayerNorm", config),
+            EncoderAttention(self.ops, config, weights.prefixed("attention.attn."), ("q", "k", "v"), "o"),
+            EncoderLayerNorm(weights, "attention.LayerNorm", config),
+            EncoderFeedForward(self.ops, config, weights, "intermediate.dense", "output.dense"),
+            EncoderLayerNorm(weights, "output.LayerNorm", config),
         )
 
 
-def _bucket(distances: Tensor) -> Tensor:
+def _relative_position_bucket(distances: Tensor) -> Tensor:
     """Near distances have a bucket each, far ones share them on a logarithmic scale (as T5 does it)."""
-    half = BUCKETS // 2
+    half = NUM_BUCKETS // 2
     near = half // 2
     ahead = (distances > 0).long() * half
     size = distances.abs()
-    scale = torch.log(size.clamp(min=1).float() / near) / math.log(FARTHEST / near)
+    scale = torch.log(size.clamp(min=1).float() / near) / math.log(MAX_DISTANCE / near)
     far = (near + (scale * (half - near)).long()).clamp(max=half - 1)
     return ahead + torch.where(size < near, size, far)

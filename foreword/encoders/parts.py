@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from foreword.encoders.base import EncoderConfig, Rows
+from foreword.encoders.base import EncoderConfig, VarlenBatch
 from foreword.kernels.ops import Ops
 from foreword.layers.embedding import Embedding
 from foreword.layers.linear import Linear, load_linear
 from foreword.layers.weights import Weights
 
-__all__ = ["ACTIVATIONS", "Attention", "Dense", "FeedForward", "LayerNorm", "PostNormLayer", "ScoreHead", "Table", "words"]
+__all__ = ["ACTIVATIONS", "EncoderAttention", "EncoderLinear", "EncoderFeedForward", "EncoderLayerNorm", "PostNormLayer", "ClassificationHead", "EmbeddingTable", "word_embeddings"]
 
-KIND = "float32"  # of weights: vectors are compared, and errors of rounding would be what differs
+WEIGHT_DTYPE = "float32"  # of weights: vectors are compared, and errors of rounding would be what differs
 
 
 def _gelu_tanh(x: Tensor) -> Tensor:
@@ -36,40 +36,40 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
 )
 
 
-def words(ops: Ops, weights: Weights, name: str, config: EncoderConfig) -> Embedding:
+def word_embeddings(ops: Ops, weights: Weights, name: str, config: EncoderConfig) -> Embedding:
     """The token embedding."""
-    packed = load_linear(ops, weights, KIND, config.hidden, {name: config.vocab_size})
+    packed = load_linear(ops, weights, WEIGHT_DTYPE, config.hidden_size, {name: config.vocab_size})
     return Embedding(ops, packed, torch.float32)
 
 
-class Table:
+class EmbeddingTable:
     """Rows of a small table, by number."""
 
-    def __init__(self, weights: Weights, name: str, rows: int, width: int) -> None:
-        self._rows = weights.take(f"{name}.weight", rows, width)
+    def __init__(self, weights: Weights, name: str, num_rows: int, width: int) -> None:
+        self._weight = weights.tensor(f"{name}.weight", num_rows, width)
 
-    def __call__(self, numbers: Tensor) -> Tensor:
+    def __call__(self, indices: Tensor) -> Tensor:
         """int64 [T] -> [T, width]"""
-        return self._rows.index_select(0, numbers)
+        return self._weight.index_select(0, indices)
 
 
-class Dense:
+class EncoderLinear:
     """y = x W^T + b; several layers that read the same input are one."""
 
-    def __init__(self, ops: Ops, weights: Weights, inputs: int, outputs: Mapping[str, int], bias: bool = True) -> None:
-        self._linear = Linear(ops, load_linear(ops, weights, KIND, inputs, outputs, bias))
+    def __init__(self, ops: Ops, weights: Weights, in_features: int, out_features: Mapping[str, int], bias: bool = True) -> None:
+        self._linear = Linear(ops, load_linear(ops, weights, WEIGHT_DTYPE, in_features, out_features, bias))
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, K] -> [T, N]"""
         return self._linear(x)
 
 
-class LayerNorm:
+class EncoderLayerNorm:
     """Torch takes the mean and the variance of one row after the other: bits do not depend on how many there are."""
 
     def __init__(self, weights: Weights, name: str, config: EncoderConfig, bias: bool = True) -> None:
-        self._weight = weights.take(f"{name}.weight", config.hidden)
-        self._bias = weights.take(f"{name}.bias", config.hidden) if bias else None
+        self._weight = weights.tensor(f"{name}.weight", config.hidden_size)
+        self._bias = weights.tensor(f"{name}.bias", config.hidden_size) if bias else None
         self._eps = config.eps
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -77,20 +77,20 @@ class LayerNorm:
         return F.layer_norm(x, (x.shape[-1],), self._weight, self._bias, self._eps)
 
 
-class Attention:
+class EncoderAttention:
     """Every token of a text sees every other one.
 
     names    of the projections to q, k and v, in this order
     """
 
-    def __init__(self, ops: Ops, config: EncoderConfig, weights: Weights, names: Sequence[str], out: str) -> None:
-        self._heads = config.heads
-        self._qkv = Dense(ops, weights, config.hidden, dict.fromkeys(names, config.hidden))
-        self._out = Dense(ops, weights, config.hidden, {out: config.hidden})
+    def __init__(self, ops: Ops, config: EncoderConfig, weights: Weights, qkv_names: Sequence[str], out_name: str) -> None:
+        self._heads = config.num_heads
+        self._qkv = EncoderLinear(ops, weights, config.hidden_size, dict.fromkeys(qkv_names, config.hidden_size))
+        self._out = EncoderLinear(ops, weights, config.hidden_size, {out_name: config.hidden_size})
 
-    def __call__(self, x: Tensor, rows: Rows, biases: Sequence[Tensor] | None = None) -> Tensor:
+    def __call__(self, x: Tensor, batch: VarlenBatch, biases: Sequence[Tensor] | None = None) -> Tensor:
         """[T, H] -> [T, H]; biases [heads, t, t] of each text are added to its scores"""
-        texts = torch.split(self._qkv(x), rows.sizes)
+        texts = torch.split(self._qkv(x), batch.seq_lens)
         each_bias = biases if biases is not None else (None,) * len(texts)
         return self._out(torch.cat([self._attend(qkv, bias) for qkv, bias in zip(texts, each_bias, strict=True)]))
 
@@ -101,38 +101,38 @@ class Attention:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=bias)[0].transpose(0, 1).flatten(1)
 
 
-class FeedForward:
+class EncoderFeedForward:
     """down(activation(up(x)))"""
 
-    def __init__(self, ops: Ops, config: EncoderConfig, weights: Weights, up: str, down: str) -> None:
-        self._up = Dense(ops, weights, config.hidden, {up: config.intermediate})
-        self._down = Dense(ops, weights, config.intermediate, {down: config.hidden})
+    def __init__(self, ops: Ops, config: EncoderConfig, weights: Weights, up_name: str, down_name: str) -> None:
+        self._up = EncoderLinear(ops, weights, config.hidden_size, {up_name: config.intermediate_size})
+        self._down = EncoderLinear(ops, weights, config.intermediate_size, {down_name: config.hidden_size})
         self._activation = ACTIVATIONS[config.activation]
 
-    def __call__(self, x: Tensor, rows: Rows) -> Tensor:
+    def __call__(self, x: Tensor, batch: VarlenBatch) -> Tensor:
         """[T, H] -> [T, H]"""
-        return self._down(rows.each(self._activation, self._up(x)))
+        return self._down(batch.map_texts(self._activation, self._up(x)))
 
 
 class PostNormLayer:
     """Attention, norm, feed-forward, norm; each norm reads the sum of a branch and of what the branch read."""
 
-    def __init__(self, attention: Attention, attention_norm: LayerNorm, mlp: FeedForward, mlp_norm: LayerNorm) -> None:
+    def __init__(self, attention: EncoderAttention, attention_norm: EncoderLayerNorm, mlp: EncoderFeedForward, mlp_norm: EncoderLayerNorm) -> None:
         self._attention = attention
         self._attention_norm = attention_norm
         self._mlp = mlp
         self._mlp_norm = mlp_norm
 
-    def __call__(self, x: Tensor, rows: Rows, biases: Sequence[Tensor] | None = None) -> Tensor:
+    def __call__(self, x: Tensor, batch: VarlenBatch, biases: Sequence[Tensor] | None = None) -> Tensor:
         """[T, H] -> [T, H]; biases as in Attention"""
-        x = self._attention_norm(self._attention(x, rows, biases) + x)
-        return self._mlp_norm(self._mlp(x, rows) + x)
+        x = self._attention_norm(self._attention(x, batch, biases) + x)
+        return self._mlp_norm(self._mlp(x, batch) + x)
 
 
-class ScoreHead:
+class ClassificationHead:
     """out(activation(dense(x)))"""
 
-    def __init__(self, dense: Dense, activation: Callable[[Tensor], Tensor], out: Dense) -> None:
+    def __init__(self, dense: EncoderLinear, activation: Callable[[Tensor], Tensor], out: EncoderLinear) -> None:
         self._dense = dense
         self._activation = activation
         self._out = out

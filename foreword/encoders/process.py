@@ -16,10 +16,10 @@ import torch
 
 from foreword.config import Config
 from foreword.core.logs import set_up_logging
-from foreword.encoders.local import LocalEncoder, encoder_threads, load_local
-from foreword.encoders.messages import Done, Failure, Ready, Refused, Work, framed, read_from
+from foreword.encoders.local import LocalEncoder, num_encoder_threads, load_local_encoder
+from foreword.encoders.messages import EncodeBatchResult, EncodeBatchFailed, EncoderReady, EncoderStartFailed, EncodeBatch, pack_message, read_message
 from foreword.errors import ForewordError, RequestFailed
-from foreword.kernels.registry import select
+from foreword.kernels.registry import select_backend
 
 __all__ = ["main"]
 
@@ -39,31 +39,31 @@ def main(fd: int) -> int:
 
 
 def _run(pipe: IO[bytes], connection: socket.socket) -> int:
-    config: Config = read_from(pipe)
+    config: Config = read_message(pipe)
     set_up_logging(config.log_level, "%(levelname)s %(name)s: %(message)s")
-    threads = encoder_threads(config)
+    threads = num_encoder_threads(config)
     try:
-        ops = select("cpu", threads=threads, isa=config.cpu_isa)
-        torch.set_num_threads(ops.threads(threads))
-        encoder = load_local(config, ops)
+        ops = select_backend("cpu", threads=threads, isa=config.cpu_isa)
+        torch.set_num_threads(ops.num_torch_threads(threads))
+        encoder = load_local_encoder(config, ops)
     except ForewordError as error:
-        _send(connection, Refused(error))
+        _send(connection, EncoderStartFailed(error))
         return 1
-    _send(connection, Ready(encoder.info))
+    _send(connection, EncoderReady(encoder.info))
     while True:
-        _send(connection, _done(encoder, read_from(pipe)))
+        _send(connection, _compute(encoder, read_message(pipe)))
 
 
-def _done(encoder: LocalEncoder, work: Work) -> Done | Failure:
+def _compute(encoder: LocalEncoder, batch: EncodeBatch) -> EncodeBatchResult | EncodeBatchFailed:
     try:
-        return Done(work.number, tuple(encoder.compute(work.inputs)))
+        return EncodeBatchResult(batch.batch_id, tuple(encoder.compute_batch(batch.inputs)))
     except Exception as error:  # whatever it is, it belongs to this work alone
         LOG.exception("an encoding failed")
-        return Failure(work.number, RequestFailed(f"the encoder failed on this input: {type(error).__name__}"))
+        return EncodeBatchFailed(batch.batch_id, RequestFailed(f"the encoder failed on this input: {type(error).__name__}"))
 
 
-def _send(connection: socket.socket, message: Done | Failure | Ready | Refused) -> None:
-    connection.sendall(framed(message))
+def _send(connection: socket.socket, message: EncodeBatchResult | EncodeBatchFailed | EncoderReady | EncoderStartFailed) -> None:
+    connection.sendall(pack_message(message))
 
 
 if __name__ == "__main__":

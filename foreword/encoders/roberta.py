@@ -6,10 +6,10 @@ from types import MappingProxyType
 
 import torch
 
-from foreword.encoders.base import EncoderConfig, Head
+from foreword.encoders.base import EncoderConfig, RankerHead
 from foreword.encoders.bert import Bert
-from foreword.encoders.options import read_shape
-from foreword.encoders.parts import Dense, ScoreHead
+from foreword.encoders.options import read_bert_config
+from foreword.encoders.parts import EncoderLinear, ClassificationHead
 from foreword.layers.weights import Weights
 from foreword.models.config import ConfigReader
 
@@ -20,7 +20,7 @@ class Roberta(Bert):
     """BERT whose positions begin behind the id of padding, with a head of its own."""
 
     prefix = "roberta."
-    unused = MappingProxyType(
+    unused_prefixes = MappingProxyType(
         {
             "lm_head.": "head of pre-training",
             "pooler.": "neither vectors nor scores read it",
@@ -29,13 +29,13 @@ class Roberta(Bert):
     )
 
     @classmethod
-    def read(cls, config: ConfigReader) -> EncoderConfig:
+    def read_config(cls, config: ConfigReader) -> EncoderConfig:
         """config.json of model_type `roberta`, `xlm-roberta` or `camembert`"""
-        pad_id = config.whole("pad_token_id", 1, low=0)
-        return read_shape(config, str(config.raw("model_type")), first_position=pad_id + 1)
+        pad_id = config.get_int("pad_token_id", 1, low=0)
+        return read_bert_config(config, str(config.get("model_type")), first_position=pad_id + 1)
 
-    def load_head(self, body: Weights, whole: Weights) -> Head:
+    def load_head(self, body: Weights, checkpoint: Weights) -> RankerHead:
         """Two layers."""
-        hidden = self.config.hidden
-        dense = Dense(self.ops, whole, hidden, {"classifier.dense": hidden})
-        return ScoreHead(dense, torch.tanh, Dense(self.ops, whole, hidden, {"classifier.out_proj": 1}))
+        hidden = self.config.hidden_size
+        dense = EncoderLinear(self.ops, checkpoint, hidden, {"classifier.dense": hidden})
+        return ClassificationHead(dense, torch.tanh, EncoderLinear(self.ops, checkpoint, hidden, {"classifier.out_proj": 1}))

@@ -8,10 +8,10 @@ from foreword.encoders.messages import EncoderInfo
 from foreword.errors import InvalidRequest
 from foreword.text.tokenizer import Tokenizer
 
-__all__ = ["EncoderTexts"]
+__all__ = ["EncoderTokenizer"]
 
 
-class EncoderTexts:
+class EncoderTokenizer:
     """The tokenizer of an encoder's checkpoint. Safe in threads."""
 
     def __init__(self, tokenizer: Tokenizer, info: EncoderInfo) -> None:
@@ -19,9 +19,9 @@ class EncoderTexts:
         self._info = info
 
     @classmethod
-    def from_directory(cls, path: Path, info: EncoderInfo) -> EncoderTexts:
+    def from_directory(cls, path: Path, info: EncoderInfo) -> EncoderTokenizer:
         """Raises CheckpointError where there is no usable tokenizer.json."""
-        return cls(Tokenizer.from_directory(path, decodes=False), info)
+        return cls(Tokenizer.from_directory(path, can_decode=False), info)
 
     def encode(
         self, text: str, *, prompt: str | None = None, max_tokens: int | None = None, add_special_tokens: bool = True
@@ -31,14 +31,14 @@ class EncoderTexts:
         prompt      purpose whose text the checkpoint wants in front (EncoderInfo.prompts)
         max_tokens  cut to so many; special tokens are kept. -1: the model's limit; None: nothing is cut
         """
-        text = self._prompt(prompt) + text
-        return self.tokenizer.encode_cut(text, None, self._limit(max_tokens), add_special_tokens)[0]
+        text = self._find_prompt(prompt) + text
+        return self.tokenizer.encode_truncated(text, None, self._resolve_max_tokens(max_tokens), add_special_tokens)[0]
 
     def encode_pair(self, query: str, document: str, *, max_tokens: int | None = None) -> tuple[list[int], list[int]]:
         """Token ids and type ids of a pair; of a pair that is too long, the longer text is cut first."""
-        return self.tokenizer.encode_cut(query, document, self._limit(max_tokens))
+        return self.tokenizer.encode_truncated(query, document, self._resolve_max_tokens(max_tokens))
 
-    def _prompt(self, name: str | None) -> str:
+    def _find_prompt(self, name: str | None) -> str:
         name = name or self._info.default_prompt
         if name is None:
             return ""
@@ -47,7 +47,7 @@ class EncoderTexts:
             raise InvalidRequest(f"prompt_name must be one that {self._info.name} has ({known}), got {name!r:.80}", "prompt_name")
         return self._info.prompts[name]
 
-    def _limit(self, max_tokens: int | None) -> int | None:
+    def _resolve_max_tokens(self, max_tokens: int | None) -> int | None:
         if max_tokens is None:
             return None
         if max_tokens == -1:

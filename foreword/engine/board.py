@@ -18,20 +18,20 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Final
 
-__all__ = ["IDLE", "LOADING", "WORKING", "Board", "Glance"]
+__all__ = ["IDLE", "LOADING", "BUSY", "HeartbeatPage", "Heartbeat"]
 
-LOADING, IDLE, WORKING = range(3)
-SIGN_OF_LIFE, SINCE = range(2)  # seconds
-PHASE, STEPS, HOW_MANY = range(2, 5)  # whole numbers, and those of requests follow
+LOADING, IDLE, BUSY = range(3)
+HEARTBEAT, BUSY_SINCE = range(2)  # seconds
+PHASE, NUM_STEPS, NUM_REQUESTS = range(2, 5)  # whole numbers, and those of requests follow
 FIELD_BYTES: Final = 8
-HEADER: Final = 5
-CAPACITY: Final = 1 << 14  # of requests that are worked on at once; more are not noted
-BYTES: Final = (HEADER + CAPACITY) * FIELD_BYTES
-BEAT_S: Final = 0.25
+HEADER_FIELDS: Final = 5
+MAX_REQUESTS: Final = 1 << 14  # of requests that are worked on at once; more are not noted
+PAGE_BYTES: Final = (HEADER_FIELDS + MAX_REQUESTS) * FIELD_BYTES
+HEARTBEAT_INTERVAL_S: Final = 0.25
 
 
 @dataclass(frozen=True, slots=True)
-class Glance:
+class Heartbeat:
     """What a board says. Times are time.monotonic().
 
     sign_of_life_s  when the engine last noted that it is there; 0: not yet
@@ -40,79 +40,79 @@ class Glance:
     steps           how many steps began
     """
 
-    sign_of_life_s: float
+    heartbeat_s: float
     phase: int
-    since_s: float
-    steps: int
+    busy_since_s: float
+    num_steps: int
 
     @property
-    def well_until_s(self) -> float:
+    def healthy_until_s(self) -> float:
         """Until when it did what it should: work that has no end is not counted."""
-        return self.since_s if self.phase == WORKING else self.sign_of_life_s
+        return self.busy_since_s if self.phase == BUSY else self.heartbeat_s
 
 
-class Board:
+class HeartbeatPage:
     """A page of memory behind a file descriptor, which is passed to the other side. Closing it twice is fine."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
-        self._map = mmap.mmap(fd, BYTES)
+        self._map = mmap.mmap(fd, PAGE_BYTES)
         self._page = memoryview(self._map)
         self._times = self._page.cast("d")
         self._numbers = self._page.cast("Q")
         self._closed = threading.Event()
 
     @classmethod
-    def create(cls) -> Board:
+    def create(cls) -> HeartbeatPage:
         """A blank one."""
         fd = os.memfd_create("foreword-board", os.MFD_CLOEXEC)
-        os.ftruncate(fd, BYTES)
+        os.ftruncate(fd, PAGE_BYTES)
         return cls(fd)
 
     # The engine writes
 
-    def beat(self) -> None:
+    def start(self) -> None:
         """Begin to note signs of life, in a thread, until the board is closed or the process ends."""
-        self._times[SIGN_OF_LIFE] = time.monotonic()
-        threading.Thread(target=self._beat, name="sign-of-life", daemon=True).start()
+        self._times[HEARTBEAT] = time.monotonic()
+        threading.Thread(target=self._run, name="sign-of-life", daemon=True).start()
 
-    def _beat(self) -> None:
-        while not self._closed.wait(BEAT_S):
-            self._times[SIGN_OF_LIFE] = time.monotonic()
+    def _run(self) -> None:
+        while not self._closed.wait(HEARTBEAT_INTERVAL_S):
+            self._times[HEARTBEAT] = time.monotonic()
 
-    def rest(self) -> None:
+    def set_idle(self) -> None:
         """There is nothing to do."""
-        self._numbers[HOW_MANY] = 0
+        self._numbers[NUM_REQUESTS] = 0
         self._numbers[PHASE] = IDLE
 
-    def step(self) -> None:
+    def begin_step(self) -> None:
         """A step begins."""
-        self._numbers[STEPS] += 1
-        self.work(())
+        self._numbers[NUM_STEPS] += 1
+        self.set_busy(())
 
-    def work(self, numbers: Iterable[int]) -> None:
+    def set_busy(self, arrivals: Iterable[int]) -> None:
         """Work begins that has to end at some time: for these requests."""
-        self._times[SINCE] = time.monotonic()
-        self.note(numbers)
-        self._numbers[PHASE] = WORKING
+        self._times[BUSY_SINCE] = time.monotonic()
+        self.set_requests(arrivals)
+        self._numbers[PHASE] = BUSY
 
-    def note(self, numbers: Iterable[int]) -> None:
+    def set_requests(self, arrivals: Iterable[int]) -> None:
         """The work goes on with these requests."""
-        noted = array("Q", numbers)[:CAPACITY]
-        self._numbers[HEADER : HEADER + len(noted)] = memoryview(noted)
-        self._numbers[HOW_MANY] = len(noted)
+        noted = array("Q", arrivals)[:MAX_REQUESTS]
+        self._numbers[HEADER_FIELDS : HEADER_FIELDS + len(noted)] = memoryview(noted)
+        self._numbers[NUM_REQUESTS] = len(noted)
 
     # The client reads
 
-    def glance(self) -> Glance:
+    def read(self) -> Heartbeat:
         times, numbers = self._times, self._numbers
-        return Glance(times[SIGN_OF_LIFE], numbers[PHASE], times[SINCE], numbers[STEPS])
+        return Heartbeat(times[HEARTBEAT], numbers[PHASE], times[BUSY_SINCE], numbers[NUM_STEPS])
 
-    def working_for(self) -> tuple[int, ...]:
+    def busy_requests(self) -> tuple[int, ...]:
         """Numbers of the requests that were worked on last; to be read when the engine is gone."""
-        if self._numbers[PHASE] != WORKING:
+        if self._numbers[PHASE] != BUSY:
             return ()
-        return tuple(self._numbers[HEADER : HEADER + self._numbers[HOW_MANY]])
+        return tuple(self._numbers[HEADER_FIELDS : HEADER_FIELDS + self._numbers[NUM_REQUESTS]])
 
     def close(self) -> None:
         if self._closed.is_set():
@@ -120,8 +120,8 @@ class Board:
         self._closed.set()
         os.close(self.fd)
 
-    def __enter__(self) -> Board:
+    def __enter__(self) -> HeartbeatPage:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()

@@ -17,31 +17,31 @@ from multiprocessing.reduction import ForkingPickler
 from queue import SimpleQueue
 from typing import Any, Final
 
-from foreword.engine.board import Board
-from foreword.engine.messages import BOARD
-from foreword.engine.spawning import Spawner
-from foreword.engine.watch import stat_of
+from foreword.engine.board import HeartbeatPage
+from foreword.engine.messages import HEARTBEAT_FD
+from foreword.engine.spawning import ForkServer
+from foreword.engine.watch import read_proc_stat
 from foreword.errors import ConfigError
 
-__all__ = ["Child", "Unsaid"]
+__all__ = ["EngineProcess", "SendFailed"]
 
 logger = logging.getLogger(__name__)
 
-END_S: Final = 10.0  # for a process to be gone
-TOLD_S: Final = 1.0  # for its exit code to be told
-LOOK_S: Final = 0.05
-SILENT_S: Final = 1.0  # without a sign of life: it would not hear that it is to go
+EXIT_TIMEOUT_S: Final = 10.0  # for a process to be gone
+EXIT_CODE_TIMEOUT_S: Final = 1.0  # for its exit code to be told
+POLL_S: Final = 0.05
+NO_HEARTBEAT_S: Final = 1.0  # without a sign of life: it would not hear that it is to go
 
 
 @dataclass(frozen=True, slots=True)
-class Unsaid:
+class SendFailed:
     """Received instead of an answer: what could not be said to the engine, and why. Nothing that would follow is said."""
 
     message: Any
     error: Exception
 
 
-class Child:
+class EngineProcess:
     """Talks to one engine over a socket pair. One thread reads, another writes: neither ever holds up the event loop.
 
     ended     set when it has hung up; all that it said has been handed over by then
@@ -49,16 +49,16 @@ class Child:
     ready_s   time.monotonic() from which on it took requests; infinite: it does not yet
     """
 
-    def __init__(self, pid: int, ours: socket.socket, board: Board, received: Callable[[Child, Any], None]) -> None:
+    def __init__(self, pid: int, sock: socket.socket, heartbeat: HeartbeatPage, on_message: Callable[[EngineProcess, Any], None]) -> None:
         self.pid = pid
-        self.board = board
-        self.ended = asyncio.Event()
+        self.heartbeat = heartbeat
+        self.exited = asyncio.Event()
         self.ready_s = float("inf")
-        self.knows_vocabulary = False
-        self._why: str | None = None
-        self._buried = self._gone = False
-        self._received = received
-        self._connection = Connection(ours.detach())
+        self.has_vocabulary = False
+        self._exit_reason: str | None = None
+        self._is_reaping = self._is_reaped = False
+        self._on_message = on_message
+        self._connection = Connection(sock.detach())
         self._outbox: SimpleQueue[Any] = SimpleQueue()
         loop = asyncio.get_running_loop()
         self._threads = [
@@ -69,89 +69,89 @@ class Child:
             thread.start()
 
     @classmethod
-    async def launch(cls, spawner: Spawner, received: Callable[[Child, Any], None]) -> Child:
+    async def launch(cls, fork_server: ForkServer, on_message: Callable[[EngineProcess, Any], None]) -> EngineProcess:
         """Start a process. Raises ConfigError if that cannot be done."""
         with contextlib.ExitStack() as stack:
             try:
                 ours, theirs = map(stack.enter_context, socket.socketpair())
-                board = stack.enter_context(Board.create())
-                socket.send_fds(ours, [BOARD], [board.fd])
-                pid = await spawner.spawn(theirs.fileno())
+                board = stack.enter_context(HeartbeatPage.create())
+                socket.send_fds(ours, [HEARTBEAT_FD], [board.fd])
+                pid = await fork_server.spawn(theirs.fileno())
             except OSError as error:
                 raise ConfigError(f"the engine process could not be started: {error}") from error
             theirs.close()
             stack.pop_all()
-        return cls(pid, ours, board, received)
+        return cls(pid, ours, board, on_message)
 
     @property
-    def why(self) -> str | None:
+    def exit_reason(self) -> str | None:
         """Why it ended, as far as that is known before it is buried."""
-        return self._why
+        return self._exit_reason
 
-    def send(self, message: Any, first: Callable[[], Any] | None = None) -> None:
+    def send(self, message: Any, make_first: Callable[[], Any] | None = None) -> None:
         """Never waits. `first` is called in the thread that writes, and its result sent before the message."""
-        self._outbox.put((message, first))
+        self._outbox.put((message, make_first))
 
-    def kill(self, why: str) -> None:
+    def kill(self, reason: str) -> None:
         """End it and all that it started, whatever they do."""
-        if self.ended.is_set():
+        if self.exited.is_set():
             return
-        self._why = self._why or why
+        self._exit_reason = self._exit_reason or reason
         self._kill()
-        self._hang_up()  # a process that cannot die, for its device does not answer, is left behind
+        self._disconnect()  # a process that cannot die, for its device does not answer, is left behind
 
-    def hurry(self) -> None:
+    def skip_wait(self) -> None:
         """It is on its way out, and is not to be waited for."""
-        if not self._gone:
+        if not self._is_reaped:
             self._kill()
 
-    async def bury(self, spawner: Spawner, patience_s: float = TOLD_S) -> str:
+    async def reap(self, fork_server: ForkServer, timeout_s: float = EXIT_CODE_TIMEOUT_S) -> str:
         """Wait until the process, which hung up, is gone and nothing is left of it but the board; returns why, in words."""
-        if self._why is not None and self._buried:
-            return self._why
-        self._buried = True
+        if self._exit_reason is not None and self._is_reaping:
+            return self._exit_reason
+        self._is_reaping = True
         self._outbox.put(None)
-        code = await spawner.exit_code(self.pid, patience_s)
+        code = await fork_server.exit_code(self.pid, timeout_s)
         if code is None:
             self._kill()
-            code = await self._killed(spawner)
-        self._gone = True
+            code = await self._wait_killed(fork_server)
+        self._is_reaped = True
         for thread in self._threads:
             await asyncio.to_thread(thread.join)
         self._connection.close()
-        self.board.close()
-        self._why = self._why or _in_words(code)
-        return self._why
+        self.heartbeat.close()
+        self._exit_reason = self._exit_reason or _describe_exit(code)
+        return self._exit_reason
 
-    async def _killed(self, spawner: Spawner) -> int | None:
+    async def _wait_killed(self, fork_server: ForkServer) -> int | None:
         """How it ended, once it has. What holds much memory needs a while; a spawner that is stopped is not waited for."""
-        for _ in range(int(END_S / LOOK_S)):
-            if _is_gone(self.pid):
-                code = await spawner.exit_code(self.pid, TOLD_S)
+        for _ in range(int(EXIT_TIMEOUT_S / POLL_S)):
+            if _has_exited(self.pid):
+                code = await fork_server.exit_code(self.pid, EXIT_CODE_TIMEOUT_S)
                 if code is None:
-                    spawner.distrust()
+                    fork_server.reset()
                 return code
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_S)
         return None
 
-    async def close(self, spawner: Spawner, at_once: bool = False) -> None:
+    async def close(self, fork_server: ForkServer, force: bool = False) -> None:
         """Make an end: it is asked to go, and killed if it does not, or would not hear it."""
-        if at_once or self.is_silent():
+        if force or self.is_unresponsive():
             self.kill("it was to end, and did not answer")
-        self._hang_up()
-        await self.ended.wait()
-        await self.bury(spawner, END_S)
+        self._disconnect()
+        await self.exited.wait()
+        await self.reap(fork_server, EXIT_TIMEOUT_S)
 
-    def is_silent(self) -> bool:
+    def is_unresponsive(self) -> bool:
         """Whether it gave signs of life and does not any more."""
-        seen_s = self.board.glance().sign_of_life_s
-        return bool(seen_s) and time.monotonic() - seen_s >= SILENT_S
+        seen_s = self.heartbeat.read().heartbeat_s
+        return bool(seen_s) and time.monotonic() - seen_s >= NO_HEARTBEAT_S
 
     def _kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
 
-    def _hang_up(self) -> None:
+    def _disconnect(self) -> None:
         with contextlib.suppress(OSError):
             ours = socket.socket(fileno=self._connection.fileno())  # not another descriptor: there may be no more to be had
             try:
@@ -164,11 +164,11 @@ class Child:
     def _write(self, loop: asyncio.AbstractEventLoop) -> None:
         while (item := self._outbox.get()) is not None:
             try:
-                said = [ForkingPickler.dumps(message) for message in _in_full(*item)]
+                said = [ForkingPickler.dumps(message) for message in _with_first(*item)]
             except Exception as error:
                 logger.exception("a message to the engine cannot be said")
                 with contextlib.suppress(RuntimeError):  # the loop is closed
-                    loop.call_soon_threadsafe(self._received, self, Unsaid(item[0], error))
+                    loop.call_soon_threadsafe(self._on_message, self, SendFailed(item[0], error))
                 return
             try:
                 for one in said:
@@ -180,28 +180,28 @@ class Child:
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens any more
             try:
                 while True:
-                    loop.call_soon_threadsafe(self._received, self, self._connection.recv())
+                    loop.call_soon_threadsafe(self._on_message, self, self._connection.recv())
             except (EOFError, OSError):
                 pass  # perhaps in the middle of a message
             except Exception:
                 logger.exception("what the engine says cannot be read")
-            loop.call_soon_threadsafe(self.ended.set)
+            loop.call_soon_threadsafe(self.exited.set)
 
 
-def _in_full(message: Any, first: Callable[[], Any] | None) -> Sequence[Any]:
-    return (message,) if first is None else (first(), message)
+def _with_first(message: Any, make_first: Callable[[], Any] | None) -> Sequence[Any]:
+    return (message,) if make_first is None else (make_first(), message)
 
 
-def _is_gone(pid: int) -> bool:
+def _has_exited(pid: int) -> bool:
     """Nothing is left of a process, or only what its parent has not asked for yet."""
     try:
         os.kill(pid, 0)
-        return stat_of(pid)[0] == "Z"
+        return read_proc_stat(pid)[0] == "Z"
     except OSError:
         return True
 
 
-def _in_words(code: int | None) -> str:
+def _describe_exit(code: int | None) -> str:
     if code is None:
         return "it is gone"
     if code >= 0:

@@ -10,13 +10,13 @@ from typing import Final
 from foreword.core.grammar import RequestGrammar
 from foreword.core.request import Request
 
-__all__ = ["Compiled", "Compiling"]
+__all__ = ["PendingGrammar", "PendingGrammars"]
 
-WAIT_S: Final = 0.01  # a step that has nothing to do but to wait for a grammar takes so long
+IDLE_WAIT_S: Final = 0.01  # a step that has nothing to do but to wait for a grammar takes so long
 
 
 @dataclass(frozen=True, slots=True)
-class Compiled:
+class PendingGrammar:
     """arrival: the request's number among all. grammar: what comes of it, or why there is none."""
 
     request: Request
@@ -24,40 +24,40 @@ class Compiled:
     grammar: Future[RequestGrammar]
 
 
-class Compiling:
+class PendingGrammars:
     """By id. Iterated over, it yields the requests."""
 
     def __init__(self) -> None:
-        self._all: dict[str, Compiled] = {}
+        self._pending: dict[str, PendingGrammar] = {}
 
     def __len__(self) -> int:
-        return len(self._all)
+        return len(self._pending)
 
     def __contains__(self, request_id: str) -> bool:
-        return request_id in self._all
+        return request_id in self._pending
 
     def __iter__(self) -> Iterator[Request]:
-        return (one.request for one in self._all.values())
+        return (one.request for one in self._pending.values())
 
-    def add(self, one: Compiled) -> None:
-        self._all[one.request.id] = one
+    def add(self, pending: PendingGrammar) -> None:
+        self._pending[pending.request.id] = pending
 
     def cancel(self, request_id: str) -> bool:
         """Whether it was here."""
-        one = self._all.pop(request_id, None)
+        one = self._pending.pop(request_id, None)
         if one is not None:
             one.grammar.cancel()
         return one is not None
 
-    def at_work(self) -> list[int]:
+    def running_arrivals(self) -> list[int]:
         """Numbers of the requests whose grammar is worked on just now."""
-        return [one.arrival for one in self._all.values() if one.grammar.running()]
+        return [one.arrival for one in self._pending.values() if one.grammar.running()]
 
-    def take(self, patient: bool) -> list[Compiled]:
+    def pop_ready(self, block: bool) -> list[PendingGrammar]:
         """Those that are done. patient: there is nothing else to do, so that one may be waited for, a moment long."""
-        if patient:
-            wait([one.grammar for one in self._all.values()], WAIT_S, FIRST_COMPLETED)
-        done = [one for one in self._all.values() if one.grammar.done()]
+        if block:
+            wait([one.grammar for one in self._pending.values()], IDLE_WAIT_S, FIRST_COMPLETED)
+        done = [one for one in self._pending.values() if one.grammar.done()]
         for one in done:
-            del self._all[one.request.id]
+            del self._pending[one.request.id]
         return done

@@ -14,43 +14,43 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from foreword.cache.features import FeatureCache, Key
-from foreword.core.pictures import Picture
+from foreword.cache.features import EncoderCache, FeatureKey
+from foreword.core.pictures import PromptImage
 from foreword.core.request import RequestState
 from foreword.engine.containment import NONFINITE, is_device_lost
-from foreword.engine.pictures import key_of, to_come
-from foreword.engine.stages import Stages
+from foreword.engine.pictures import feature_key, pending_images
+from foreword.engine.stages import StepTimer
 from foreword.errors import RequestFailed
-from foreword.models.base import Tower
+from foreword.models.base import VisionEncoder
 
-__all__ = ["Encoder", "Unseen"]
+__all__ = ["VisionEncoderRunner", "EncodeFailure"]
 
 logger = logging.getLogger(__name__)
 
 STAGE: Final = "encode"
-Announce = Callable[[Sequence[RequestState]], None]
-Progress = Callable[[RequestState], int]
+OnBatch = Callable[[Sequence[RequestState]], None]
+NumComputed = Callable[[RequestState], int]
 
 
 @dataclass(slots=True)
-class _Wanted:
+class _ImageNeed:
     """A picture, and the running requests that have rows of it to compute, by rank."""
 
-    picture: Picture
+    image: PromptImage
     states: list[RequestState]
 
 
 @dataclass(frozen=True, slots=True)
-class _Job:
+class _EncodeJob:
     """A picture that is being encoded; `again`: the first try failed."""
 
-    key: Key
+    key: FeatureKey
     pieces: Generator[int, None, Tensor]
-    again: bool
+    is_retry: bool
 
 
 @dataclass(frozen=True, slots=True)
-class Unseen:
+class EncodeFailure:
     """A picture that cannot be encoded, and the requests that end for it. `stage` is what the error is counted under."""
 
     states: tuple[RequestState, ...]
@@ -70,7 +70,7 @@ class _EncodingError(Exception):
         self.stage = stage
 
 
-class Encoder:
+class VisionEncoderRunner:
     """The tower, with the pictures that it works on.
 
     row_cost     multiply-adds of one row of the decoder
@@ -84,209 +84,209 @@ class Encoder:
 
     def __init__(
         self,
-        tower: Tower | None,
-        cache: FeatureCache,
+        tower: VisionEncoder | None,
+        cache: EncoderCache,
         row_cost: int,
-        horizon: int,
+        max_lookahead: int,
         value_bytes: int,
-        stages: Stages,
-        progress: Progress = _num_computed,
+        timer: StepTimer,
+        num_computed: NumComputed = _num_computed,
     ) -> None:
         self.cache = cache
-        self.rows = 0
-        self._spent = self._num_tokens = 0  # multiply-adds, and tokens of the pictures that were made of them
+        self.cost_rows = 0
+        self._encoded_cost = self._encoded_tokens = 0  # multiply-adds, and tokens of the pictures that were made of them
         self.num_encoded = self.num_hits = 0
         self._tower = tower
         self._row_cost = max(row_cost, 1)
-        self._horizon = horizon
+        self._max_lookahead = max_lookahead
         self._value_bytes = value_bytes
-        self._stages = stages
-        self._progress = progress
+        self._timer = timer
+        self._num_computed = num_computed
         self._pixels: dict[bytes, bytes] = {}
-        self._job: _Job | None = None
+        self._job: _EncodeJob | None = None
 
     @property
-    def sees(self) -> bool:
+    def enabled(self) -> bool:
         """There is a tower."""
         return self._tower is not None
 
-    def beside(self, tower: Tower, progress: Progress) -> Encoder:
+    def for_draft_model(self, tower: VisionEncoder, num_computed: NumComputed) -> VisionEncoderRunner:
         """For the tower of a draft model: it is shown the same pictures, and has its part of the memory from now on."""
         assert self._tower is not None, "a draft model that sees, beside a model that does not"
-        part = self.cache.max_bytes * tower.width // (tower.width + self._tower.width)
+        part = self.cache.max_bytes * tower.feature_size // (tower.feature_size + self._tower.feature_size)
         self.cache.max_bytes -= part
-        other = Encoder(tower, FeatureCache(part), self._row_cost, self._horizon, self._value_bytes, self._stages, progress)
+        other = VisionEncoderRunner(tower, EncoderCache(part), self._row_cost, self._max_lookahead, self._value_bytes, self._timer, num_computed)
         other._pixels = self._pixels
         return other
 
-    def show(self, digest: bytes, pixels: bytes) -> None:
+    def add_pixels(self, digest: bytes, pixels: bytes) -> None:
         """Requests with this picture may come without its pixels from now on."""
         self._pixels[digest] = pixels
 
-    def forget(self, digest: bytes) -> None:
+    def drop_pixels(self, digest: bytes) -> None:
         """No request has it any more."""
         self._pixels.pop(digest, None)
 
-    def reach(self, state: RequestState, start: int) -> int:
+    def computable_until(self, state: RequestState, start: int) -> int:
         """How many of its tokens can be computed before a picture is needed, once those before `start` are."""
-        for picture in to_come(state, start):
-            if key_of(state, picture) not in self.cache:
+        for picture in pending_images(state, start):
+            if feature_key(state, picture) not in self.cache:
                 return max(picture.start, start)
         return len(state.tokens)
 
-    def cost(self, state: RequestState, start: int) -> int:
+    def remaining_cost(self, state: RequestState, start: int) -> int:
         """Multiply-adds until all is seen that a request comes to behind its first `start` tokens, as far as is known: by what
         other pictures took."""
-        unseen = (picture for picture in to_come(state, start) if key_of(state, picture) not in self.cache)
-        return sum(picture.num_tokens for picture in unseen) * self._spent // max(self._num_tokens, 1)
+        unseen = (picture for picture in pending_images(state, start) if feature_key(state, picture) not in self.cache)
+        return sum(picture.num_tokens for picture in unseen) * self._encoded_cost // max(self._encoded_tokens, 1)
 
-    def waits(self, running: Sequence[RequestState]) -> bool:
+    def is_pending(self, running: Sequence[RequestState]) -> bool:
         """Somebody comes to a picture that is not seen yet."""
-        return any(key not in self.cache for key in self._needed(running))
+        return any(key not in self.cache for key in self._needed_images(running))
 
     def features(self, state: RequestState, start: int, end: int) -> list[tuple[int, Tensor]]:
         """What stands for tokens [start, end) of a request: (index of the first behind `start`, [rows, width])."""
         found = []
         if start < state.num_prompt:
-            self._pass(state, start)
-        for picture in to_come(state, start):
+            self._count_skipped(state, start)
+        for picture in pending_images(state, start):
             first, last = max(picture.start, start), min(picture.end, end)
             if first < last:
-                features = self.cache[key_of(state, picture)]
-                self._meet(state, picture, encoded=True)
+                features = self.cache[feature_key(state, picture)]
+                self._count_use(state, picture, is_encoded=True)
                 found.append((first - start, features[first - picture.start : last - picture.start]))
         return found
 
-    def advance(self, running: Sequence[RequestState], rows: int, announce: Announce) -> Unseen | None:
+    def step(self, running: Sequence[RequestState], max_rows: int, on_batch: OnBatch) -> EncodeFailure | None:
         """Encode what running requests come to, in order of rank, until that has cost `rows` rows; a piece at least.
 
         announce  told whom the next piece is for: if it ends the process, that was it
         Returns whoever cannot go on; there may be more. Raises if the device is lost.
         """
-        self.rows = cost = 0
-        needed = self._needed(running)
+        self.cost_rows = cost = 0
+        needed = self._needed_images(running)
         self._count_hits(needed)
-        while cost < rows * self._row_cost and (key := self._next(needed)) is not None:
-            announce(needed[key].states)
+        while cost < max_rows * self._row_cost and (key := self._next_key(needed)) is not None:
+            on_batch(needed[key].states)
             try:
-                with self._stages(STAGE):
-                    cost += self._piece(key, needed)
+                with self._timer(STAGE):
+                    cost += self._encode_piece(key, needed)
             except _EncodingError as error:
                 self._job = None
-                return Unseen(tuple(needed[key].states), RequestFailed(str(error)), error.stage)
-            self.rows = max(-(-cost // self._row_cost), 1)
+                return EncodeFailure(tuple(needed[key].states), RequestFailed(str(error)), error.stage)
+            self.cost_rows = max(-(-cost // self._row_cost), 1)
         return None
 
-    def settle(self, running: Sequence[RequestState]) -> None:
+    def evict(self, running: Sequence[RequestState]) -> None:
         """Let go of what no running request needs, as far as there is no room for it."""
-        needed = self._needed(running)
+        needed = self._needed_images(running)
         if self._job is not None and self._job.key not in needed:
             self._job = None
-        self.cache.trim(needed)
+        self.cache.evict(needed)
 
     def check(self, running: Sequence[RequestState]) -> None:
         """Assert the invariants between steps."""
         self.cache.check()
-        needed = self._needed(running)
+        needed = self._needed_images(running)
         assert self._job is None or self._job.key in needed, "a picture is encoded that nobody needs"
         assert self.cache.num_bytes <= self.cache.max_bytes or any(key in self.cache for key in needed)
 
     # What is to be encoded
 
-    def _needed(self, running: Sequence[RequestState]) -> dict[Key, _Wanted]:
+    def _needed_images(self, running: Sequence[RequestState]) -> dict[FeatureKey, _ImageNeed]:
         """Pictures that running requests come to within a step, in order of rank."""
-        needed: dict[Key, _Wanted] = {}
+        needed: dict[FeatureKey, _ImageNeed] = {}
         for state in running:
-            known = self._progress(state)
-            for picture in to_come(state, known):
-                if picture.start < known + self._horizon:
-                    needed.setdefault(key_of(state, picture), _Wanted(picture, [])).states.append(state)
+            known = self._num_computed(state)
+            for picture in pending_images(state, known):
+                if picture.start < known + self._max_lookahead:
+                    needed.setdefault(feature_key(state, picture), _ImageNeed(picture, [])).states.append(state)
         return needed
 
-    def _count_hits(self, needed: Mapping[Key, _Wanted]) -> None:
+    def _count_hits(self, needed: Mapping[FeatureKey, _ImageNeed]) -> None:
         """Whoever is not the first to need a picture finds it encoded."""
         for key, one in needed.items():
             encoded = key in self.cache or (self._job is not None and self._job.key == key)
             for state in one.states:
-                self._meet(state, one.picture, encoded)
+                self._count_use(state, one.image, encoded)
                 encoded = True
 
-    def _meet(self, state: RequestState, picture: Picture, encoded: bool) -> None:
+    def _count_use(self, state: RequestState, image: PromptImage, is_encoded: bool) -> None:
         """A request comes to each of its pictures once, also if it loses its place, or its engine, and comes again."""
-        if picture.digest not in state.met:
-            state.met.add(picture.digest)
-            self.num_hits += encoded and not state.request.resumed
+        if image.digest not in state.counted_images:
+            state.counted_images.add(image.digest)
+            self.num_hits += is_encoded and not state.request.is_resumed
 
-    def _pass(self, state: RequestState, start: int) -> None:
+    def _count_skipped(self, state: RequestState, start: int) -> None:
         """Pictures before `start` that it never came to: their tokens were computed for others."""
-        for picture in state.request.pictures:
+        for picture in state.request.images:
             if picture.end <= start:
-                self._meet(state, picture, encoded=True)
+                self._count_use(state, picture, is_encoded=True)
 
-    def _next(self, needed: Mapping[Key, _Wanted]) -> Key | None:
+    def _next_key(self, needed: Mapping[FeatureKey, _ImageNeed]) -> FeatureKey | None:
         """The picture that is being encoded, or the next that there is memory for. The first of all need not ask for it."""
         if self._job is not None and self._job.key in needed:
             return self._job.key
         self._job = None
         for number, (key, one) in enumerate(needed.items()):
             if key not in self.cache:
-                return key if number == 0 or self._has_room(one.picture, needed) else None
+                return key if number == 0 or self._has_room(one.image, needed) else None
         return None
 
-    def _has_room(self, picture: Picture, needed: Mapping[Key, _Wanted]) -> bool:
-        return self.cache.bytes_of(needed) + self._size(picture) <= self.cache.max_bytes
+    def _has_room(self, image: PromptImage, needed: Mapping[FeatureKey, _ImageNeed]) -> bool:
+        return self.cache.needed_bytes(needed) + self._feature_bytes(image) <= self.cache.max_bytes
 
-    def _size(self, picture: Picture) -> int:
+    def _feature_bytes(self, image: PromptImage) -> int:
         """Bytes of its features."""
         assert self._tower is not None, "a picture for a model that sees none"
-        return picture.num_tokens * self._tower.width * self._value_bytes
+        return image.num_tokens * self._tower.feature_size * self._value_bytes
 
     # Encoding
 
-    def _piece(self, key: Key, needed: Mapping[Key, _Wanted]) -> int:
+    def _encode_piece(self, key: FeatureKey, needed: Mapping[FeatureKey, _ImageNeed]) -> int:
         """Go on with a picture; returns the multiply-adds. An error that does not come again is nobody's fault."""
-        job = self._job = self._job or self._begin(key, needed, again=False)
+        job = self._job = self._job or self._start_job(key, needed, is_retry=False)
         try:
             with torch.inference_mode():
                 cost = next(job.pieces)
-            self._spent += cost
+            self._encoded_cost += cost
             return cost
         except StopIteration as end:
-            self._put(key, end.value)
+            self._store(key, end.value)
             return 0
         except _EncodingError:
             raise
         except Exception as error:
             if is_device_lost(error):
                 raise
-            if job.again:
+            if job.is_retry:
                 logger.exception("a picture could not be encoded; those who show it end, others go on")
                 raise _EncodingError("an error of ours ended this request (encode); the server's log tells more") from error
         # The error is gone, and the memory that it held
-        self.cache.clear(needed)
-        self._job = self._begin(key, needed, again=True)
+        self.cache.evict_unneeded(needed)
+        self._job = self._start_job(key, needed, is_retry=True)
         return 0
 
-    def _begin(self, key: Key, needed: Mapping[Key, _Wanted], again: bool) -> _Job:
-        picture = needed[key].picture
+    def _start_job(self, key: FeatureKey, needed: Mapping[FeatureKey, _ImageNeed], is_retry: bool) -> _EncodeJob:
+        picture = needed[key].image
         pixels = picture.pixels or self._pixels.get(picture.digest)
         if pixels is None:
             raise _EncodingError("a picture of this request did not reach the engine")
-        self.cache.trim(needed, self._size(picture))
-        return _Job(key, self._encode(replace(picture, pixels=pixels)), again)
+        self.cache.evict(needed, self._feature_bytes(picture))
+        return _EncodeJob(key, self._encode(replace(picture, pixels=pixels)), is_retry)
 
-    def _encode(self, picture: Picture) -> Generator[int, None, Tensor]:
+    def _encode(self, image: PromptImage) -> Generator[int, None, Tensor]:
         """What the tower says, if it can be used."""
         assert self._tower is not None
-        features = yield from self._tower.encode(picture)
-        if features.shape != (picture.num_tokens, self._tower.width):
-            raise _EncodingError(f"a picture of {picture.num_tokens} tokens has features of the shape {tuple(features.shape)}")
+        features = yield from self._tower.encode(image)
+        if features.shape != (image.num_tokens, self._tower.feature_size):
+            raise _EncodingError(f"a picture of {image.num_tokens} tokens has features of the shape {tuple(features.shape)}")
         if not bool(torch.isfinite(features).all()):
             raise _EncodingError("the features of a picture are not finite", NONFINITE)
         return features.clone()  # they may be a part of something larger
 
-    def _put(self, key: Key, features: Tensor) -> None:
+    def _store(self, key: FeatureKey, features: Tensor) -> None:
         self._job = None
         self.cache.put(key, features)
         self.num_encoded += 1
-        self._num_tokens += len(features)
+        self._encoded_tokens += len(features)

@@ -7,35 +7,35 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from foreword.core.deadlines import overdue
-from foreword.core.draft import Draft, Outcome
-from foreword.core.events import Event, Failed, StepReport, StepStats
+from foreword.core.deadlines import check_deadline
+from foreword.core.draft import Draft, StepOutput
+from foreword.core.events import Event, ErrorEvent, StepReport, StepStats
 from foreword.core.grammar import RequestGrammar
-from foreword.core.request import POOLINGS, Request, RequestState
+from foreword.core.request import POOLING_TYPES, Request, RequestState
 from foreword.core.vocabulary import Vocabulary
-from foreword.drafting.drafting import Drafting
-from foreword.drafting.policy import Load, Served, StepFacts
-from foreword.engine.ahead import Ahead
-from foreword.engine.assemble import Assembler
-from foreword.engine.compiling import Compiled, Compiling
-from foreword.engine.containment import Containment
-from foreword.engine.encoding import Encoder, Unseen
-from foreword.engine.pictures import check_pictures, to_come
-from foreword.engine.plan import Plan, Work
-from foreword.engine.pooling import Pooled
-from foreword.engine.runner import Runner
+from foreword.drafting.drafting import Proposer
+from foreword.drafting.policy import PrefillLoad, RequestStep, StepRecord
+from foreword.engine.ahead import OverlapLoop
+from foreword.engine.assemble import BatchBuilder
+from foreword.engine.compiling import PendingGrammar, PendingGrammars
+from foreword.engine.containment import FaultIsolation
+from foreword.engine.encoding import VisionEncoderRunner, EncodeFailure
+from foreword.engine.pictures import check_images, pending_images
+from foreword.engine.plan import ScheduleOutput, ScheduledRequest
+from foreword.engine.pooling import PoolOutput
+from foreword.engine.runner import ModelRunner
 from foreword.engine.scheduler import Scheduler
-from foreword.engine.stages import Stages
+from foreword.engine.stages import StepTimer
 from foreword.errors import ContextLengthExceeded, ForewordError, InvalidRequest, RequestFailed
-from foreword.grammar.grammars import Grammars
+from foreword.grammar.grammars import GrammarManager
 from foreword.resolve import EngineInfo
 
 __all__ = ["Engine"]
 
 logger = logging.getLogger(__name__)
 
-ENCODING_SHARE = 2  # of the rows of a step: the other part is for those who only wait for their next token
-LOOK_S = 0.2  # between two looks at the time limits of requests, and at the device's memory: to ask for it takes a while
+ENCODER_BUDGET_DIVISOR = 2  # of the rows of a step: the other part is for those who only wait for their next token
+HOUSEKEEPING_S = 0.2  # between two looks at the time limits of requests, and at the device's memory: to ask for it takes a while
 
 
 class Engine:
@@ -52,245 +52,245 @@ class Engine:
         self,
         info: EngineInfo,
         scheduler: Scheduler,
-        assembler: Assembler,
-        runner: Runner,
-        encoder: Encoder,
-        drafting: Drafting,
-        grammars: Grammars,
-        stages: Stages,
+        batch_builder: BatchBuilder,
+        model_runner: ModelRunner,
+        encoder: VisionEncoderRunner,
+        proposer: Proposer,
+        grammars: GrammarManager,
+        timer: StepTimer,
         device_memory: Callable[[], int],
         clock: Callable[[], float] = time.monotonic,
-        guide: Encoder | None = None,
-        ahead: Ahead | None = None,
+        draft_encoder: VisionEncoderRunner | None = None,
+        overlap: OverlapLoop | None = None,
     ) -> None:
         self.info = info
         self.scheduler = scheduler
-        self.assembler = assembler
-        self.runner = runner
+        self.batch_builder = batch_builder
+        self.model_runner = model_runner
         self.encoder = encoder
-        self.guide = guide
-        self.ahead = ahead
-        self.drafting = drafting
+        self.draft_encoder = draft_encoder
+        self.overlap = overlap
+        self.proposer = proposer
         self.grammars = grammars
-        self.stages = stages
+        self.timer = timer
         self._device_memory = device_memory
         self._device_bytes = device_memory()
         self._clock = clock
         self._num_steps = 0
-        self._looked_s = clock()
+        self._last_housekeeping_s = clock()
         self._faults: Counter[str] = Counter()
-        self._generating = Containment(self._outcomes, self._announce, _ended_by, None, stages, self._faults)
-        self._pooling = Containment(self._pooled, self._announce, _not_pooled, "last", stages, self._faults)
-        self.num_arrived = 0
-        self.at_work: Callable[[list[int]], None] = _nobody_asks
-        self._compiling = Compiling()
-        self._refused: list[Event] = []
+        self._model_isolation = FaultIsolation(self._run_model, self._report_batch, _failed_output, None, timer, self._faults)
+        self._pooling_isolation = FaultIsolation(self._run_pooler, self._report_batch, _failed_pooling, "last", timer, self._faults)
+        self.num_submitted = 0
+        self.on_batch: Callable[[list[int]], None] = _noop
+        self._pending_grammars = PendingGrammars()
+        self._pending_events: list[Event] = []
 
     @property
     def idle(self) -> bool:
         """Nothing to do and nothing to say."""
-        return self.scheduler.idle and not self._refused and not len(self._compiling)
+        return self.scheduler.idle and not self._pending_events and not len(self._pending_grammars)
 
-    def know(self, vocabulary: Vocabulary) -> None:
+    def set_vocabulary(self, vocabulary: Vocabulary) -> None:
         """What tokens spell; grammars wait for it."""
-        self.grammars.know(vocabulary)
+        self.grammars.set_vocabulary(vocabulary)
 
     def submit(self, request: Request) -> None:
         """Take a request; one that cannot be served is answered by a Failed event of the next step."""
-        arrival = self.num_arrived
-        self.num_arrived += 1
+        arrival = self.num_submitted
+        self.num_submitted += 1
         try:
-            self._check(request)
+            self._validate(request)
             if request.params.structured is None:
                 self._start(request, arrival)
             else:
-                self._compiling.add(Compiled(request, arrival, self.grammars.begin(request)))
+                self._pending_grammars.add(PendingGrammar(request, arrival, self.grammars.compile(request)))
         except ForewordError as error:
-            self._refused.append(Failed(request.id, error))
+            self._pending_events.append(ErrorEvent(request.id, error))
         except Exception:
-            self._refused.append(self._not_started(request.id))
+            self._pending_events.append(self._start_failed(request.id))
 
     def _start(self, request: Request, arrival: int, grammar: RequestGrammar | None = None) -> None:
         state = RequestState(request, arrival, self.info.resolved.max_model_len, grammar)
         self.scheduler.add(state)
-        if not (state.pools or self.drafting.off):
-            self.drafting.start(state)
+        if not (state.is_pooling or self.proposer.is_disabled):
+            self.proposer.start(state)
 
-    def _not_started(self, request_id: str) -> Failed:
+    def _start_failed(self, request_id: str) -> ErrorEvent:
         """A request could not even begin, by the error that is being handled."""
         logger.exception("request %s could not be started", request_id)
         self._faults["start"] += 1
         self.remove(request_id)
-        return Failed(request_id, RequestFailed("an error of ours kept this request from being started"))
+        return ErrorEvent(request_id, RequestFailed("an error of ours kept this request from being started"))
 
     def remove(self, request_id: str, num_tokens: int | None = None) -> None:
         """Free all that a request holds, at once; it may have ended by itself.
 
         num_tokens  output tokens that were delivered of an answer that the caller cut; None: it was given up
         """
-        if self._compiling.cancel(request_id):
+        if self._pending_grammars.cancel(request_id):
             return
         state = self.scheduler.remove(request_id)
         if state is not None:
-            self._settle()
-            self.drafting.finish(request_id, state.tokens[state.num_prompt :][: num_tokens or 0])
+            self._release_images()
+            self.proposer.finish(request_id, state.tokens[state.num_prompt :][: num_tokens or 0])
 
     def step(self) -> StepReport:
         """Advance every request that was planned by at least one row."""
-        self.at_work([*self._compiling.at_work(), *(state.arrival for state in self.scheduler.running)])
-        if len(self._compiling):
-            for one in self._compiling.take(patient=self.scheduler.idle and not self._refused):
+        self.on_batch([*self._pending_grammars.running_arrivals(), *(state.arrival for state in self.scheduler.running)])
+        if len(self._pending_grammars):
+            for one in self._pending_grammars.pop_ready(block=self.scheduler.idle and not self._pending_events):
                 self._start_with_grammar(one)
         now_s = self._clock()
-        if now_s - self._looked_s >= LOOK_S:
-            self._looked_s = now_s
+        if now_s - self._last_housekeeping_s >= HOUSEKEEPING_S:
+            self._last_housekeeping_s = now_s
             self._device_bytes = self._device_memory()
-            self._end_late(now_s)
-        events = self._refused
-        self._refused = []
+            self._expire_requests(now_s)
+        events = self._pending_events
+        self._pending_events = []
         if not self.scheduler.idle:
             events += self._step()
-            self._settle()
+            self._release_images()
         self._num_steps += 1
         return StepReport(tuple(events), self._stats())
 
-    def _start_with_grammar(self, one: Compiled) -> None:
-        request_id, error = one.request.id, one.grammar.exception()
+    def _start_with_grammar(self, pending: PendingGrammar) -> None:
+        request_id, error = pending.request.id, pending.grammar.exception()
         if error is not None:
-            self._refused.append(Failed(request_id, _refusal(request_id, error)))
+            self._pending_events.append(ErrorEvent(request_id, _grammar_error(request_id, error)))
             return
         try:
-            self._start(one.request, one.arrival, one.grammar.result())
+            self._start(pending.request, pending.arrival, pending.grammar.result())
         except Exception:
-            self._refused.append(self._not_started(request_id))
+            self._pending_events.append(self._start_failed(request_id))
 
-    def _end_late(self, now_s: float) -> None:
+    def _expire_requests(self, now_s: float) -> None:
         """End those that should have begun, or be done, by now."""
         states = list(self.scheduler.states.values())
-        late = [(state.request, overdue(state.request, now_s, state.scheduled_s is not None)) for state in states]
-        late += [(request, overdue(request, now_s, has_run=False)) for request in self._compiling]
+        late = [(state.request, check_deadline(state.request, now_s, state.scheduled_s is not None)) for state in states]
+        late += [(request, check_deadline(request, now_s, has_run=False)) for request in self._pending_grammars]
         for request, error in late:
             if error is not None:
                 self.remove(request.id)
-                self._refused.append(Failed(request.id, error))
+                self._pending_events.append(ErrorEvent(request.id, error))
 
     def _step(self) -> list[Event]:
-        step = None if self.ahead is None else self.ahead.step()
-        return self._plainly() if step is None else self._commit(*step)
+        step = None if self.overlap is None else self.overlap.step()
+        return self._step_sync() if step is None else self._update(*step)
 
-    def _plainly(self) -> list[Event]:
+    def _step_sync(self) -> list[Event]:
         """The twin of a step that was computed ahead: one thing after the other."""
         events = self._encode()
-        if not self.drafting.off:
-            with self.stages("draft"):
-                self.scheduler.draft(self._drafts())
-        with self.stages("schedule"):
-            plan = self.scheduler.plan(self._encoding_rows)
-        came = any(state.request.pictures for state in self.scheduler.running)  # whoever begins with a picture has no rows yet
-        assert plan.work or plan.pooled or self.encoder.rows or events or came, "live requests, but none of them can run"
-        events += self._generate(plan) if plan.work else []
-        return events + self._pool(plan) if plan.pooled else events
+        if not self.proposer.is_disabled:
+            with self.timer("draft"):
+                self.scheduler.set_drafts(self._propose_drafts())
+        with self.timer("schedule"):
+            plan = self.scheduler.schedule(self._encoder_rows)
+        came = any(state.request.images for state in self.scheduler.running)  # whoever begins with a picture has no rows yet
+        assert plan.requests or plan.pooling_requests or self.encoder.cost_rows or events or came, "live requests, but none of them can run"
+        events += self._generate(plan) if plan.requests else []
+        return events + self._pool(plan) if plan.pooling_requests else events
 
     @property
-    def _encoding_rows(self) -> int:
+    def _encoder_rows(self) -> int:
         """What the pictures cost in this step."""
-        return self.encoder.rows + (0 if self.guide is None else self.guide.rows)
+        return self.encoder.cost_rows + (0 if self.draft_encoder is None else self.draft_encoder.cost_rows)
 
     def _encode(self) -> list[Event]:
         """Pieces of the pictures that running requests come to; ends those whose picture cannot be encoded."""
-        rows = self.info.resolved.max_num_batched_tokens // ENCODING_SHARE
-        unseen = self.encoder.advance(self.scheduler.running, rows, self._announce_states)
-        if self.guide is not None:
-            self._encode_for_drafts(self.guide, rows - self.encoder.rows)
-        return [] if unseen is None else self._taken([self._end_unseen(unseen, state) for state in unseen.states])
+        rows = self.info.resolved.max_num_batched_tokens // ENCODER_BUDGET_DIVISOR
+        unseen = self.encoder.step(self.scheduler.running, rows, self._report_states)
+        if self.draft_encoder is not None:
+            self._encode_for_drafts(self.draft_encoder, rows - self.encoder.cost_rows)
+        return [] if unseen is None else self._check_after_failure([self._fail_image_request(unseen, state) for state in unseen.states])
 
-    def _encode_for_drafts(self, guide: Encoder, rows: int) -> None:
+    def _encode_for_drafts(self, draft_encoder: VisionEncoderRunner, rows: int) -> None:
         """Pieces of what the draft model comes to; nobody ends for what it cannot see."""
-        unseen = guide.advance(self.scheduler.running, rows, self._announce_states)
+        unseen = draft_encoder.step(self.scheduler.running, rows, self._report_states)
         if unseen is not None:
             for state in unseen.states:
-                self.drafting.give_up(state.id)
+                self.proposer.disable_draft_model(state.id)
 
-    def _settle(self) -> None:
+    def _release_images(self) -> None:
         """Let go of pictures that nobody needs any more."""
-        self.encoder.settle(self.scheduler.running)
-        if self.guide is not None:
-            self.guide.settle(self.scheduler.running)
+        self.encoder.evict(self.scheduler.running)
+        if self.draft_encoder is not None:
+            self.draft_encoder.evict(self.scheduler.running)
 
-    def _end_unseen(self, unseen: Unseen, state: RequestState) -> Event:
-        self._faults[unseen.stage] += 1
+    def _fail_image_request(self, failure: EncodeFailure, state: RequestState) -> Event:
+        self._faults[failure.stage] += 1
         self.remove(state.id)
-        return Failed(state.id, unseen.error)
+        return ErrorEvent(state.id, failure.error)
 
-    def _generate(self, plan: Plan) -> list[Event]:
+    def _generate(self, scheduled: ScheduleOutput) -> list[Event]:
         """The pass over the rows of those that want tokens."""
-        return self._commit(plan, self._generating.run(plan.work))
+        return self._update(scheduled, self._model_isolation.run(scheduled.requests))
 
-    def _commit(self, plan: Plan, outcomes: Sequence[Outcome]) -> list[Event]:
-        with self.stages("commit"):
-            events = self._taken(self.scheduler.commit(plan, outcomes))
-        if not self.drafting.off:
-            with self.stages("draft"):
-                self._tell_drafting(plan, outcomes, events)
+    def _update(self, scheduled: ScheduleOutput, outputs: Sequence[StepOutput]) -> list[Event]:
+        with self.timer("commit"):
+            events = self._check_after_failure(self.scheduler.update(scheduled, outputs))
+        if not self.proposer.is_disabled:
+            with self.timer("draft"):
+                self._update_speculation(scheduled, outputs, events)
         return events
 
-    def _outcomes(self, works: Sequence[Work]) -> Sequence[Outcome]:
-        with self.stages("assemble"):
-            batch = self.assembler.build(Plan(tuple(works)))
-        return self.runner.run(batch)
+    def _run_model(self, requests: Sequence[ScheduledRequest]) -> Sequence[StepOutput]:
+        with self.timer("assemble"):
+            batch = self.batch_builder.build(ScheduleOutput(tuple(requests)))
+        return self.model_runner.run(batch)
 
-    def _pool(self, plan: Plan) -> list[Event]:
+    def _pool(self, scheduled: ScheduleOutput) -> list[Event]:
         """The pass over the prompts that become vectors; it is no business of the drafters, who measure the other one."""
-        pooled = self._pooling.run(plan.pooled)
-        with self.stages("embed"):
-            for work, one in zip(plan.pooled, pooled, strict=True):
-                work.state.lanes = one.lanes
-            return self._taken(self.scheduler.commit_pooled(plan, [one.error or one.vector for one in pooled]))
+        pooled = self._pooling_isolation.run(scheduled.pooling_requests)
+        with self.timer("embed"):
+            for work, one in zip(scheduled.pooling_requests, pooled, strict=True):
+                work.state.pool_partials = one.partials
+            return self._check_after_failure(self.scheduler.update_pooling(scheduled, [one.error or one.vector for one in pooled]))
 
-    def _pooled(self, works: Sequence[Work]) -> Sequence[Pooled]:
-        with self.stages("embed"):
-            return self.runner.pooler(works, self.assembler.pooled(Plan((), pooled=tuple(works))))
+    def _run_pooler(self, requests: Sequence[ScheduledRequest]) -> Sequence[PoolOutput]:
+        with self.timer("embed"):
+            return self.model_runner.pooler(requests, self.batch_builder.build_pooling(ScheduleOutput((), pooling_requests=tuple(requests))))
 
-    def _announce(self, works: Sequence[Work]) -> None:
-        self._announce_states([work.state for work in works])
+    def _report_batch(self, requests: Sequence[ScheduledRequest]) -> None:
+        self._report_states([work.state for work in requests])
 
-    def _announce_states(self, states: Sequence[RequestState]) -> None:
-        self.at_work([*self._compiling.at_work(), *(state.arrival for state in states)])
+    def _report_states(self, states: Sequence[RequestState]) -> None:
+        self.on_batch([*self._pending_grammars.running_arrivals(), *(state.arrival for state in states)])
 
-    def _taken(self, events: list[Event]) -> list[Event]:
+    def _check_after_failure(self, events: list[Event]) -> list[Event]:
         """The events of a step. After an error all bookkeeping is looked at: only if it is right the engine goes on."""
-        if any(isinstance(event, Failed) and isinstance(event.error, RequestFailed) for event in events):
+        if any(isinstance(event, ErrorEvent) and isinstance(event.error, RequestFailed) for event in events):
             self.scheduler.check()
         return events
 
-    def _drafts(self) -> dict[str, Draft]:
+    def _propose_drafts(self) -> dict[str, Draft]:
         """Drafts for those that decode. They are made as late as can be: what a step yields is not kept waiting for them."""
-        reach = self.scheduler.reach
-        decoding = [s for s in self.scheduler.running if s.decodes and reach(s, s.num_computed) == len(s.tokens)]
-        drafts = self.drafting.propose(decoding, _load(self.scheduler))
+        reach = self.scheduler.computable_until
+        decoding = [s for s in self.scheduler.running if s.is_decoding and reach(s, s.num_computed) == len(s.tokens)]
+        drafts = self.proposer.propose(decoding, _prefill_load(self.scheduler))
         return {state.id: draft for state, draft in zip(decoding, drafts, strict=True) if draft is not None}
 
-    def _tell_drafting(self, plan: Plan, outcomes: Sequence[Outcome], events: Sequence[Event]) -> None:
+    def _update_speculation(self, scheduled: ScheduleOutput, outputs: Sequence[StepOutput], events: Sequence[Event]) -> None:
         """What the step did, and which requests are over."""
-        if self.ahead is not None and self.ahead.telling:
-            self.drafting.ran_ahead(self._facts(plan, outcomes))
-        elif not self.drafting.resting and not self._generating.disturbed and not self._saw(plan):
-            self.drafting.measured(self._facts(plan, outcomes))
-        failed = {event.request_id for event in events if isinstance(event, Failed)}
-        for work, outcome in zip(plan.work, outcomes, strict=True):
+        if self.overlap is not None and self.overlap.should_sample_cost:
+            self.proposer.record_overlap_step(self._step_timings(scheduled, outputs))
+        elif not self.proposer.is_skipping and not self._model_isolation.was_retried and not self._has_image_work(scheduled):
+            self.proposer.record_step(self._step_timings(scheduled, outputs))
+        failed = {event.request_id for event in events if isinstance(event, ErrorEvent)}
+        for work, outcome in zip(scheduled.requests, outputs, strict=True):
             if work.state.id in failed:
-                self.drafting.finish(work.state.id)
-            elif outcome.ended:
-                self.drafting.finish(work.state.id, _learnable(work.state))
+                self.proposer.finish(work.state.id)
+            elif outcome.is_finished:
+                self.proposer.finish(work.state.id, _finished_output(work.state))
 
-    def _facts(self, plan: Plan, outcomes: Sequence[Outcome]) -> StepFacts:
-        served = tuple(_served(work, outcome) for work, outcome in zip(plan.work, outcomes, strict=True))
-        return StepFacts(served, self.stages.so_far())
+    def _step_timings(self, scheduled: ScheduleOutput, outputs: Sequence[StepOutput]) -> StepRecord:
+        served = tuple(_request_step(work, outcome) for work, outcome in zip(scheduled.requests, outputs, strict=True))
+        return StepRecord(served, self.timer.snapshot())
 
-    def _saw(self, plan: Plan) -> bool:
+    def _has_image_work(self, scheduled: ScheduleOutput) -> bool:
         """Whether pictures took part in the step, which tells nothing of others then."""
-        waits = self.guide is not None and self.guide.waits(self.scheduler.running)
-        return waits or self._encoding_rows > 0 or any(to_come(work.state, work.start) for work in plan.work)
+        waits = self.draft_encoder is not None and self.draft_encoder.is_pending(self.scheduler.running)
+        return waits or self._encoder_rows > 0 or any(pending_images(work.state, work.start) for work in scheduled.requests)
 
     def close(self) -> None:
         """Compile no more: the end of the process would wait for it."""
@@ -300,30 +300,30 @@ class Engine:
         """Assert the integrity of all bookkeeping; for tests, and cheap enough for idle moments."""
         self.scheduler.check()
         self.encoder.check(self.scheduler.running)
-        if self.guide is not None:
-            self.guide.check(self.scheduler.running)
-        self.drafting.check()
+        if self.draft_encoder is not None:
+            self.draft_encoder.check(self.scheduler.running)
+        self.proposer.check()
 
-    def _check(self, request: Request) -> None:
+    def _validate(self, request: Request) -> None:
         limit = self.info.resolved.max_model_len
-        if request.id in self.scheduler.states or request.id in self._compiling:
+        if request.id in self.scheduler.states or request.id in self._pending_grammars:
             raise InvalidRequest(f"a request with the id {request.id!r} is running", "id")
         if not request.prompt_ids:
             raise InvalidRequest("the prompt has no tokens", "prompt")
-        if request.pooling not in (None, *POOLINGS):
-            raise InvalidRequest(f"pooling must be one of {', '.join(POOLINGS)}, got {request.pooling!r:.80}", "pooling")
-        length = len(request.prompt_ids) + len(request.delivered_ids)
+        if request.pooling not in (None, *POOLING_TYPES):
+            raise InvalidRequest(f"pooling must be one of {', '.join(POOLING_TYPES)}, got {request.pooling!r:.80}", "pooling")
+        length = len(request.prompt_ids) + len(request.resume_output_ids)
         if length - (request.pooling is not None) >= limit:
             raise ContextLengthExceeded(
                 f"prompt and output have {length} tokens; the context of {limit} leaves no room", "prompt"
             )
-        if len(request.delivered_ids) >= (request.params.max_tokens or limit):
+        if len(request.resume_output_ids) >= (request.params.max_tokens or limit):
             raise InvalidRequest(f"all of max_tokens {request.params.max_tokens} are delivered already", "max_tokens")
         known = range(self.info.vocab_size)
-        for token_id in (*request.prompt_ids, *request.delivered_ids):
+        for token_id in (*request.prompt_ids, *request.resume_output_ids):
             if token_id not in known:
                 raise InvalidRequest(f"token id {token_id} is outside the vocabulary, which ends at {len(known) - 1}", "prompt")
-        check_pictures(request, self.info.image_token_id, self.assembler.directions)
+        check_images(request, self.info.image_token_id, self.batch_builder.mrope)
         self.info.resolved.check_method(request.params.speculation.method)
 
     def _stats(self) -> StepStats:
@@ -332,7 +332,7 @@ class Engine:
         return StepStats(
             step=self._num_steps,
             requests_running=len(scheduler.running),
-            requests_waiting=len(scheduler.waiting) + len(self._compiling),
+            requests_waiting=len(scheduler.waiting) + len(self._pending_grammars),
             longest_running_tokens=max((s.num_output for s in scheduler.running), default=0),
             oldest_running_seconds=max((now - s.request.arrival_s for s in scheduler.running), default=0.0),
             kv_cache_usage_ratio=scheduler.pool.num_used / scheduler.pool.num_blocks,
@@ -340,32 +340,32 @@ class Engine:
             prefix_cache_hits_total=scheduler.prefix_hits,
             preemptions_total=scheduler.num_preemptions,
             device_memory_bytes=self._device_bytes,
-            stage_seconds=self.stages.take(),
-            drafter_errors=dict(self.drafting.errors),
-            drafting=self.drafting.stats(),
-            faults=self._counted_faults(),
+            stage_seconds=self.timer.reset(),
+            drafter_errors=dict(self.proposer.errors),
+            drafting=self.proposer.stats(),
+            faults=self._count_faults(),
             images_encoded_total=self.encoder.num_encoded,
             image_cache_hits_total=self.encoder.num_hits,
         )
 
-    def _counted_faults(self) -> dict[str, int]:
+    def _count_faults(self) -> dict[str, int]:
         lost = self.scheduler.num_faults
         return {**self._faults, "commit": lost} if lost else dict(self._faults)
 
 
-def _nobody_asks(numbers: list[int]) -> None:
+def _noop(arrivals: list[int]) -> None:
     pass
 
 
-def _ended_by(error: RequestFailed) -> Outcome:
-    return Outcome(error=error)
+def _failed_output(error: RequestFailed) -> StepOutput:
+    return StepOutput(error=error)
 
 
-def _not_pooled(error: RequestFailed) -> Pooled:
-    return Pooled(error=error)
+def _failed_pooling(error: RequestFailed) -> PoolOutput:
+    return PoolOutput(error=error)
 
 
-def _refusal(request_id: str, error: BaseException) -> ForewordError:
+def _grammar_error(request_id: str, error: BaseException) -> ForewordError:
     """Why a grammar is not to be had: the caller's fault, or ours."""
     if isinstance(error, ForewordError):
         return error
@@ -373,23 +373,23 @@ def _refusal(request_id: str, error: BaseException) -> ForewordError:
     return RequestFailed("the grammar could not be compiled")
 
 
-def _load(scheduler: Scheduler) -> Load:
+def _prefill_load(scheduler: Scheduler) -> PrefillLoad:
     """The prompts that the next step goes on with, as far as it has rows for them."""
     rows = reads = 0
     for state in scheduler.running:
-        if state.num_missing > 1 and not state.pools:
-            missing = scheduler.reach(state, state.num_computed) - state.num_computed
+        if state.num_uncomputed > 1 and not state.is_pooling:
+            missing = scheduler.computable_until(state, state.num_computed) - state.num_computed
             size = min(missing, scheduler.max_num_batched_tokens - rows)
             rows += size
             reads += size * state.num_computed
-    return Load(rows, reads)
+    return PrefillLoad(rows, reads)
 
 
-def _served(work: Work, outcome: Outcome) -> Served:
-    context = work.start + work.num_tokens + work.num_draft
-    return Served(work.state, work.num_tokens, work.num_draft, work.samples, len(outcome.token_ids), context)
+def _request_step(request: ScheduledRequest, output: StepOutput) -> RequestStep:
+    context = request.start + request.num_tokens + request.num_draft_tokens
+    return RequestStep(request.state, request.num_tokens, request.num_draft_tokens, request.is_sampled, len(output.token_ids), context)
 
 
-def _learnable(state: RequestState) -> Sequence[int]:
+def _finished_output(state: RequestState) -> Sequence[int]:
     """The output, if all of it was delivered: where there are stop strings, only the caller knows."""
     return () if state.params.stop else state.tokens[state.num_prompt :]

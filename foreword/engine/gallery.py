@@ -6,50 +6,50 @@ from collections import Counter
 from dataclasses import replace
 
 from foreword.core.request import Request
-from foreword.engine.messages import Forget, Show
+from foreword.engine.messages import DropImage, AddImage
 
-__all__ = ["Gallery"]
+__all__ = ["ImageRefs"]
 
 
-class Gallery:
+class ImageRefs:
     """Pixels go to an engine once, however many requests have a picture, and stay there until the last of these has ended."""
 
-    __slots__ = ("_forgotten", "_holders", "_shown")
+    __slots__ = ("_released", "_ref_counts", "_sent")
 
     def __init__(self) -> None:
-        self._holders: Counter[bytes] = Counter()
-        self._shown: set[bytes] = set()
-        self._forgotten: list[bytes] = []
+        self._ref_counts: Counter[bytes] = Counter()
+        self._sent: set[bytes] = set()
+        self._released: list[bytes] = []
 
     def add(self, request: Request) -> None:
         """A request is open."""
-        self._holders.update({picture.digest for picture in request.pictures})
+        self._ref_counts.update({picture.digest for picture in request.images})
 
     def remove(self, request: Request) -> None:
         """It is open no more."""
-        for digest in {picture.digest for picture in request.pictures}:
-            self._holders[digest] -= 1
-            if not self._holders[digest]:
-                del self._holders[digest]
-                if digest in self._shown:
-                    self._shown.remove(digest)
-                    self._forgotten.append(digest)
+        for digest in {picture.digest for picture in request.images}:
+            self._ref_counts[digest] -= 1
+            if not self._ref_counts[digest]:
+                del self._ref_counts[digest]
+                if digest in self._sent:
+                    self._sent.remove(digest)
+                    self._released.append(digest)
 
-    def died(self) -> None:
+    def reset(self) -> None:
         """The next engine has seen nothing."""
-        self._shown.clear()
-        self._forgotten.clear()
+        self._sent.clear()
+        self._released.clear()
 
-    def messages(self, request: Request) -> list[Show | Request]:
+    def to_messages(self, request: Request) -> list[AddImage | Request]:
         """How a request is handed over: pictures that are new to the engine, and then itself without any pixels."""
-        if not request.pictures:
+        if not request.images:
             return [request]
-        new = {one.digest: one.pixels for one in request.pictures if one.pixels is not None and one.digest not in self._shown}
-        self._shown.update(new)
-        shows = [Show(digest, pixels) for digest, pixels in new.items()]
-        return [*shows, replace(request, pictures=tuple(picture.bare() for picture in request.pictures))]
+        new = {one.digest: one.pixels for one in request.images if one.pixels is not None and one.digest not in self._sent}
+        self._sent.update(new)
+        shows = [AddImage(digest, pixels) for digest, pixels in new.items()]
+        return [*shows, replace(request, images=tuple(picture.without_pixels() for picture in request.images))]
 
-    def forgotten(self) -> list[Forget]:
+    def pop_released(self) -> list[DropImage]:
         """What the engine is to forget, told once, and before anything else is handed over."""
-        forgotten, self._forgotten = self._forgotten, []
-        return [Forget(digest) for digest in forgotten]
+        forgotten, self._released = self._released, []
+        return [DropImage(digest) for digest in forgotten]

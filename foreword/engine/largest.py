@@ -9,22 +9,22 @@ from collections.abc import Sequence
 
 import torch
 
-from foreword.core.batch import SCRATCH_BLOCK
+from foreword.core.batch import NULL_BLOCK
 from foreword.core.params import SamplingParams
 from foreword.core.request import Request, RequestState
-from foreword.drafting.base import PassDrafter
-from foreword.engine.assemble import Assembler
-from foreword.engine.plan import Plan, Work
-from foreword.engine.runner import Runner
-from foreword.models.base import Tower
-from foreword.resolve import Resolved
+from foreword.drafting.base import ModelBasedDrafter
+from foreword.engine.assemble import BatchBuilder
+from foreword.engine.plan import ScheduleOutput, ScheduledRequest
+from foreword.engine.runner import ModelRunner
+from foreword.models.base import VisionEncoder
+from foreword.resolve import ResolvedConfig
 
-__all__ = ["LargestSteps", "graph_rows"]
+__all__ = ["ProfileRun", "max_graph_rows"]
 
-GRAPH_ROWS = 256  # rows of the largest graph, unless more requests may run at once
-LARGEST_PICTURE = 16_384  # tokens: processors of the models here make none that has more
-LOGPROBS = 20
-EVERYTHING = SamplingParams(
+DEFAULT_GRAPH_ROWS = 256  # rows of the largest graph, unless more requests may run at once
+MAX_IMAGE_TOKENS = 16_384  # tokens: processors of the models here make none that has more
+NUM_LOGPROBS = 20
+ALL_PARAMS = SamplingParams(
     temperature=0.8,
     top_k=50,
     top_p=0.9,
@@ -35,19 +35,19 @@ EVERYTHING = SamplingParams(
     frequency_penalty=0.5,
     repetition_penalty=1.1,
     xtc_probability=0.5,
-    logprobs=LOGPROBS,
+    logprobs=NUM_LOGPROBS,
     max_tokens=64,
     ignore_eos=True,
 )
-SCORED = SamplingParams(temperature=1.0, prompt_logprobs=LOGPROBS, max_tokens=1, ignore_eos=True)
+PROMPT_LOGPROBS = SamplingParams(temperature=1.0, prompt_logprobs=NUM_LOGPROBS, max_tokens=1, ignore_eos=True)
 
 
-def graph_rows(resolved: Resolved) -> int:
+def max_graph_rows(resolved: ResolvedConfig) -> int:
     """Rows of the largest graph."""
-    return min(max(resolved.max_num_seqs, GRAPH_ROWS), resolved.max_num_batched_tokens)
+    return min(max(resolved.max_num_seqs, DEFAULT_GRAPH_ROWS), resolved.max_num_batched_tokens)
 
 
-class LargestSteps:
+class ProfileRun:
     """See engine.memory.Passes.
 
     drafters  those that run models of their own
@@ -56,64 +56,64 @@ class LargestSteps:
 
     def __init__(
         self,
-        resolved: Resolved,
-        assembler: Assembler,
-        runner: Runner,
-        drafters: Sequence[PassDrafter] = (),
-        towers: Sequence[Tower] = (),
+        resolved: ResolvedConfig,
+        batch_builder: BatchBuilder,
+        model_runner: ModelRunner,
+        drafters: Sequence[ModelBasedDrafter] = (),
+        vision_encoders: Sequence[VisionEncoder] = (),
     ) -> None:
         self._resolved = resolved
-        self._assembler = assembler
-        self._runner = runner
+        self._batch_builder = batch_builder
+        self._model_runner = model_runner
         self._drafters = drafters
-        self._towers = towers
+        self._vision_encoders = vision_encoders
 
-    def largest(self) -> None:
+    def run_max(self) -> None:
         """A prompt at the end of the longest context, one that is scored, every row sampled with everything, and what draft
         models and towers do."""
         resolved = self._resolved
         rows = min(resolved.max_num_batched_tokens, resolved.max_model_len - 1)
-        self._run([self._prompt(rows, resolved.max_model_len - 1 - rows, SamplingParams(temperature=0.0))])
-        self._run([self._prompt(rows, 0, SCORED)])
-        self._run(self._everybody(resolved.max_num_batched_tokens, EVERYTHING))
+        self._run([self._prompt_request(rows, resolved.max_model_len - 1 - rows, SamplingParams(temperature=0.0))])
+        self._run([self._prompt_request(rows, 0, PROMPT_LOGPROBS)])
+        self._run(self._max_batch(resolved.max_num_batched_tokens, ALL_PARAMS))
         for drafter in self._drafters:
             drafter.pass_seconds(resolved.max_num_batched_tokens, min(resolved.max_num_seqs, resolved.max_num_batched_tokens))
-        for tower in self._towers:
-            self._look(tower)
+        for tower in self._vision_encoders:
+            self._encode(tower)
 
-    def captured(self) -> None:
+    def run_graphs(self) -> None:
         """One row of each of so many requests."""
-        rows = graph_rows(self._resolved)
-        self._run(self._everybody(rows, SamplingParams(temperature=1.0, top_p=0.9, max_tokens=64, ignore_eos=True)))
+        rows = max_graph_rows(self._resolved)
+        self._run(self._max_batch(rows, SamplingParams(temperature=1.0, top_p=0.9, max_tokens=64, ignore_eos=True)))
         for drafter in self._drafters:
             drafter.pass_seconds(rows, rows)
 
-    def _run(self, works: Sequence[Work]) -> None:
-        self._runner.run(self._assembler.build(Plan(tuple(works))))
+    def _run(self, requests: Sequence[ScheduledRequest]) -> None:
+        self._model_runner.run(self._batch_builder.build(ScheduleOutput(tuple(requests))))
 
-    def _prompt(self, rows: int, start: int, params: SamplingParams) -> Work:
-        return Work(self._state(0, start + rows, 0, params), start, rows, samples=True)
+    def _prompt_request(self, num_rows: int, start: int, params: SamplingParams) -> ScheduledRequest:
+        return ScheduledRequest(self._dummy_state(0, start + num_rows, 0, params), start, num_rows, is_sampled=True)
 
-    def _everybody(self, rows: int, params: SamplingParams) -> list[Work]:
+    def _max_batch(self, num_rows: int, params: SamplingParams) -> list[ScheduledRequest]:
         """As many requests as may run; each samples behind its last token and behind each token of a draft, `rows` in all."""
         resolved = self._resolved
-        count = min(resolved.max_num_seqs, rows)
-        most = min(resolved.num_speculative_tokens if resolved.drafters else 0, resolved.max_model_len - 3, rows // count - 1)
+        count = min(resolved.max_num_seqs, num_rows)
+        most = min(resolved.num_speculative_tokens if resolved.drafters else 0, resolved.max_model_len - 3, num_rows // count - 1)
         works = []
         for number in range(count):
-            state = self._state(number, 1, max(most, 0), params)
-            works.append(Work(state, 0, 1, samples=True, num_draft=len(state.draft)))
+            state = self._dummy_state(number, 1, max(most, 0), params)
+            works.append(ScheduledRequest(state, 0, 1, is_sampled=True, num_draft_tokens=len(state.draft)))
         return works
 
-    def _state(self, number: int, num_tokens: int, num_draft: int, params: SamplingParams) -> RequestState:
+    def _dummy_state(self, number: int, num_tokens: int, num_draft: int, params: SamplingParams) -> RequestState:
         """A request whose blocks are all the scratch block."""
         request = Request(f"largest-{number}", (0,) * num_tokens, params, seed=number)
         state = RequestState(request, number, num_tokens + num_draft + 2)
         state.set_draft((0,) * num_draft, "largest")
-        state.blocks = [SCRATCH_BLOCK] * -(-(num_tokens + num_draft) // self._assembler.block_size)
+        state.blocks = [NULL_BLOCK] * -(-(num_tokens + num_draft) // self._batch_builder.block_size)
         return state
 
-    def _look(self, tower: Tower) -> None:
+    def _encode(self, vision_encoder: VisionEncoder) -> None:
         with torch.inference_mode():
-            for _ in tower.encode(tower.largest(min(LARGEST_PICTURE, self._resolved.max_model_len))):
+            for _ in vision_encoder.encode(vision_encoder.make_max_image(min(MAX_IMAGE_TOKENS, self._resolved.max_model_len))):
                 pass

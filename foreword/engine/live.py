@@ -7,21 +7,21 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Final
 
-from foreword.core.deadlines import overdue
-from foreword.core.events import Embedded, Event, Failed, StepStats, Tokens, without_first
+from foreword.core.deadlines import check_deadline
+from foreword.core.events import EmbeddingEvent, Event, ErrorEvent, StepStats, TokenEvent, drop_prefix
 from foreword.core.request import Request
-from foreword.engine.gallery import Gallery
-from foreword.engine.suspects import ALONE, Suspects
+from foreword.engine.gallery import ImageRefs
+from foreword.engine.suspects import CRASHES_TO_REFUSE, CrashSuspects
 from foreword.errors import ForewordError, RequestFailed
 
-__all__ = ["Aftermath", "LiveRequest", "LiveRequests"]
+__all__ = ["CrashResult", "InflightRequest", "InflightRequests"]
 
 logger = logging.getLogger(__name__)
 
-CHECKED: Final = 4  # tokens before a death that are sampled again after it, to see that they are the same
+REPLAY_CHECK_TOKENS: Final = 4  # tokens before a death that are sampled again after it, to see that they are the same
 
 
-class LiveRequest:
+class InflightRequest:
     """A request and what was delivered of its answer.
 
     |<- request.delivered_ids ->|<- delivered ---------------->|
@@ -31,72 +31,72 @@ class LiveRequest:
     has_run  an engine, dead by now, worked on it
     """
 
-    __slots__ = ("_began", "delivered", "has_run", "number", "request")
+    __slots__ = ("_first_timing", "delivered_ids", "has_run", "arrival", "request")
 
     def __init__(self, request: Request) -> None:
         self.request = request
-        self.number: int | None = None
+        self.arrival: int | None = None
         self.has_run = False
-        self.delivered: list[int] = []
-        self._began: tuple[int, float] | None = None  # num_cached and scheduled_s, as they were told first
+        self.delivered_ids: list[int] = []
+        self._first_timing: tuple[int, float] | None = None  # num_cached and scheduled_s, as they were told first
 
     @property
     def num_output(self) -> int:
-        return len(self.request.delivered_ids) + len(self.delivered)
+        return len(self.request.resume_output_ids) + len(self.delivered_ids)
 
-    def resumed(self) -> Request:
+    def make_resume_request(self) -> Request:
         """What an engine is sent: all that was delivered but the last few tokens is output already."""
-        if not self.delivered:
-            return replace(self.request, start_by_s=None) if self.has_run else self.request
-        before = self.request.delivered_ids
-        kept = self.delivered[: max(len(self.delivered) - CHECKED, 0)]
+        if not self.delivered_ids:
+            return replace(self.request, queue_deadline_s=None) if self.has_run else self.request
+        before = self.request.resume_output_ids
+        kept = self.delivered_ids[: max(len(self.delivered_ids) - REPLAY_CHECK_TOKENS, 0)]
         params = self.request.params
         if params.prompt_logprobs is not None:  # they came with the first token
             params = replace(params, prompt_logprobs=None)
-        return replace(self.request, params=params, delivered_ids=(*before, *kept), start_by_s=None, resumed=True)
+        return replace(self.request, params=params, resume_output_ids=(*before, *kept), queue_deadline_s=None, is_resumed=True)
 
-    def take(self, event: Tokens) -> Event | None:
+    def on_event(self, event: TokenEvent) -> Event | None:
         """What is new of an event; None if nothing is, Failed if it is not what was delivered before."""
-        start = event.index - len(self.request.delivered_ids)
-        count = min(len(self.delivered) - start, len(event.token_ids))
-        if start < 0 or count < 0 or tuple(self.delivered[start : start + count]) != event.token_ids[:count]:
-            return self._changed(event)
+        start = event.index - len(self.request.resume_output_ids)
+        count = min(len(self.delivered_ids) - start, len(event.token_ids))
+        if start < 0 or count < 0 or tuple(self.delivered_ids[start : start + count]) != event.token_ids[:count]:
+            return self._fail_mismatch(event)
         if count:
-            event = without_first(event, count)
+            event = drop_prefix(event, count)
         if not event.token_ids and event.finish_reason is None:
             return None
-        self.delivered += event.token_ids
-        return self._as_told(event)
+        self.delivered_ids += event.token_ids
+        return self._keep_first_timing(event)
 
-    def _as_told(self, event: Tokens) -> Tokens:
+    def _keep_first_timing(self, event: TokenEvent) -> TokenEvent:
         """What was said of its beginning stays as it is."""
-        if self._began is None:
-            self._began = event.num_cached, event.scheduled_s
-        if self._began != (event.num_cached, event.scheduled_s):
-            event = replace(event, num_cached=self._began[0], scheduled_s=self._began[1])
+        if self._first_timing is None:
+            self._first_timing = event.num_cached, event.scheduled_s
+        if self._first_timing != (event.num_cached, event.scheduled_s):
+            event = replace(event, num_cached=self._first_timing[0], scheduled_s=self._first_timing[1])
         return event
 
-    def _changed(self, event: Tokens) -> Failed:
+    def _fail_mismatch(self, event: TokenEvent) -> ErrorEvent:
         logger.error("request %s would go on differently from token %d on; it is ended", event.request_id, event.index)
         error = RequestFailed(
             "the engine was replaced, and the replacement does not say the same tokens again; nothing was mixed"
         )
-        return Failed(event.request_id, error)
+        return ErrorEvent(event.request_id, error)
 
 
 @dataclass(frozen=True, slots=True)
-class Aftermath:
+class CrashResult:
     """What a death means.
 
     failed  who is not tried again
     blamed  a caller's request was worked on, which may be gone by now
     """
 
-    failed: list[Failed]
-    blamed: bool
+    failed: list[ErrorEvent]
+    had_requests: bool
 
 
-class LiveRequests:
+class InflightRequests:
     """Every open request, in order of arrival, and who of them may be sent to the engine that lives now.
 
     An engine that is to prove itself first gets a request of ours, and nothing else until it answers.
@@ -104,133 +104,133 @@ class LiveRequests:
     gallery  of their pictures
     """
 
-    __slots__ = ("_live", "_num_sent", "_proof", "_suspects", "_unsent", "gallery")
+    __slots__ = ("_requests", "_num_sent", "_probe", "_suspects", "_unsent", "image_refs")
 
     def __init__(self) -> None:
-        self.gallery = Gallery()
-        self._live: dict[str, LiveRequest] = {}
-        self._unsent: dict[str, LiveRequest] = {}
-        self._suspects = Suspects()
-        self._proof: LiveRequest | None = None
+        self.image_refs = ImageRefs()
+        self._requests: dict[str, InflightRequest] = {}
+        self._unsent: dict[str, InflightRequest] = {}
+        self._suspects = CrashSuspects()
+        self._probe: InflightRequest | None = None
         self._num_sent = 0
 
     def __len__(self) -> int:
-        return len(self._live)
+        return len(self._requests)
 
     def __contains__(self, request_id: object) -> bool:
-        return request_id in self._live
+        return request_id in self._requests
 
     @property
-    def alone(self) -> str | None:
+    def quarantined(self) -> str | None:
         """The suspect that runs alone just now."""
-        return self._suspects.alone
+        return self._suspects.quarantined
 
     def add(self, request: Request) -> None:
-        self._live[request.id] = self._unsent[request.id] = LiveRequest(request)
-        self.gallery.add(request)
+        self._requests[request.id] = self._unsent[request.id] = InflightRequest(request)
+        self.image_refs.add(request)
 
     def remove(self, request_id: str) -> None:
         """It ended, or nobody wants it any more; it may have ended before."""
-        live = self._live.pop(request_id, None)
+        live = self._requests.pop(request_id, None)
         if live is not None:
-            self.gallery.remove(live.request)
+            self.image_refs.remove(live.request)
         self._unsent.pop(request_id, None)
         self._suspects.clear(request_id)
 
-    def due(self) -> list[Request]:
+    def pop_pending(self) -> list[Request]:
         """Those that the engine has not got and may have now; it has got them after this."""
-        if self._proof is not None:
-            return [self._sent(self._proof)] if self._proof.number is None else []
-        alone = self._suspects.alone
+        if self._probe is not None:
+            return [self._send(self._probe)] if self._probe.arrival is None else []
+        alone = self._suspects.quarantined
         if alone is None:
             due, self._unsent = self._unsent, {}
-            return [self._sent(live) for live in due.values()]
+            return [self._send(live) for live in due.values()]
         live = self._unsent.pop(alone, None)
-        return [] if live is None else [self._sent(live)]
+        return [] if live is None else [self._send(live)]
 
-    def prove(self, request: Request) -> None:
+    def set_probe(self, request: Request) -> None:
         """The next engine is to answer this first; what it says is for nobody."""
-        self._proof = LiveRequest(request)
+        self._probe = InflightRequest(request)
 
-    def _sent(self, live: LiveRequest) -> Request:
-        live.number = self._num_sent
+    def _send(self, inflight: InflightRequest) -> Request:
+        inflight.arrival = self._num_sent
         self._num_sent += 1
-        return live.resumed()
+        return inflight.make_resume_request()
 
-    def take(self, event: Event) -> Event | None:
+    def on_event(self, event: Event) -> Event | None:
         """What is new of what the engine says; None if nothing is, or if nobody listens any more."""
-        live = self._live.get(event.request_id)
+        live = self._requests.get(event.request_id)
         if live is None:
-            self._proven(event)
+            self._check_probe(event)
             return None
-        new = live.take(event) if isinstance(event, Tokens) else event
-        if isinstance(new, Failed | Embedded) or (new is not None and new.finish_reason is not None):
+        new = live.on_event(event) if isinstance(event, TokenEvent) else event
+        if isinstance(new, ErrorEvent | EmbeddingEvent) or (new is not None and new.finish_reason is not None):
             self.remove(event.request_id)
         elif new is not None:
             self._suspects.clear(event.request_id)
         return new
 
-    def _proven(self, event: Event) -> None:
+    def _check_probe(self, event: Event) -> None:
         """Any answer is good enough: an error is one."""
-        if self._proof is not None and event.request_id == self._proof.request.id:
-            self._proof = None
+        if self._probe is not None and event.request_id == self._probe.request.id:
+            self._probe = None
 
-    def died(self, numbers: Collection[int]) -> Aftermath:
+    def on_crash(self, busy_arrivals: Collection[int]) -> CrashResult:
         """The engine died while it worked on the requests of these numbers."""
-        wanted = frozenset(numbers)
-        blamed = bool(wanted - {self._proof.number} if self._proof is not None else wanted)
-        at_work = [request_id for request_id, live in self._live.items() if live.number in wanted]
-        condemned = self._suspects.died(at_work)
-        failed = [] if condemned is None else [Failed(condemned, _condemned())]
+        wanted = frozenset(busy_arrivals)
+        blamed = bool(wanted - {self._probe.arrival} if self._probe is not None else wanted)
+        at_work = [request_id for request_id, live in self._requests.items() if live.arrival in wanted]
+        condemned = self._suspects.on_crash(at_work)
+        failed = [] if condemned is None else [ErrorEvent(condemned, _crash_error())]
         for one in failed:
             self.remove(one.request_id)
-        self._take_back(wanted)
-        return Aftermath(failed, blamed)
+        self._reset_sent(wanted)
+        return CrashResult(failed, blamed)
 
-    def _take_back(self, at_work: Collection[int]) -> None:
+    def _reset_sent(self, busy_arrivals: Collection[int]) -> None:
         """No engine has got any of them."""
-        for live in self._live.values():
-            live.has_run = live.has_run or live.number in at_work
-            live.number = None
-        self._proof = None
-        self.gallery.died()
-        self._unsent = dict(self._live)
+        for live in self._requests.values():
+            live.has_run = live.has_run or live.arrival in busy_arrivals
+            live.arrival = None
+        self._probe = None
+        self.image_refs.reset()
+        self._unsent = dict(self._requests)
         self._num_sent = 0
 
-    def end_late(self, now_s: float, answers: bool, at_work: Collection[int]) -> list[Failed]:
+    def expire(self, now_s: float, is_responsive: bool, busy_arrivals: Collection[int]) -> list[ErrorEvent]:
         """End those whose time is over, at time.monotonic() `now_s`.
 
         answers  the engine says itself who of those that it has got should have begun by now
         at_work  numbers of those that it works on
         """
         failed = []
-        for request_id, live in self._live.items():
-            has_run = live.has_run or live.number in at_work or bool(live.delivered) or (answers and live.number is not None)
-            error = overdue(live.request, now_s, has_run)
+        for request_id, live in self._requests.items():
+            has_run = live.has_run or live.arrival in busy_arrivals or bool(live.delivered_ids) or (is_responsive and live.arrival is not None)
+            error = check_deadline(live.request, now_s, has_run)
             if error is not None:
-                failed.append(Failed(request_id, error))
+                failed.append(ErrorEvent(request_id, error))
         for one in failed:
             self.remove(one.request_id)
         return failed
 
-    def stats(self, now_s: float, last: StepStats, running: bool) -> StepStats:
+    def stats(self, now_s: float, last_stats: StepStats, is_running: bool) -> StepStats:
         """What is to be told while an engine says nothing, after it told `last`; `running`: it has got requests."""
-        count = min(last.requests_running, len(self._live)) if running else 0
+        count = min(last_stats.requests_running, len(self._requests)) if is_running else 0
         return replace(
-            last,
+            last_stats,
             requests_running=count,
-            requests_waiting=len(self._live) - count,
-            longest_running_tokens=max((live.num_output for live in self._live.values()), default=0),
-            oldest_running_seconds=max((now_s - live.request.arrival_s for live in self._live.values()), default=0.0),
+            requests_waiting=len(self._requests) - count,
+            longest_running_tokens=max((live.num_output for live in self._requests.values()), default=0),
+            oldest_running_seconds=max((now_s - live.request.arrival_s for live in self._requests.values()), default=0.0),
         )
 
-    def fail(self, error: ForewordError) -> list[Failed]:
+    def fail_all(self, error: ForewordError) -> list[ErrorEvent]:
         """End all of them."""
-        failed = [Failed(request_id, error) for request_id in self._live]
+        failed = [ErrorEvent(request_id, error) for request_id in self._requests]
         for one in failed:
             self.remove(one.request_id)
         return failed
 
 
-def _condemned() -> RequestFailed:
-    return RequestFailed(f"the engine died {ALONE} times while it worked on this request alone; it is not tried again")
+def _crash_error() -> RequestFailed:
+    return RequestFailed(f"the engine died {CRASHES_TO_REFUSE} times while it worked on this request alone; it is not tried again")

@@ -15,44 +15,44 @@ import torch
 
 from foreword.cache.blocks import BlockPool
 from foreword.config import Config
-from foreword.core.batch import SCRATCH_BLOCK, Chunk
-from foreword.drafting.control.controller import Controller
-from foreword.drafting.control.costs import PassCost, Timings
-from foreword.drafting.control.decisions import TracedController
-from foreword.engine.ahead import ahead_of
-from foreword.engine.calibrate import Calibrator, pass_seconds
-from foreword.engine.encoding import Encoder
+from foreword.core.batch import NULL_BLOCK, Chunk
+from foreword.drafting.control.controller import DraftLengthController
+from foreword.drafting.control.costs import PassCost, MeasuredCosts
+from foreword.drafting.control.decisions import RecordingController
+from foreword.engine.ahead import make_overlap_loop
+from foreword.engine.calibrate import StepCostProfiler, time_passes
+from foreword.engine.encoding import VisionEncoderRunner
 from foreword.engine.engine import Engine
-from foreword.engine.memory import CudaMeter, measured, no_memory, told
-from foreword.engine.parts import Loaded, Parts
+from foreword.engine.memory import CudaMemoryMeter, profile_memory, oom_message, log_memory
+from foreword.engine.parts import LoadedModels, EngineComponents
 from foreword.engine.scheduler import Scheduler
-from foreword.engine.trace import TracedScheduler
+from foreword.engine.trace import RecordingScheduler
 from foreword.errors import ConfigError
 from foreword.estimate import DeviceMemory
-from foreword.hardware import machine, probe
-from foreword.kernels.cards import card
+from foreword.hardware import hardware_info, probe_hardware
+from foreword.kernels.cards import current_gpu
 from foreword.kernels.cpu.library import library_digest
 from foreword.kernels.ops import Ops
-from foreword.kernels.registry import select, source_digest, why_not_native
+from foreword.kernels.registry import select_backend, source_digest, native_unavailable_reason
 from foreword.models.base import Model, Precision
-from foreword.models.loader import load_model, read_facts, weight_files
-from foreword.resolve import EngineInfo, Machine, ModelFacts, Resolved, fitted, resolve
+from foreword.models.loader import load_model, read_model_info, weight_files
+from foreword.resolve import EngineInfo, HardwareInfo, ModelInfo, ResolvedConfig, with_kv_cache, resolve
 
-__all__ = ["FIT_DRAFTER", "load", "this_machine"]
+__all__ = ["DRAFTER_SIZE_RATIO", "load", "detect_hardware"]
 
-Progress = Callable[[int, int], None]
-SAMPLES, SAMPLE_BYTES = 64, 1 << 16  # of a weight file, evenly spread, the first and the last bytes among them
-FIT_DRAFTER = (10, 50)  # how many times smaller a draft model usually pays
-USUAL_ROWS = (6, 12, 24, 512)  # of prompts: attention has tiles of several widths
-DEEP = 300  # more than one split of a context
+OnProgress = Callable[[int, int], None]
+NUM_SAMPLES, SAMPLE_BYTES = 64, 1 << 16  # of a weight file, evenly spread, the first and the last bytes among them
+DRAFTER_SIZE_RATIO = (10, 50)  # how many times smaller a draft model usually pays
+WARMUP_ROWS = (6, 12, 24, 512)  # of prompts: attention has tiles of several widths
+WARMUP_CONTEXT = 300  # more than one split of a context
 
 
 def load(
     config: Config,
-    unused_ids: Sequence[int],
-    resolved: Resolved | None = None,
-    progress: Progress | None = None,
-    timings: Timings | None = None,
+    never_sampled_ids: Sequence[int],
+    resolved: ResolvedConfig | None = None,
+    on_progress: OnProgress | None = None,
+    timings: MeasuredCosts | None = None,
 ) -> Engine:
     """Load the checkpoint that `config.model` names (a directory) and everything around it.
 
@@ -61,29 +61,29 @@ def load(
     Raises ConfigError or CheckpointError.
     """
     assert config.model is not None and config.speculative_config is None, "a config that was not prepared"
-    target = read_facts(Path(config.model), config.gguf_dequantize)
-    drafter = read_facts(Path(str(config.draft_model)), config.gguf_dequantize) if config.runs_draft_model else None
-    chosen = resolved or resolve(config, this_machine(config), target, drafter)
-    loader = _Loader(config, chosen, unused_ids, progress, timings)
+    target = read_model_info(Path(config.model), config.gguf_dequantize)
+    drafter = read_model_info(Path(str(config.draft_model)), config.gguf_dequantize) if config.runs_draft_model else None
+    chosen = resolved or resolve(config, detect_hardware(config), target, drafter)
+    loader = _Loader(config, chosen, never_sampled_ids, on_progress, timings)
     try:
-        return loader.engine(target, drafter, measures=resolved is None)
+        return loader.build_engine(target, drafter, measure_memory=resolved is None)
     except (MemoryError, RuntimeError) as error:
-        if not _out_of_memory(error):
+        if not _is_out_of_memory(error):
             raise
-        raise ConfigError(no_memory(loader.resolved, error), "kv_cache_memory") from error
+        raise ConfigError(oom_message(loader.resolved, error), "kv_cache_memory") from error
 
 
-def _out_of_memory(error: Exception) -> bool:
+def _is_out_of_memory(error: Exception) -> bool:
     """Torch's allocator for CPUs has no exception of its own."""
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
-def this_machine(config: Config) -> Machine:
+def detect_hardware(config: Config) -> HardwareInfo:
     """The hardware that `config` asks for, and which kernels run on it."""
-    found = machine(probe(config.device))
-    if config.cpu_isa == "reference" or why_not_native(found.device) is not None:
-        return replace(found, kernels="torch")
-    return replace(found, kernels="native" if found.device == "cpu" else "triton")
+    found = hardware_info(probe_hardware(config.device))
+    if config.cpu_isa == "reference" or native_unavailable_reason(found.device) is not None:
+        return replace(found, kernel_backend="torch")
+    return replace(found, kernel_backend="native" if found.device == "cpu" else "triton")
 
 
 class _Loader:
@@ -92,145 +92,145 @@ class _Loader:
     def __init__(
         self,
         config: Config,
-        resolved: Resolved,
-        unused_ids: Sequence[int],
-        progress: Progress | None,
-        timings: Timings | None,
+        resolved: ResolvedConfig,
+        never_sampled_ids: Sequence[int],
+        on_progress: OnProgress | None,
+        timings: MeasuredCosts | None,
     ) -> None:
         self.config = config
         self.resolved = resolved
-        self.unused_ids = unused_ids
-        self.progress = progress
+        self.never_sampled_ids = never_sampled_ids
+        self.on_progress = on_progress
         self.timings = timings
-        self.ops = select(resolved.device, resolved.fast_math, resolved.threads, resolved.cpu_isa, resolved.enforce_eager)
-        self.seconds: dict[str, float] = {}
+        self.ops = select_backend(resolved.device, resolved.fast_math, resolved.threads, resolved.cpu_isa, resolved.enforce_eager)
+        self.load_seconds: dict[str, float] = {}
         self.num_graphs = 0
 
-    def engine(self, target: ModelFacts, drafter: ModelFacts | None, measures: bool) -> Engine:
-        torch.set_num_threads(self.ops.threads(self.resolved.threads))
-        with self.timing("weights"):
-            loaded = self.models(drafter)
-        if measures and self.resolved.memory is not None:
-            with self.timing("memory"):
-                loaded = self.measure(loaded, self.resolved.memory, [target] if drafter is None else [target, drafter])
-        parts = Parts(self.config, self.resolved, self.unused_ids, loaded)
-        runner, drafting = parts.runner, parts.drafting
-        self.record(parts)
-        with self.timing("warmup"):
-            for chunks in self.usual():
-                runner.warm_up(parts.assembler.lay_out(chunks))
-        if not drafting.off and self.resolved.draft_length == "adaptive":
-            with self.timing("calibration"):
-                drafting.timings = self.timings or self.timed(parts)
-                drafting.policy = self.controller(drafting.timings)
-                parts.stages.take()
-        scheduler = self.scheduler(parts.encoder)
+    def build_engine(self, target: ModelInfo, draft_model: ModelInfo | None, measure_memory: bool) -> Engine:
+        torch.set_num_threads(self.ops.num_torch_threads(self.resolved.threads))
+        with self.time_stage("weights"):
+            loaded = self.load_models(draft_model)
+        if measure_memory and self.resolved.memory is not None:
+            with self.time_stage("memory"):
+                loaded = self.fit_kv_cache(loaded, self.resolved.memory, [target] if draft_model is None else [target, draft_model])
+        parts = EngineComponents(self.config, self.resolved, self.never_sampled_ids, loaded)
+        runner, drafting = parts.model_runner, parts.proposer
+        self.capture_graphs(parts)
+        with self.time_stage("warmup"):
+            for chunks in self.warmup_batches():
+                runner.warm_up(parts.batch_builder.flatten(chunks))
+        if not drafting.is_disabled and self.resolved.draft_length == "adaptive":
+            with self.time_stage("calibration"):
+                drafting.timings = self.timings or self.measure_costs(parts)
+                drafting.policy = self.build_controller(drafting.timings)
+                parts.timer.reset()
+        scheduler = self.build_scheduler(parts.encoder)
         ahead = None
         if self.config.trace is None:
-            ahead = ahead_of(runner, scheduler, drafting, parts.stages, self.resolved)
+            ahead = make_overlap_loop(runner, scheduler, drafting, parts.timer, self.resolved)
         return Engine(
-            self.info(target, drafter),
+            self.build_info(target, draft_model),
             scheduler,
-            parts.assembler,
+            parts.batch_builder,
             runner,
             parts.encoder,
             drafting,
             parts.grammars,
-            parts.stages,
-            _device_memory(self.resolved),
-            guide=parts.guide,
-            ahead=ahead,
+            parts.timer,
+            _device_memory_reader(self.resolved),
+            draft_encoder=parts.draft_encoder,
+            overlap=ahead,
         )
 
     @contextmanager
-    def timing(self, stage: str) -> Iterator[None]:
+    def time_stage(self, stage: str) -> Iterator[None]:
         started = time.perf_counter()
         yield
-        self.seconds[stage] = time.perf_counter() - started
+        self.load_seconds[stage] = time.perf_counter() - started
 
-    def models(self, drafter: ModelFacts | None) -> Loaded:
+    def load_models(self, draft_model: ModelInfo | None) -> LoadedModels:
         config, longest = self.config, self.resolved.max_model_len
         assert config.model is not None
-        target = self.model(config.model, longest)
-        if drafter is None:
-            return Loaded(target)
-        length = min(longest, drafter.context)
-        return Loaded(target, self.model(str(config.draft_model), length), length)
+        target = self.load_checkpoint(config.model, longest)
+        if draft_model is None:
+            return LoadedModels(target)
+        length = min(longest, draft_model.context_len)
+        return LoadedModels(target, self.load_checkpoint(str(config.draft_model), length), length)
 
-    def measure(self, loaded: Loaded, estimate: DeviceMemory, facts: Sequence[ModelFacts]) -> Loaded:
+    def fit_kv_cache(self, loaded: LoadedModels, estimate: DeviceMemory, facts: Sequence[ModelInfo]) -> LoadedModels:
         """Choose the size of the KV cache, and with it the context. What is measured on has a block of cache, and is dropped."""
-        parts = Parts(self.config, replace(self.resolved, num_blocks=1), self.unused_ids, loaded)
-        parts.reserve(captures=False)
-        meter = CudaMeter()
-        memory = measured(meter, estimate, parts.largest())
+        parts = EngineComponents(self.config, replace(self.resolved, num_blocks=1), self.never_sampled_ids, loaded)
+        parts.reserve_graphs(capture=False)
+        meter = CudaMemoryMeter()
+        memory = profile_memory(meter, estimate, parts.profile_steps())
         del parts
         meter.reset()  # it has cycles, which would keep its memory for a while
-        self.resolved = fitted(self.resolved, self.config, memory, facts)
+        self.resolved = with_kv_cache(self.resolved, self.config, memory, facts)
         longest = self.resolved.max_model_len
-        length = min(longest, facts[-1].context)
-        loaded.target.limit(longest)
-        if loaded.drafter is not None:
-            loaded.drafter.limit(length)
-        return replace(loaded, drafter_len=length)
+        length = min(longest, facts[-1].context_len)
+        loaded.target.set_max_model_len(longest)
+        if loaded.draft_model is not None:
+            loaded.draft_model.set_max_model_len(length)
+        return replace(loaded, draft_model_len=length)
 
-    def record(self, parts: Parts) -> None:
+    def capture_graphs(self, components: EngineComponents) -> None:
         """Capture graphs, where the backend has such."""
-        recorded = parts.reserve()
+        recorded = components.reserve_graphs()
         if recorded and not self.resolved.enforce_eager:
-            with self.timing("graphs"):
+            with self.time_stage("graphs"):
                 for forward in recorded:
-                    forward.prepare(self.progress)
-                for rounds, guesses in parts.rounds():
-                    rounds.prepare(min(self.resolved.max_num_seqs, self.resolved.max_num_batched_tokens), guesses, self.progress)
+                    forward.capture_graphs(self.on_progress)
+                for rounds, guesses in components.decode_loops():
+                    rounds.capture_graphs(min(self.resolved.max_num_seqs, self.resolved.max_num_batched_tokens), guesses, self.on_progress)
             self.num_graphs = sum(forward.num_graphs for forward in recorded)
         if self.resolved.memory is not None:
-            told(self.resolved.memory, sum(forward.graph_bytes for forward in recorded))
+            log_memory(self.resolved.memory, sum(forward.graph_bytes for forward in recorded))
 
-    def usual(self) -> Iterator[list[Chunk]]:
+    def warmup_batches(self) -> Iterator[list[Chunk]]:
         """Batches on the scratch block: one row, and on devices whose kernels are compiled by the shape of what they get,
         prompts of several sizes deep in a context, alone and beside a row that decodes."""
         resolved = self.resolved
-        blocks = [SCRATCH_BLOCK] * -(-resolved.max_model_len // resolved.block_size)
+        blocks = [NULL_BLOCK] * -(-resolved.max_model_len // resolved.block_size)
         row = Chunk([0], 0, blocks, 1)
         yield [row]
-        for size in USUAL_ROWS if self.ops.recordable else ():
-            start = min(resolved.max_model_len - size, DEEP)
+        for size in WARMUP_ROWS if self.ops.supports_graphs else ():
+            start = min(resolved.max_model_len - size, WARMUP_CONTEXT)
             if start >= 0 and size < resolved.max_num_batched_tokens:
                 prompt = Chunk([0] * size, start, blocks, 1)
                 yield from ([prompt], [row, prompt])
 
-    def timed(self, parts: Parts) -> Timings:
+    def measure_costs(self, components: EngineComponents) -> MeasuredCosts:
         resolved = self.resolved
         longest = (resolved.max_num_batched_tokens, resolved.max_model_len)
-        calibration = Calibrator(parts.assembler, parts.runner, *longest).calibration()
-        return Timings(calibration, {model.name: pass_seconds(model, resolved.max_num_seqs) for model in parts.drafting.passes})
+        calibration = StepCostProfiler(components.batch_builder, components.model_runner, *longest).measure()
+        return MeasuredCosts(calibration, {model.name: time_passes(model, resolved.max_num_seqs) for model in components.proposer.model_drafters})
 
-    def controller(self, timings: Timings) -> Controller:
+    def build_controller(self, timings: MeasuredCosts) -> DraftLengthController:
         """The policy that knows what steps cost here."""
-        passes = {name: PassCost.measured(seconds) for name, seconds in timings.passes.items()}
+        passes = {name: PassCost.from_seconds(seconds) for name, seconds in timings.pass_seconds.items()}
         options = (timings.calibration, self.resolved.num_speculative_tokens, passes)
         if self.config.trace is None:
-            return Controller(*options)
-        return TracedController(self.config.trace_of_drafts, *options)
+            return DraftLengthController(*options)
+        return RecordingController(self.config.draft_trace_path, *options)
 
-    def scheduler(self, encoder: Encoder) -> Scheduler:
+    def build_scheduler(self, encoder: VisionEncoderRunner) -> Scheduler:
         resolved, trace = self.resolved, self.config.trace
         pool = BlockPool(resolved.num_blocks)
         options = (resolved.block_size, resolved.max_num_seqs, resolved.max_num_batched_tokens, resolved.prefix_caching)
         if trace is None:
-            return Scheduler(pool, *options, reach=encoder.reach)
+            return Scheduler(pool, *options, computable_until=encoder.computable_until)
         try:
-            return TracedScheduler(Path(trace), pool, *options, reach=encoder.reach)
+            return RecordingScheduler(Path(trace), pool, *options, computable_until=encoder.computable_until)
         except OSError as error:
             raise ConfigError(f"trace: cannot write {trace}: {error.strerror}", "trace") from None
 
-    def model(self, path: str, max_model_len: int) -> Model:
+    def load_checkpoint(self, path: str, max_model_len: int) -> Model:
         resolved = self.resolved
-        precision = Precision.of(resolved.dtype, resolved.weight_dtype, resolved.quantization)
+        precision = Precision.from_dtypes(resolved.dtype, resolved.weight_dtype, resolved.quantization)
         options = (self.config.gguf_dequantize, self.config.load_format == "dummy")
-        return load_model(Path(path), self.ops, precision, resolved.device, max_model_len, self.progress, *options)
+        return load_model(Path(path), self.ops, precision, resolved.device, max_model_len, self.on_progress, *options)
 
-    def info(self, target: ModelFacts, drafter: ModelFacts | None) -> EngineInfo:
+    def build_info(self, target: ModelInfo, draft_model: ModelInfo | None) -> EngineInfo:
         return EngineInfo(
             architecture=target.architecture,
             parameters=target.parameters,
@@ -238,49 +238,49 @@ class _Loader:
             resolved=self.resolved,
             fingerprint=_fingerprint(self.config, self.resolved, self.ops, target.image_token_id is not None),
             backend=self.ops.name,
-            load_seconds=self.seconds,
-            draft_model=Path(self.config.draft_model).name if drafter and self.config.draft_model else None,
-            draft_parameters=drafter.parameters if drafter else 0,
-            warnings=_warnings(self.resolved, target, drafter),
+            load_seconds=self.load_seconds,
+            draft_model=Path(self.config.draft_model).name if draft_model and self.config.draft_model else None,
+            draft_parameters=draft_model.parameters if draft_model else 0,
+            warnings=_load_warnings(self.resolved, target, draft_model),
             image_token_id=target.image_token_id,
-            gpu=str(card() or "") if self.resolved.device == "cuda" else None,
-            num_graphs=self.num_graphs,
+            gpu=str(current_gpu() or "") if self.resolved.device == "cuda" else None,
+            num_cuda_graphs=self.num_graphs,
         )
 
 
-def _warnings(resolved: Resolved, target: ModelFacts, drafter: ModelFacts | None) -> tuple[str, ...]:
+def _load_warnings(resolved: ResolvedConfig, target: ModelInfo, draft_model: ModelInfo | None) -> tuple[str, ...]:
     warnings = list(resolved.notes)
-    if drafter is not None:
-        ratio = target.parameters / drafter.parameters
-        if not FIT_DRAFTER[0] <= ratio <= FIT_DRAFTER[1]:
+    if draft_model is not None:
+        ratio = target.parameters / draft_model.parameters
+        if not DRAFTER_SIZE_RATIO[0] <= ratio <= DRAFTER_SIZE_RATIO[1]:
             warnings.append(
-                f"the draft model is 1/{ratio:.1f} of the model's size; between 1/{FIT_DRAFTER[0]} and 1/{FIT_DRAFTER[1]} "
+                f"the draft model is 1/{ratio:.1f} of the model's size; between 1/{DRAFTER_SIZE_RATIO[0]} and 1/{DRAFTER_SIZE_RATIO[1]} "
                 "it usually pays best"
             )
-    missing = why_not_native(resolved.device)
+    missing = native_unavailable_reason(resolved.device)
     if missing is not None:
         warnings.append(missing)
-    if resolved.quantization is not None and target.weight_bytes is not None:
+    if resolved.quantization is not None and target.packed_bytes is not None:
         warnings.append(f"--quantization {resolved.quantization} leaves blocks that are quantized in the file as they are")
     if resolved.fast_math:
         warnings.append("--fast-math: answers may change with the load and with speculation; exactness is given up")
     return tuple(warnings)
 
 
-def _fingerprint(config: Config, resolved: Resolved, ops: Ops, sees: bool) -> str:
+def _fingerprint(config: Config, resolved: ResolvedConfig, ops: Ops, is_multimodal: bool) -> str:
     """Equal fingerprints promise equal answers: weights, kernels and their build, types, RoPE and thread layout in one name."""
     assert config.model is not None
     facts = (
         config.load_format,
-        [_samples(file) for file in weight_files(Path(config.model))],
+        [_sample_digest(file) for file in weight_files(Path(config.model))],
         ops.name,
         library_digest() if resolved.device == "cpu" else source_digest(),
         torch.__version__,
         version("llguidance"),
-        version("pillow") if sees else "",
+        version("pillow") if is_multimodal else "",
         torch.get_num_threads(),
         torch.backends.cpu.get_cpu_capability(),
-        (str(card()), torch.version.cuda, _triton()) if resolved.device == "cuda" else resolved.device,
+        (str(current_gpu()), torch.version.cuda, _triton_version()) if resolved.device == "cuda" else resolved.device,
         resolved.dtype,
         resolved.weight_dtype,
         resolved.quantization,
@@ -290,25 +290,25 @@ def _fingerprint(config: Config, resolved: Resolved, ops: Ops, sees: bool) -> st
     return "fw_" + hashlib.blake2b(json.dumps(facts).encode(), digest_size=8).hexdigest()
 
 
-def _triton() -> str:
+def _triton_version() -> str:
     try:
         return version("triton")
     except PackageNotFoundError:
         return ""
 
 
-def _samples(path: Path) -> tuple[str, int, str]:
+def _sample_digest(path: Path) -> tuple[str, int, str]:
     """Name, size and a hash of SAMPLES pieces of a weight file: tells checkpoints apart without reading them."""
     size = path.stat().st_size
     digest = hashlib.blake2b(digest_size=8)
     with path.open("rb") as file:
-        for number in range(SAMPLES):
-            file.seek(max(size - SAMPLE_BYTES, 0) * number // (SAMPLES - 1))
+        for number in range(NUM_SAMPLES):
+            file.seek(max(size - SAMPLE_BYTES, 0) * number // (NUM_SAMPLES - 1))
             digest.update(file.read(SAMPLE_BYTES))
     return path.name, size, digest.hexdigest()
 
 
-def _device_memory(resolved: Resolved) -> Callable[[], int]:
+def _device_memory_reader(resolved: ResolvedConfig) -> Callable[[], int]:
     """Bytes on the device: what CUDA has allocated; on a CPU weights and KV cache."""
     if resolved.device == "cuda":
         return torch.cuda.memory_allocated

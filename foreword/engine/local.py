@@ -24,11 +24,11 @@ class LocalClient:
     def __init__(
         self,
         config: Config,
-        unused_ids: Sequence[int],
+        never_sampled_ids: Sequence[int],
         vocabulary: Callable[[], Vocabulary],
         on_progress: Callable[[int, int], None] | None = None,
     ) -> None:
-        self._engine = load(config, unused_ids, progress=on_progress)
+        self._engine = load(config, never_sampled_ids, on_progress=on_progress)
         self._vocabulary: Callable[[], Vocabulary] | None = vocabulary
 
     @property
@@ -42,7 +42,7 @@ class LocalClient:
     def submit(self, request: Request) -> None:
         """Its events come with the reports of the following steps."""
         if request.params.structured is not None and self._vocabulary is not None:
-            self._engine.know(self._vocabulary())
+            self._engine.set_vocabulary(self._vocabulary())
             self._vocabulary = None
         self._engine.submit(request)
 

@@ -19,14 +19,14 @@ from typing import Protocol
 import torch
 
 from foreword.estimate import GIB, DeviceMemory
-from foreword.resolve import Resolved
+from foreword.resolve import ResolvedConfig
 
-__all__ = ["CudaMeter", "Meter", "Passes", "measured", "no_memory", "told"]
+__all__ = ["CudaMemoryMeter", "MemoryMeter", "ProfileSteps", "profile_memory", "oom_message", "log_memory"]
 
 logger = logging.getLogger(__name__)
 
 
-class Meter(Protocol):
+class MemoryMeter(Protocol):
     """What a device says of its memory, in bytes."""
 
     def total(self) -> int:
@@ -35,7 +35,7 @@ class Meter(Protocol):
     def free(self) -> int:
         """Held by nobody."""
 
-    def held(self) -> int:
+    def reserved(self) -> int:
         """Held by this process's allocator, in use or not."""
 
     def peak(self) -> int:
@@ -45,7 +45,7 @@ class Meter(Protocol):
         """Give back what is not in use, and measure the peak from now on."""
 
 
-class CudaMeter:
+class CudaMemoryMeter:
     """The GPU in use."""
 
     def total(self) -> int:
@@ -54,7 +54,7 @@ class CudaMeter:
     def free(self) -> int:
         return torch.cuda.mem_get_info()[0]
 
-    def held(self) -> int:
+    def reserved(self) -> int:
         return torch.cuda.memory_reserved()
 
     def peak(self) -> int:
@@ -68,51 +68,51 @@ class CudaMeter:
         torch.cuda.reset_peak_memory_stats()
 
 
-class Passes(Protocol):
+class ProfileSteps(Protocol):
     """What is run to be measured."""
 
-    def largest(self) -> None:
+    def run_max(self) -> None:
         """Every kind of step, each as large as it can be."""
 
-    def captured(self) -> None:
+    def run_graphs(self) -> None:
         """A pass of each model of as many rows as its largest graph."""
 
 
-def measured(meter: Meter, estimate: DeviceMemory, passes: Passes) -> DeviceMemory:
+def profile_memory(meter: MemoryMeter, estimate: DeviceMemory, steps: ProfileSteps) -> DeviceMemory:
     """The estimate with the figures of this machine; models are loaded, and no KV cache is there but for a block or two."""
     meter.reset()
-    weights = meter.held()
-    passes.largest()
+    weights = meter.reserved()
+    steps.run_max()
     activations = meter.peak() - weights
-    others = meter.total() - meter.free() - meter.held()
+    others = meter.total() - meter.free() - meter.reserved()
     graphs = 0
-    if estimate.graphs:
+    if estimate.cuda_graphs:
         meter.reset()
-        passes.captured()
-        graphs = estimate.graphs + meter.peak() - weights
+        steps.run_graphs()
+        graphs = estimate.cuda_graphs + meter.peak() - weights
     meter.reset()
     return replace(
         estimate,
-        others=max(others, 0),
+        other_processes=max(others, 0),
         weights=weights,
         activations=max(activations, 0),
-        graphs=max(graphs, 0),
-        measured=True,
+        cuda_graphs=max(graphs, 0),
+        is_measured=True,
     )
 
 
-def told(memory: DeviceMemory, graph_bytes: int) -> None:
+def log_memory(memory: DeviceMemory, graph_bytes: int) -> None:
     """Log how the memory is divided, and whether graphs have taken more than was set aside."""
-    logger.info("memory of the GPU: %s; %.2f GiB are left for the KV cache", memory, memory.for_kv / GIB)
-    if graph_bytes > memory.graphs:
+    logger.info("memory of the GPU: %s; %.2f GiB are left for the KV cache", memory, memory.kv_cache / GIB)
+    if graph_bytes > memory.cuda_graphs:
         logger.warning(
             "CUDA graphs took %.2f GiB, %.2f were set aside: a lower --gpu-memory-utilization leaves room for them",
             graph_bytes / GIB,
-            memory.graphs / GIB,
+            memory.cuda_graphs / GIB,
         )
 
 
-def no_memory(resolved: Resolved, error: BaseException) -> str:
+def oom_message(resolved: ResolvedConfig, error: BaseException) -> str:
     """What an operator is told when memory ran out while loading."""
     needs = f"weights need about {resolved.weight_bytes / GIB:.2f} GiB and the KV cache {resolved.kv_bytes / GIB:.2f} GiB"
     helps = "a smaller model, --quantization or --kv-cache-memory would need less"

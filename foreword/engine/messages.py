@@ -5,50 +5,50 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from foreword.config import Config
-from foreword.drafting.control.costs import Timings
+from foreword.drafting.control.costs import MeasuredCosts
 from foreword.errors import ForewordError
-from foreword.resolve import EngineInfo, Resolved
+from foreword.resolve import EngineInfo, ResolvedConfig
 
-__all__ = ["BOARD", "Forget", "Loading", "Ready", "Refused", "Remove", "Show", "Start"]
+__all__ = ["HEARTBEAT_FD", "DropImage", "LoadProgress", "EngineReady", "EngineStartFailed", "RemoveRequest", "AddImage", "Init"]
 
-BOARD = b"b"  # to the engine, before all messages: goes along with the file descriptor of its board
+HEARTBEAT_FD = b"b"  # to the engine, before all messages: goes along with the file descriptor of its board
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class Init:
     """To the engine, first: what to load. `resolved` and `timings` are those of the engine that this one replaces."""
 
     config: Config
-    unused_ids: tuple[int, ...]
-    resolved: Resolved | None = None
-    timings: Timings | None = None
+    never_sampled_ids: tuple[int, ...]
+    resolved: ResolvedConfig | None = None
+    timings: MeasuredCosts | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Loading:
+class LoadProgress:
     """From the engine: `done` of `total` bytes of weights are loaded."""
 
-    done: int
-    total: int
+    loaded_bytes: int
+    total_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
-class Ready:
+class EngineReady:
     """From the engine: it takes requests now."""
 
     info: EngineInfo
-    timings: Timings | None
+    timings: MeasuredCosts | None
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
+class EngineStartFailed:
     """From the engine, last: it cannot start."""
 
     error: ForewordError
 
 
 @dataclass(frozen=True, slots=True)
-class Remove:
+class RemoveRequest:
     """To the engine: free this request.
 
     num_tokens  the client cut its answer after so many output tokens; None: nobody wants it any more
@@ -59,7 +59,7 @@ class Remove:
 
 
 @dataclass(frozen=True, slots=True)
-class Show:
+class AddImage:
     """To the engine, before the first request with this picture: its pixels, which requests come without."""
 
     digest: bytes
@@ -67,7 +67,7 @@ class Show:
 
 
 @dataclass(frozen=True, slots=True)
-class Forget:
+class DropImage:
     """To the engine: no open request has this picture any more."""
 
     digest: bytes

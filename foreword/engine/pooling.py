@@ -16,18 +16,18 @@ from torch import Tensor
 
 from foreword.cache.storage import KVStorage
 from foreword.core.batch import Batch
-from foreword.engine.plan import Work
+from foreword.engine.plan import ScheduledRequest
 from foreword.errors import RequestFailed
 from foreword.models.base import Model
 
-__all__ = ["LANES", "Pooled", "Pooler", "add_rows", "mean", "num_pooled"]
+__all__ = ["PARTIAL_SUMS", "PoolOutput", "Pooler", "accumulate", "reduce_mean", "num_pool_rows"]
 
-LANES = 32
+PARTIAL_SUMS = 32
 NOT_FINITE = "the hidden states of the prompt are not finite"
 
 
 @dataclass(frozen=True, slots=True)
-class Pooled:
+class PoolOutput:
     """What a pass yielded for one prompt.
 
     vector  float32 [H] in native byte order; None while tokens of the prompt are missing
@@ -36,7 +36,7 @@ class Pooled:
     """
 
     vector: bytes | None = None
-    lanes: Tensor | None = None
+    partials: Tensor | None = None
     error: RequestFailed | None = None
 
 
@@ -48,67 +48,67 @@ class Pooler:
         self._kv = kv
 
     @cached_property
-    def _hidden(self) -> Callable[[Batch], Tensor]:
+    def _forward(self) -> Callable[[Batch], Tensor]:
         """Made when it is first wanted: most engines never embed."""
-        return self._model.compiled_hidden(self._kv)
+        return self._model.compile_hidden(self._kv)
 
     @torch.inference_mode()
-    def __call__(self, works: Sequence[Work], batch: Batch) -> list[Pooled]:
+    def __call__(self, requests: Sequence[ScheduledRequest], batch: Batch) -> list[PoolOutput]:
         """batch: the chunks of these pieces of work in this order, each with num_pooled() sampled rows."""
-        pieces = torch.split(self._hidden(batch), [num_pooled(work) for work in works])
-        return [_pool(work, rows) for work, rows in zip(works, pieces, strict=True)]
+        pieces = torch.split(self._forward(batch), [num_pool_rows(work) for work in requests])
+        return [_pool(work, rows) for work, rows in zip(requests, pieces, strict=True)]
 
 
-def num_pooled(work: Work) -> int:
+def num_pool_rows(request: ScheduledRequest) -> int:
     """How many of its last rows become part of the vector."""
-    if work.state.request.pooling == "mean":
-        return work.num_tokens
-    return 1 if _ends(work) else 0
+    if request.state.request.pooling == "mean":
+        return request.num_tokens
+    return 1 if _is_last_chunk(request) else 0
 
 
-def _ends(work: Work) -> bool:
-    return work.start + work.num_tokens == len(work.state.tokens)
+def _is_last_chunk(request: ScheduledRequest) -> bool:
+    return request.start + request.num_tokens == len(request.state.tokens)
 
 
-def _pool(work: Work, rows: Tensor) -> Pooled:
+def _pool(request: ScheduledRequest, rows: Tensor) -> PoolOutput:
     """rows [num_pooled(work), H]"""
-    state = work.state
-    lanes = _with_rows(work, rows) if state.request.pooling == "mean" else None
-    if not _ends(work):
-        return Pooled(lanes=lanes)
-    values = (rows[0] if lanes is None else mean(lanes, len(state.tokens))).float().cpu()
+    state = request.state
+    lanes = _add_to_partials(request, rows) if state.request.pooling == "mean" else None
+    if not _is_last_chunk(request):
+        return PoolOutput(partials=lanes)
+    values = (rows[0] if lanes is None else reduce_mean(lanes, len(state.tokens))).float().cpu()
     if not bool(torch.isfinite(values).all()):
-        return Pooled(error=RequestFailed(NOT_FINITE))
-    return Pooled(values.numpy().tobytes(), lanes)
+        return PoolOutput(error=RequestFailed(NOT_FINITE))
+    return PoolOutput(values.numpy().tobytes(), lanes)
 
 
-def _with_rows(work: Work, rows: Tensor) -> Tensor:
+def _add_to_partials(request: ScheduledRequest, rows: Tensor) -> Tensor:
     """The lanes of a request, with these rows added."""
-    before = work.state.lanes
-    if work.start == 0:  # also after a preemption
-        lanes = torch.zeros(LANES, rows.shape[1], device=rows.device)
+    before = request.state.pool_partials
+    if request.start == 0:  # also after a preemption
+        lanes = torch.zeros(PARTIAL_SUMS, rows.shape[1], device=rows.device)
     else:
         assert before is not None
         lanes = before.clone()
-    add_rows(lanes, work.start, rows)
+    accumulate(lanes, request.start, rows)
     return lanes
 
 
-def add_rows(lanes: Tensor, start: int, rows: Tensor) -> None:
+def accumulate(partials: Tensor, start: int, rows: Tensor) -> None:
     """Add rows [N, H] of the tokens from position `start` on, in place.
 
     lanes  float32 [LANES, H]: lane i sums the positions p = i mod LANES, in their order
     """
     end = start + rows.shape[0]
-    cuts = [start, *range(start - start % LANES + LANES, end, LANES), end]
+    cuts = [start, *range(start - start % PARTIAL_SUMS + PARTIAL_SUMS, end, PARTIAL_SUMS), end]
     for first, last in pairwise(cuts):
-        lane = first % LANES
-        lanes[lane : lane + last - first] += rows[first - start : last - start]
+        lane = first % PARTIAL_SUMS
+        partials[lane : lane + last - first] += rows[first - start : last - start]
 
 
-def mean(lanes: Tensor, count: int) -> Tensor:
+def reduce_mean(partials: Tensor, count: int) -> Tensor:
     """lanes float32 [LANES, H] -> [H]"""
-    while lanes.shape[0] > 1:
-        half = lanes.shape[0] // 2
-        lanes = lanes[:half] + lanes[half:]
-    return lanes[0] / count
+    while partials.shape[0] > 1:
+        half = partials.shape[0] // 2
+        partials = partials[:half] + partials[half:]
+    return partials[0] / count

@@ -16,29 +16,29 @@ from typing import NoReturn
 from foreword.core.logs import set_up_logging
 from foreword.core.request import Request
 from foreword.core.vocabulary import Vocabulary
-from foreword.engine.board import Board
+from foreword.engine.board import HeartbeatPage
 from foreword.engine.engine import Engine
 from foreword.engine.load import load
-from foreword.engine.messages import BOARD, Forget, Loading, Ready, Refused, Remove, Show, Start
+from foreword.engine.messages import HEARTBEAT_FD, DropImage, LoadProgress, EngineReady, EngineStartFailed, RemoveRequest, AddImage, Init
 from foreword.errors import ForewordError
 
 __all__ = ["main"]
 
 logger = logging.getLogger(__name__)
 
-QUIET_S = 1.0  # without a request for so long, the engine checks its own bookkeeping
+IDLE_CHECK_S = 1.0  # without a request for so long, the engine checks its own bookkeeping
 
 
-def _as_it_is(engine: Engine) -> None:
+def _noop(engine: Engine) -> None:
     """Tests prepare engines for faults."""
 
 
-def main(fd: int, prepare: Callable[[Engine], None] = _as_it_is) -> int:
+def main(fd: int, prepare: Callable[[Engine], None] = _noop) -> int:
     """Serve the client at the other end of `fd`; returns the exit code. `prepare` sees the engine before its first step."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the client decides when to stop
     faulthandler.enable()  # a crash in native code says where
     try:
-        with _board(fd) as board, Connection(fd) as connection:
+        with _receive_heartbeat_page(fd) as board, Connection(fd) as connection:
             return _run(connection, board, prepare)
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return 0  # the client is gone, and with it the reason to be
@@ -47,73 +47,73 @@ def main(fd: int, prepare: Callable[[Engine], None] = _as_it_is) -> int:
         return 1
 
 
-def _board(fd: int) -> Board:
+def _receive_heartbeat_page(fd: int) -> HeartbeatPage:
     """The client sends it before anything else."""
     with socket.socket(fileno=fd) as ours:
         try:
-            message, fds, _, _ = socket.recv_fds(ours, len(BOARD), 1)
+            message, fds, _, _ = socket.recv_fds(ours, len(HEARTBEAT_FD), 1)
         finally:
             ours.detach()
     if not message:
         raise EOFError
-    return Board(fds[0])
+    return HeartbeatPage(fds[0])
 
 
-def _run(connection: Connection, board: Board, prepare: Callable[[Engine], None]) -> int:
-    board.beat()
-    start: Start = connection.recv()
+def _run(connection: Connection, heartbeat: HeartbeatPage, prepare: Callable[[Engine], None]) -> int:
+    heartbeat.start()
+    start: Init = connection.recv()
     set_up_logging(start.config.log_level, "%(levelname)s %(name)s: %(message)s")
 
     def progress(done: int, total: int) -> None:
-        connection.send(Loading(done, total))
+        connection.send(LoadProgress(done, total))
 
     try:
-        engine = load(start.config, start.unused_ids, start.resolved, progress, start.timings)
+        engine = load(start.config, start.never_sampled_ids, start.resolved, progress, start.timings)
     except ForewordError as error:
-        connection.send(Refused(error))
+        connection.send(EngineStartFailed(error))
         return 1
     prepare(engine)
-    engine.at_work = board.note
-    board.rest()
-    connection.send(Ready(engine.info, engine.drafting.timings))
+    engine.on_batch = heartbeat.set_requests
+    heartbeat.set_idle()
+    connection.send(EngineReady(engine.info, engine.proposer.timings))
     try:
-        _serve(engine, connection, board)
+        _serve(engine, connection, heartbeat)
     finally:
         engine.close()
 
 
-def _serve(engine: Engine, connection: Connection, board: Board) -> NoReturn:
+def _serve(engine: Engine, connection: Connection, heartbeat: HeartbeatPage) -> NoReturn:
     """Step while there is work, listen while there is none, until the client hangs up."""
     while True:
         if engine.idle:
-            _rest(engine, connection, board)
+            _wait_for_message(engine, connection, heartbeat)
         while connection.poll():
-            _handle(engine, connection.recv(), board)
-        board.step()
+            _handle(engine, connection.recv(), heartbeat)
+        heartbeat.begin_step()
         connection.send(engine.step())
 
 
-def _rest(engine: Engine, connection: Connection, board: Board) -> None:
+def _wait_for_message(engine: Engine, connection: Connection, heartbeat: HeartbeatPage) -> None:
     """Wait for a message."""
-    board.rest()
-    if not connection.poll(QUIET_S):
+    heartbeat.set_idle()
+    if not connection.poll(IDLE_CHECK_S):
         engine.check()
         connection.poll(None)
 
 
-def _handle(engine: Engine, message: Request | Remove | Vocabulary | Show | Forget, board: Board) -> None:
+def _handle(engine: Engine, message: Request | RemoveRequest | Vocabulary | AddImage | DropImage, heartbeat: HeartbeatPage) -> None:
     if isinstance(message, Request):
-        board.work((engine.num_arrived,))
+        heartbeat.set_busy((engine.num_submitted,))
         engine.submit(message)
     elif isinstance(message, Vocabulary):
-        board.work((engine.num_arrived,))  # the request that needs it follows
-        engine.know(message)
-    elif isinstance(message, Show):
-        board.work((engine.num_arrived,))  # likewise
-        engine.encoder.show(message.digest, message.pixels)
-    elif isinstance(message, Forget):
-        board.work(())
-        engine.encoder.forget(message.digest)
+        heartbeat.set_busy((engine.num_submitted,))  # the request that needs it follows
+        engine.set_vocabulary(message)
+    elif isinstance(message, AddImage):
+        heartbeat.set_busy((engine.num_submitted,))  # likewise
+        engine.encoder.add_pixels(message.digest, message.pixels)
+    elif isinstance(message, DropImage):
+        heartbeat.set_busy(())
+        engine.encoder.drop_pixels(message.digest)
     else:
-        board.work(())
+        heartbeat.set_busy(())
         engine.remove(message.request_id, message.num_tokens)

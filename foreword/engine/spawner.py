@@ -23,30 +23,30 @@ from functools import partial
 from pathlib import Path
 from typing import Final, NoReturn
 
-__all__ = ["ENGINE", "NEWS", "RUNS", "main"]
+__all__ = ["ENGINE_FD", "STATUS", "RUNNING", "main"]
 
-NEWS: Final = struct.Struct("ii")  # pid; exit code, negative for a signal
-RUNS: Final = 1 << 30  # in place of an exit code
-ENGINE: Final = b"e"  # goes along with the file descriptor
-THREADS = Path("/proc/self/task")
+STATUS: Final = struct.Struct("ii")  # pid; exit code, negative for a signal
+RUNNING: Final = 1 << 30  # in place of an exit code
+ENGINE_FD: Final = b"e"  # goes along with the file descriptor
+THREADS_DIR = Path("/proc/self/task")
 
 
-def main(fd: int, entry: str) -> int:
+def main(fd: int, entry_module: str) -> int:
     """Serve the client at the other end of `fd`; returns the exit code of whichever process this has become."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the client decides when to stop
-    module = importlib.import_module(entry)
+    module = importlib.import_module(entry_module)
     gc.collect()
     gc.freeze()  # what is imported stays: engines share these pages, and never look for garbage in them
     whole = _num_threads() == 1  # a fork has no other thread than the one that forked
     with socket.socket(fileno=fd) as control:
-        engine = _Spawner(control).serve()
+        engine = _ForkLoop(control).serve()
     if engine is None:
         return 0
-    run: Callable[[int], int] = module.main if whole else partial(_begin_anew, entry)
+    run: Callable[[int], int] = module.main if whole else partial(_exec_interpreter, entry_module)
     return run(engine)
 
 
-class _Spawner:
+class _ForkLoop:
     """Forks on demand, and tells how the forks end."""
 
     def __init__(self, control: socket.socket) -> None:
@@ -55,7 +55,7 @@ class _Spawner:
 
     def serve(self) -> int | None:
         """Returns in each engine, with the file descriptor of its socket, and with None when the client is gone."""
-        with _wakened_by_children() as wakened, selectors.DefaultSelector() as selector:
+        with _sigchld_socket() as wakened, selectors.DefaultSelector() as selector:
             for source in (self._control, wakened):
                 selector.register(source, selectors.EVENT_READ)
             while True:
@@ -64,7 +64,7 @@ class _Spawner:
                     wakened.recv(4096)
                     self._reap()
                 if self._control in ready:
-                    message, fds, _, _ = socket.recv_fds(self._control, len(ENGINE), 1)
+                    message, fds, _, _ = socket.recv_fds(self._control, len(ENGINE_FD), 1)
                     if not message:
                         return None
                     if self._fork(fds[0]):
@@ -80,7 +80,7 @@ class _Spawner:
             os.setpgid(pid, pid)
         os.close(fd)
         self._pids.add(pid)
-        self._tell(pid, RUNS)
+        self._send_status(pid, RUNNING)
         return False
 
     def _reap(self) -> None:
@@ -88,15 +88,15 @@ class _Spawner:
             ended, status = os.waitpid(pid, os.WNOHANG)
             if ended:
                 self._pids.discard(pid)
-                self._tell(pid, os.waitstatus_to_exitcode(status))
+                self._send_status(pid, os.waitstatus_to_exitcode(status))
 
-    def _tell(self, pid: int, code: int) -> None:
+    def _send_status(self, pid: int, code: int) -> None:
         with contextlib.suppress(ConnectionError):  # that the client is gone is seen where it is listened to
-            self._control.send(NEWS.pack(pid, code))
+            self._control.send(STATUS.pack(pid, code))
 
 
 @contextlib.contextmanager
-def _wakened_by_children() -> Iterator[socket.socket]:
+def _sigchld_socket() -> Iterator[socket.socket]:
     """A socket on which something arrives whenever a child has ended."""
     receiver, sender = socket.socketpair()
     with receiver, sender:
@@ -112,13 +112,13 @@ def _wakened_by_children() -> Iterator[socket.socket]:
 
 def _num_threads() -> int | None:
     """Of this process; None where the system does not tell."""
-    return len(os.listdir(THREADS)) if THREADS.is_dir() else None
+    return len(os.listdir(THREADS_DIR)) if THREADS_DIR.is_dir() else None
 
 
-def _begin_anew(entry: str, fd: int) -> NoReturn:
+def _exec_interpreter(entry_module: str, fd: int) -> NoReturn:
     """Become a new interpreter: slower, but whole whatever threads there were."""
     os.set_inheritable(fd, True)
-    code = f"import sys, {entry} as entry; sys.exit(entry.main({fd}))"
+    code = f"import sys, {entry_module} as entry; sys.exit(entry.main({fd}))"
     os.execv(sys.executable, [sys.executable, "-c", code])
 
 

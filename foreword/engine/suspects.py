@@ -5,58 +5,58 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-__all__ = ["Patience", "Suspects"]
+__all__ = ["RestartPolicy", "CrashSuspects"]
 
-STRIKES: Final = 2  # deaths in a row without a token between them that make a request suspect
-ALONE: Final = 2  # deaths that are its own fault beyond doubt
-MAX_DEATHS: Final = 5
-MAX_STARTS: Final = 3
-STEADY_S: Final = 60.0  # an engine that was well for so long was no failure, whatever it did not do
-DOUBTS: Final = 2  # deaths in a row without a token to anybody, after which a replacement has to prove itself
+CRASHES_TO_SUSPECT: Final = 2  # deaths in a row without a token between them that make a request suspect
+CRASHES_TO_REFUSE: Final = 2  # deaths that are its own fault beyond doubt
+MAX_IDLE_CRASHES: Final = 5
+MAX_START_ATTEMPTS: Final = 3
+HEALTHY_S: Final = 60.0  # an engine that was well for so long was no failure, whatever it did not do
+CRASHES_TO_PROBE: Final = 2  # deaths in a row without a token to anybody, after which a replacement has to prove itself
 
 
-class Suspects:
+class CrashSuspects:
     """Requests that may kill the engine.
 
     A request is suspect if it was worked on at two deaths in a row and gained no token between them. Suspects run alone, one
     after the other, each until it gains a token or ends; who dies alone twice is condemned.
     """
 
-    __slots__ = ("_strikes", "_suspects")
+    __slots__ = ("_num_crashes", "_num_solo_crashes")
 
     def __init__(self) -> None:
-        self._strikes: dict[str, int] = {}
-        self._suspects: dict[str, int] = {}  # how often each died alone, in the order of their turns
+        self._num_crashes: dict[str, int] = {}
+        self._num_solo_crashes: dict[str, int] = {}  # how often each died alone, in the order of their turns
 
     @property
-    def alone(self) -> str | None:
+    def quarantined(self) -> str | None:
         """The request that nobody may run beside; None: there is no suspect."""
-        return next(iter(self._suspects), None)
+        return next(iter(self._num_solo_crashes), None)
 
-    def died(self, at_work: Sequence[str]) -> str | None:
+    def on_crash(self, busy_ids: Sequence[str]) -> str | None:
         """An engine died while it worked on these, all of them still open. Returns the request that is condemned."""
-        alone = self.alone
+        alone = self.quarantined
         if alone is None:
-            self._strike(at_work)
-        elif alone in at_work:
-            self._suspects[alone] += 1
-            if self._suspects[alone] >= ALONE:
+            self._count_crash(busy_ids)
+        elif alone in busy_ids:
+            self._num_solo_crashes[alone] += 1
+            if self._num_solo_crashes[alone] >= CRASHES_TO_REFUSE:
                 self.clear(alone)
                 return alone
         return None
 
     def clear(self, request_id: str) -> None:
         """It gained a token, or has ended."""
-        self._strikes.pop(request_id, None)
-        self._suspects.pop(request_id, None)
+        self._num_crashes.pop(request_id, None)
+        self._num_solo_crashes.pop(request_id, None)
 
-    def _strike(self, at_work: Sequence[str]) -> None:
-        if at_work:  # who died idle, or while it was loading, says nothing about anybody
-            self._strikes = {request_id: self._strikes.get(request_id, 0) + 1 for request_id in at_work}
-            self._suspects = {request_id: 0 for request_id, strikes in self._strikes.items() if strikes >= STRIKES}
+    def _count_crash(self, busy_ids: Sequence[str]) -> None:
+        if busy_ids:  # who died idle, or while it was loading, says nothing about anybody
+            self._num_crashes = {request_id: self._num_crashes.get(request_id, 0) + 1 for request_id in busy_ids}
+            self._num_solo_crashes = {request_id: 0 for request_id, strikes in self._num_crashes.items() if strikes >= CRASHES_TO_SUSPECT}
 
 
-class Patience:
+class RestartPolicy:
     """How much is borne before an engine is given up for good.
 
     Requests that kill engines are refused in the end, so deaths in the midst of their work never lead to giving up, however
@@ -64,38 +64,38 @@ class Patience:
     nobody, so that one that is broken altogether dies of nothing too.
     """
 
-    __slots__ = ("_failed_starts", "_in_vain", "_of_nothing")
+    __slots__ = ("_failed_starts", "_fruitless_crashes", "_idle_crashes")
 
     def __init__(self) -> None:
-        self._in_vain = 0
-        self._of_nothing = 0
+        self._fruitless_crashes = 0
+        self._idle_crashes = 0
         self._failed_starts = 0
 
     @property
-    def in_doubt(self) -> bool:
+    def needs_probe(self) -> bool:
         """Whether the next engine is to prove itself before it gets a request."""
-        return self._in_vain >= DOUBTS
+        return self._fruitless_crashes >= CRASHES_TO_PROBE
 
-    def died(self, well_s: float, blamed: bool) -> bool:
+    def on_crash(self, healthy_s: float, had_requests: bool) -> bool:
         """An engine died. Returns whether it is worth to start another.
 
         well_s  seconds from its readiness to the last step that it ended, or its last sign of life where it had none to do
         blamed  it worked on somebody's request
         """
-        self._in_vain += 1
-        if well_s >= STEADY_S:
-            self._of_nothing = 0
-        self._of_nothing += not blamed
-        return self._of_nothing < MAX_DEATHS
+        self._fruitless_crashes += 1
+        if healthy_s >= HEALTHY_S:
+            self._idle_crashes = 0
+        self._idle_crashes += not had_requests
+        return self._idle_crashes < MAX_IDLE_CRASHES
 
-    def failed_to_start(self) -> bool:
+    def on_start_failed(self) -> bool:
         """Returns whether it is worth to try again."""
         self._failed_starts += 1
-        return self._failed_starts < MAX_STARTS
+        return self._failed_starts < MAX_START_ATTEMPTS
 
-    def started(self) -> None:
+    def on_started(self) -> None:
         self._failed_starts = 0
 
-    def delivered(self) -> None:
+    def record_progress(self) -> None:
         """Somebody gained something: it was not in vain."""
-        self._in_vain = self._of_nothing = 0
+        self._fruitless_crashes = self._idle_crashes = 0

@@ -13,22 +13,22 @@ from pathlib import Path
 from typing import Any
 
 from foreword.cache.blocks import BlockPool
-from foreword.core.draft import Draft, Outcome
-from foreword.core.events import Event, Failed
+from foreword.core.draft import Draft, StepOutput
+from foreword.core.events import Event, ErrorEvent
 from foreword.core.params import SamplingParams, Speculation
-from foreword.core.pictures import Picture
+from foreword.core.pictures import PromptImage
 from foreword.core.request import Request, RequestState
 from foreword.core.structured import StructuredOutput
-from foreword.engine.plan import Plan
+from foreword.engine.plan import ScheduleOutput
 from foreword.engine.scheduler import Scheduler
 from foreword.errors import ForewordError, InvalidRequest, RequestFailed
 
-__all__ = ["TracedScheduler", "replay"]
+__all__ = ["RecordingScheduler", "replay"]
 
-LOST = Outcome(error=RequestFailed("lost"))
+LOST_OUTPUT = StepOutput(error=RequestFailed("lost"))
 
 
-class TracedScheduler(Scheduler):
+class RecordingScheduler(Scheduler):
     """A scheduler that writes down what it is told and what it plans; each line is on disk before it goes on.
 
     Raises OSError if the file cannot be written.
@@ -37,8 +37,8 @@ class TracedScheduler(Scheduler):
     def __init__(self, path: Path, pool: BlockPool, *args: Any, **options: Any) -> None:
         super().__init__(pool, *args, **options)
         self._path = path
-        self._reaches: dict[tuple[str, int], int] = {}
-        self._everywhere, self.reach = self.reach, self._noted_reach
+        self._limits: dict[tuple[str, int], int] = {}
+        self._base_computable_until, self.computable_until = self.computable_until, self._record_computable_until
         path.write_text("")
         self._write(
             "setup",
@@ -46,57 +46,57 @@ class TracedScheduler(Scheduler):
             block_size=self.block_size,
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
-            prefix_caching=self.prefixes.enabled,
+            prefix_caching=self.prefix_cache.enabled,
         )
 
     def add(self, state: RequestState) -> None:
-        self._write("add", request=_request_record(state.request), arrival=state.arrival, limit=state.limit)
+        self._write("add", request=_request_record(state.request), arrival=state.arrival, limit=state.max_len)
         super().add(state)
 
     def remove(self, request_id: str) -> RequestState | None:
         self._write("remove", id=request_id)
         return super().remove(request_id)
 
-    def draft(self, drafts: Mapping[str, Draft]) -> None:
+    def set_drafts(self, drafts: Mapping[str, Draft]) -> None:
         if drafts:
             self._write("draft", drafts={id_: [draft.drafter, *draft.token_ids] for id_, draft in drafts.items()})
-        super().draft(drafts)
+        super().set_drafts(drafts)
 
-    def plan(self, taken: int = 0) -> Plan:
-        self._reaches.clear()
-        plan = super().plan(taken)
-        reaches = [[*where, reach] for where, reach in self._reaches.items()]
-        self._write("plan", **_plan_record(plan), taken=taken, reaches=reaches)
+    def schedule(self, used_rows: int = 0) -> ScheduleOutput:
+        self._limits.clear()
+        plan = super().schedule(used_rows)
+        reaches = [[*where, reach] for where, reach in self._limits.items()]
+        self._write("plan", **_schedule_record(plan), taken=used_rows, reaches=reaches)
         return plan
 
-    def _noted_reach(self, state: RequestState, start: int) -> int:
+    def _record_computable_until(self, state: RequestState, start: int) -> int:
         """Where a request waits for pictures is none of the scheduler's knowledge."""
-        reach = self._everywhere(state, start)
+        reach = self._base_computable_until(state, start)
         if reach < len(state.tokens):
-            self._reaches[state.id, start] = reach
+            self._limits[state.id, start] = reach
         return reach
 
-    def commit(self, plan: Plan, outcomes: Sequence[Outcome]) -> list[Event]:
-        shown = [asdict(replace(o, logprobs=(), prompt_logprobs=(), hashes=(), error=None)) for o in outcomes]
-        for record, outcome in zip(shown, outcomes, strict=True):
+    def update(self, scheduled: ScheduleOutput, outputs: Sequence[StepOutput]) -> list[Event]:
+        shown = [asdict(replace(o, logprobs=(), prompt_logprobs=(), logits_hashes=(), error=None)) for o in outputs]
+        for record, outcome in zip(shown, outputs, strict=True):
             record["error"] = None if outcome.error is None else _error_record(outcome.error)
         self._write("commit", outcomes=shown)
-        return super().commit(plan, outcomes)
+        return super().update(scheduled, outputs)
 
-    def commit_pooled(self, plan: Plan, vectors: Sequence[bytes | ForewordError | None]) -> list[Event]:
+    def update_pooling(self, scheduled: ScheduleOutput, vectors: Sequence[bytes | ForewordError | None]) -> list[Event]:
         self._write("commit_pooled", vectors=[_vector_record(vector) for vector in vectors])
-        return super().commit_pooled(plan, vectors)
+        return super().update_pooling(scheduled, vectors)
 
-    def _lose(self, state: RequestState) -> Failed:
+    def _fail_commit(self, state: RequestState) -> ErrorEvent:
         self._write("lost", id=state.id)
-        return super()._lose(state)
+        return super()._fail_commit(state)
 
     def _write(self, what: str, **fields: Any) -> None:
         with self._path.open("a") as file:
             file.write(json.dumps({"what": what, **fields}) + "\n")
 
 
-def replay(lines: Iterable[str]) -> Iterator[Plan]:
+def replay(lines: Iterable[str]) -> Iterator[ScheduleOutput]:
     """Drive a fresh scheduler by a trace and yield its plans, each equal to the recorded one (asserted)."""
     records = map(json.loads, lines)
     setup = next(records)
@@ -106,31 +106,31 @@ def replay(lines: Iterable[str]) -> Iterator[Plan]:
     def reach(state: RequestState, start: int) -> int:
         return reaches.get((state.id, start), len(state.tokens))
 
-    scheduler = Scheduler(BlockPool(setup.pop("num_blocks")), **setup, reach=reach)
-    plan = Plan(())
-    for record in _with_lost(records):
+    scheduler = Scheduler(BlockPool(setup.pop("num_blocks")), **setup, computable_until=reach)
+    plan = ScheduleOutput(())
+    for record in _attach_lost(records):
         what = record.pop("what")
         if what == "add":
-            scheduler.add(RequestState(_request(record["request"]), record["arrival"], record["limit"]))
+            scheduler.add(RequestState(_parse_request(record["request"]), record["arrival"], record["limit"]))
         elif what == "remove":
             scheduler.remove(record["id"])
         elif what == "draft":
-            scheduler.draft({id_: Draft(tuple(ids), drafter) for id_, (drafter, *ids) in record["drafts"].items()})
+            scheduler.set_drafts({id_: Draft(tuple(ids), drafter) for id_, (drafter, *ids) in record["drafts"].items()})
         elif what == "plan":
             reaches.clear()
             reaches.update({(id_, start): end for id_, start, end in record.pop("reaches")})
-            plan = scheduler.plan(record.pop("taken"))
-            assert _plan_record(plan) == record, f"planned {_plan_record(plan)}, recorded {record}"
+            plan = scheduler.schedule(record.pop("taken"))
+            assert _schedule_record(plan) == record, f"planned {_schedule_record(plan)}, recorded {record}"
             yield plan
         elif what == "commit_pooled":
-            scheduler.commit_pooled(plan, [_vector(one) for one in record["vectors"]])
+            scheduler.update_pooling(plan, [_parse_vector(one) for one in record["vectors"]])
         else:
-            outcomes = map(_outcome, record["outcomes"])
+            outcomes = map(_parse_output, record["outcomes"])
             lost = record.get("lost", ())
-            scheduler.commit(plan, [LOST if work.state.id in lost else o for work, o in zip(plan.work, outcomes, strict=True)])
+            scheduler.update(plan, [LOST_OUTPUT if work.state.id in lost else o for work, o in zip(plan.requests, outcomes, strict=True)])
 
 
-def _with_lost(records: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+def _attach_lost(records: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """The records, where a commit says who was lost in it: that is written behind it."""
     last: dict[str, Any] | None = None
     for record in records:
@@ -145,9 +145,9 @@ def _with_lost(records: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         yield last
 
 
-def _plan_record(plan: Plan) -> dict[str, Any]:
-    work = [[w.state.id, w.start, w.num_tokens, w.num_draft] for w in (*plan.work, *plan.pooled)]
-    return {"work": work, "preempted": list(plan.preempted)}
+def _schedule_record(scheduled: ScheduleOutput) -> dict[str, Any]:
+    work = [[w.state.id, w.start, w.num_tokens, w.num_draft_tokens] for w in (*scheduled.requests, *scheduled.pooling_requests)]
+    return {"work": work, "preempted": list(scheduled.preempted_ids)}
 
 
 def _error_record(error: ForewordError) -> list[Any]:
@@ -155,7 +155,7 @@ def _error_record(error: ForewordError) -> list[Any]:
     return [isinstance(error, RequestFailed), error.message]
 
 
-def _error(record: Sequence[Any]) -> ForewordError:
+def _parse_error(record: Sequence[Any]) -> ForewordError:
     ours, message = record
     return RequestFailed(message) if ours else InvalidRequest(message)
 
@@ -165,34 +165,34 @@ def _vector_record(vector: bytes | ForewordError | None) -> bool | list[Any]:
     return _error_record(vector) if isinstance(vector, ForewordError) else vector is not None
 
 
-def _vector(record: bool | list[Any]) -> bytes | ForewordError | None:
+def _parse_vector(record: bool | list[Any]) -> bytes | ForewordError | None:
     if isinstance(record, list):
-        return _error(record)
+        return _parse_error(record)
     return b"" if record else None
 
 
-def _outcome(record: dict[str, Any]) -> Outcome:
-    error = None if record["error"] is None else _error(record["error"])
-    return Outcome(**{**record, "token_ids": tuple(record["token_ids"]), "error": error})
+def _parse_output(record: dict[str, Any]) -> StepOutput:
+    error = None if record["error"] is None else _parse_error(record["error"])
+    return StepOutput(**{**record, "token_ids": tuple(record["token_ids"]), "error": error})
 
 
 def _request_record(request: Request) -> dict[str, Any]:
     """Without the pixels, which no plan depends on."""
-    record = asdict(replace(request, pictures=()))
-    record["pictures"] = [{**asdict(picture.bare()), "digest": picture.digest.hex()} for picture in request.pictures]
+    record = asdict(replace(request, images=()))
+    record["images"] = [{**asdict(picture.without_pixels()), "digest": picture.digest.hex()} for picture in request.images]
     return record
 
 
-def _picture(record: dict[str, Any]) -> Picture:
+def _parse_image(record: dict[str, Any]) -> PromptImage:
     fixed: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in record.items()}
-    return Picture(**{**fixed, "digest": bytes.fromhex(record["digest"])})
+    return PromptImage(**{**fixed, "digest": bytes.fromhex(record["digest"])})
 
 
-def _request(record: dict[str, Any]) -> Request:
+def _parse_request(record: dict[str, Any]) -> Request:
     params = record.pop("params")
     params["speculation"] = Speculation(**params["speculation"])
     params["structured"] = params["structured"] and StructuredOutput(**params["structured"])
-    record["pictures"] = [_picture(picture) for picture in record["pictures"]]
+    record["images"] = [_parse_image(picture) for picture in record["images"]]
     params["logit_bias"] = {int(token_id): bias for token_id, bias in params["logit_bias"].items()}
     fixed: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in record.items()}
     return Request(**fixed, params=SamplingParams(**params))

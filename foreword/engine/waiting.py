@@ -12,14 +12,14 @@ from collections.abc import Callable, Iterator, Sequence
 
 from foreword.core.request import RequestState
 
-__all__ = ["Crowd", "Waiting", "rank_of"]
+__all__ = ["PendingImages", "WaitingQueue", "sort_key_of"]
 
 
-def rank_of(state: RequestState) -> tuple[int, int, int]:
-    return state.rank
+def sort_key_of(state: RequestState) -> tuple[int, int, int]:
+    return state.sort_key
 
 
-class Waiting:
+class WaitingQueue:
     """By rank.
 
     ready  those that could be looked at
@@ -28,63 +28,63 @@ class Waiting:
 
     def __init__(self) -> None:
         self.ready: list[RequestState] = []
-        self.apart: list[RequestState] = []
+        self.blocked_on_images: list[RequestState] = []
 
     def __len__(self) -> int:
-        return len(self.ready) + len(self.apart)
+        return len(self.ready) + len(self.blocked_on_images)
 
     def __contains__(self, state: object) -> bool:
-        return state in self.ready or state in self.apart
+        return state in self.ready or state in self.blocked_on_images
 
     def __iter__(self) -> Iterator[RequestState]:
-        return heapq.merge(self.ready, self.apart, key=rank_of)
+        return heapq.merge(self.ready, self.blocked_on_images, key=sort_key_of)
 
     def add(self, state: RequestState) -> None:
-        insort(self.ready, state, key=rank_of)
+        insort(self.ready, state, key=sort_key_of)
 
     def remove(self, state: RequestState) -> None:
-        (self.apart if state in self.apart else self.ready).remove(state)
+        (self.blocked_on_images if state in self.blocked_on_images else self.ready).remove(state)
 
-    def put_apart(self, index: int) -> None:
+    def block(self, index: int) -> None:
         """One of those that are ready is not."""
-        insort(self.apart, self.ready.pop(index), key=rank_of)
+        insort(self.blocked_on_images, self.ready.pop(index), key=sort_key_of)
 
-    def call_back(self) -> None:
+    def unblock_all(self) -> None:
         """What they wait for has changed."""
         self.ready = list(self)
-        self.apart = []
+        self.blocked_on_images = []
 
-    def sort(self) -> None:
+    def resort(self) -> None:
         """Ranks have changed."""
-        self.ready = sorted((*self.ready, *self.apart), key=rank_of)
-        self.apart = []
+        self.ready = sorted((*self.ready, *self.blocked_on_images), key=sort_key_of)
+        self.blocked_on_images = []
 
 
-class Crowd:
+class PendingImages:
     """Running requests that have pictures to see before all of their tokens can be computed.
 
     running  by rank
     reach    see Scheduler
     """
 
-    def __init__(self, running: Sequence[RequestState], reach: Callable[[RequestState, int], int]) -> None:
-        seeing = (state for state in running if state.request.pictures)
-        unseen = ((state, len(state.tokens) - reach(state, state.num_computed)) for state in seeing)
-        self._unseen = [(state.rank, state.id, num_tokens) for state, num_tokens in unseen if num_tokens]
+    def __init__(self, running: Sequence[RequestState], computable_until: Callable[[RequestState, int], int]) -> None:
+        seeing = (state for state in running if state.request.images)
+        unseen = ((state, len(state.tokens) - computable_until(state, state.num_computed)) for state in seeing)
+        self._pending = [(state.sort_key, state.id, num_tokens) for state, num_tokens in unseen if num_tokens]
 
     def __eq__(self, other: object) -> bool:
         """They have as much to see, each of them."""
-        return isinstance(other, Crowd) and self._unseen == other._unseen
+        return isinstance(other, PendingImages) and self._pending == other._pending
 
     __hash__ = None  # type: ignore[assignment]
 
-    def keeps_out(self, state: RequestState, max_tokens: int, max_places: int) -> bool:
+    def blocks(self, state: RequestState, max_tokens: int, max_slots: int) -> bool:
         """Those before it have enough to see for a step, or those that need not give way to it hold so many places."""
-        before = bisect_left(self._unseen, state.rank, key=_rank_in)
-        if sum(num_tokens for _, _, num_tokens in self._unseen[:before]) >= max_tokens:
+        before = bisect_left(self._pending, state.sort_key, key=_sort_key_in)
+        if sum(num_tokens for _, _, num_tokens in self._pending[:before]) >= max_tokens:
             return True
-        return sum(rank[0] <= state.rank[0] for rank, _, _ in self._unseen) >= max_places
+        return sum(rank[0] <= state.sort_key[0] for rank, _, _ in self._pending) >= max_slots
 
 
-def _rank_in(one: tuple[tuple[int, int, int], str, int]) -> tuple[int, int, int]:
-    return one[0]
+def _sort_key_in(entry: tuple[tuple[int, int, int], str, int]) -> tuple[int, int, int]:
+    return entry[0]

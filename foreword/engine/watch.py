@@ -8,17 +8,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from foreword.engine.board import IDLE, LOADING, WORKING, Glance
+from foreword.engine.board import IDLE, LOADING, BUSY, Heartbeat
 
-__all__ = ["Finding", "Watch", "cpu_seconds", "stat_of"]
+__all__ = ["EngineHealth", "HangDetector", "cpu_seconds", "read_proc_stat"]
 
-SILENT_S: Final = 3.0  # without a sign of life, or in a step that computes nothing
-BUSY_S: Final = 0.05  # of CPU time: who used less in SILENT_S computed nothing
-LATE_S: Final = 1.0  # between two looks: the watch itself was held up, and what it missed is nobody's fault
+NO_HEARTBEAT_S: Final = 3.0  # without a sign of life, or in a step that computes nothing
+MIN_CPU_S: Final = 0.05  # of CPU time: who used less in SILENT_S computed nothing
+MAX_CHECK_GAP_S: Final = 1.0  # between two looks: the watch itself was held up, and what it missed is nobody's fault
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class EngineHealth:
     """The state of an engine.
 
     ready   a step could run now
@@ -31,7 +31,7 @@ class Finding:
     detail: str = ""
 
 
-class Watch:
+class HangDetector:
     """Watches one engine process; look() is called a few times a second.
 
     hang_timeout_s  a step may take so long, and so long there may be no sign of life
@@ -41,58 +41,58 @@ class Watch:
     def __init__(self, hang_timeout_s: float, cpu_seconds: Callable[[], float | None]) -> None:
         self._hang_timeout_s = hang_timeout_s
         self._cpu_seconds = cpu_seconds
-        self._looked_s: float | None = None
-        self._awake_s = 0.0
-        self._busy_s = 0.0
-        self._cpu = 0.0
+        self._last_check_s: float | None = None
+        self._watching_since_s = 0.0
+        self._last_busy_s = 0.0
+        self._last_cpu_s = 0.0
 
-    def look(self, now_s: float, glance: Glance) -> Finding:
+    def check(self, now_s: float, heartbeat: Heartbeat) -> EngineHealth:
         """now_s: time.monotonic()"""
-        if self._looked_s is None or now_s - self._looked_s > LATE_S:
-            self._awake_s = self._busy_s = now_s
-        self._looked_s = now_s
-        if not glance.sign_of_life_s:
-            return Finding()
-        silent_s = now_s - max(glance.sign_of_life_s, self._awake_s)
+        if self._last_check_s is None or now_s - self._last_check_s > MAX_CHECK_GAP_S:
+            self._watching_since_s = self._last_busy_s = now_s
+        self._last_check_s = now_s
+        if not heartbeat.heartbeat_s:
+            return EngineHealth()
+        silent_s = now_s - max(heartbeat.heartbeat_s, self._watching_since_s)
         if silent_s >= self._hang_timeout_s:
-            return Finding(False, True, f"it gave no sign of life for {silent_s:.0f} s")
-        if glance.phase == LOADING:  # however long it takes
-            return Finding()
-        if silent_s >= SILENT_S:
-            return Finding(False, False, f"the engine gives no sign of life since {silent_s:.0f} s")
-        return self._look_at_work(now_s, glance)
+            return EngineHealth(False, True, f"it gave no sign of life for {silent_s:.0f} s")
+        if heartbeat.phase == LOADING:  # however long it takes
+            return EngineHealth()
+        if silent_s >= NO_HEARTBEAT_S:
+            return EngineHealth(False, False, f"the engine gives no sign of life since {silent_s:.0f} s")
+        return self._check_step(now_s, heartbeat)
 
-    def _look_at_work(self, now_s: float, glance: Glance) -> Finding:
-        if glance.phase == IDLE:
-            self._busy_s = now_s
-            return Finding()
-        assert glance.phase == WORKING
-        working_s = now_s - max(glance.since_s, self._awake_s)
-        resting_s = min(self._resting_s(now_s), working_s)
+    def _check_step(self, now_s: float, heartbeat: Heartbeat) -> EngineHealth:
+        if heartbeat.phase == IDLE:
+            self._last_busy_s = now_s
+            return EngineHealth()
+        assert heartbeat.phase == BUSY
+        working_s = now_s - max(heartbeat.busy_since_s, self._watching_since_s)
+        resting_s = min(self._idle_s(now_s), working_s)
         if working_s >= self._hang_timeout_s:
-            return Finding(False, True, f"a step took longer than {working_s:.0f} s")
-        if resting_s >= SILENT_S:
-            return Finding(False, False, f"a step runs since {working_s:.0f} s and computes nothing")
-        return Finding()
+            return EngineHealth(False, True, f"a step took longer than {working_s:.0f} s")
+        if resting_s >= NO_HEARTBEAT_S:
+            return EngineHealth(False, False, f"a step runs since {working_s:.0f} s and computes nothing")
+        return EngineHealth()
 
-    def _resting_s(self, now_s: float) -> float:
+    def _idle_s(self, now_s: float) -> float:
         """Seconds since the process was last seen to compute."""
         cpu = self._cpu_seconds()
-        if cpu is None or cpu - self._cpu >= BUSY_S:
-            self._cpu = cpu or 0.0
-            self._busy_s = now_s
-        return now_s - self._busy_s
+        if cpu is None or cpu - self._last_cpu_s >= MIN_CPU_S:
+            self._last_cpu_s = cpu or 0.0
+            self._last_busy_s = now_s
+        return now_s - self._last_busy_s
 
 
 def cpu_seconds(pid: int) -> float | None:
     """CPU time of a process, all its threads together; None where the system does not tell."""
     try:
-        user, system = stat_of(pid)[11:13]
+        user, system = read_proc_stat(pid)[11:13]
     except OSError:
         return None
     return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
 
 
-def stat_of(pid: int) -> list[str]:
+def read_proc_stat(pid: int) -> list[str]:
     """What Linux tells of a process, from its state on (proc(5)). Raises OSError where there is none."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

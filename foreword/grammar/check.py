@@ -32,7 +32,7 @@ __all__ = ["GrammarChecker"]
 WORKER: Final = ("-m", "foreword.grammar.worker")
 TOO_SLOW: Final = f"it takes more than {limits.COMPILE_CPU_S:g} s to compile"
 TOO_LARGE: Final = "it is too large or nested too deep to be compiled"
-MAX_REPLY: Final = 1 << 16
+MAX_REPLY_BYTES: Final = 1 << 16
 
 
 class GrammarChecker:
@@ -41,44 +41,44 @@ class GrammarChecker:
     vocabulary  called once, in a thread, when the first constraint comes
     """
 
-    def __init__(self, vocabulary: Callable[[], Vocabulary], num_workers: int = limits.NUM_WORKERS) -> None:
-        self._threads = ThreadPoolExecutor(num_workers, "grammar-check")
-        self._all = [_Worker(vocabulary) for _ in range(num_workers)]
+    def __init__(self, load_vocabulary: Callable[[], Vocabulary], num_workers: int = limits.NUM_WORKERS) -> None:
+        self._executor = ThreadPoolExecutor(num_workers, "grammar-check")
+        self._workers = [_Worker(load_vocabulary) for _ in range(num_workers)]
         self._idle: SimpleQueue[_Worker] = SimpleQueue()
-        for worker in self._all:
+        for worker in self._workers:
             self._idle.put(worker)
         self._lock = threading.Lock()
-        self._verdicts: OrderedDict[bytes, str] = OrderedDict()
+        self._verdict_cache: OrderedDict[bytes, str] = OrderedDict()
         self._pending: dict[bytes, Future[str]] = {}
 
     async def check(self, structured: StructuredOutput) -> None:
         """Raises InvalidRequest, which names the field and says why; Overloaded if too many wait for a worker."""
-        _refuse(structured, await asyncio.shield(asyncio.wrap_future(self._ask(structured))))
+        _raise_if_rejected(structured, await asyncio.shield(asyncio.wrap_future(self._submit(structured))))
 
-    def check_now(self, structured: StructuredOutput) -> None:
+    def check_sync(self, structured: StructuredOutput) -> None:
         """The same where there is no event loop."""
-        _refuse(structured, self._ask(structured).result())
+        _raise_if_rejected(structured, self._submit(structured).result())
 
     def close(self) -> None:
         """End the workers; checks that wait are cancelled."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
-        for worker in self._all:
+        self._executor.shutdown(wait=False, cancel_futures=True)
+        for worker in self._workers:
             worker.kill()
-        self._threads.shutdown()
-        for worker in self._all:
+        self._executor.shutdown()
+        for worker in self._workers:
             worker.close()
 
-    def _ask(self, structured: StructuredOutput) -> Future[str]:
+    def _submit(self, structured: StructuredOutput) -> Future[str]:
         """The reason against it, empty if there is none; asked once of a worker, whoever waits for it."""
-        key = _key(structured)
+        key = _cache_key(structured)
         with self._lock:
-            if key in self._verdicts:
-                self._verdicts.move_to_end(key)
+            if key in self._verdict_cache:
+                self._verdict_cache.move_to_end(key)
                 known: Future[str] = Future()
-                known.set_result(self._verdicts[key])
+                known.set_result(self._verdict_cache[key])
                 return known
             if key not in self._pending:
-                self._pending[key] = self._threads.submit(self._run, key, structured, time.monotonic() + limits.QUEUE_S)
+                self._pending[key] = self._executor.submit(self._run, key, structured, time.monotonic() + limits.QUEUE_TIMEOUT_S)
             return self._pending[key]
 
     def _run(self, key: bytes, structured: StructuredOutput, deadline: float) -> str:
@@ -87,9 +87,9 @@ class GrammarChecker:
                 raise Overloaded(f"{structured.field}: too many grammars wait to be compiled", structured.field)
             verdict = self._check(structured)
             with self._lock:
-                self._verdicts[key] = verdict
-                while len(self._verdicts) > limits.MAX_VERDICTS:
-                    self._verdicts.popitem(last=False)
+                self._verdict_cache[key] = verdict
+                while len(self._verdict_cache) > limits.MAX_CACHED_VERDICTS:
+                    self._verdict_cache.popitem(last=False)
             return verdict
         finally:
             with self._lock:
@@ -106,8 +106,8 @@ class GrammarChecker:
 class _Worker:
     """One worker process, started when it is needed. One thread at a time uses it."""
 
-    def __init__(self, vocabulary: Callable[[], Vocabulary]) -> None:
-        self._vocabulary = vocabulary
+    def __init__(self, load_vocabulary: Callable[[], Vocabulary]) -> None:
+        self._load_vocabulary = load_vocabulary
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
 
@@ -116,14 +116,14 @@ class _Worker:
 
         Raises RequestFailed if no worker can be had, Overloaded where the worker's end says nothing about the constraint.
         """
-        connection = self._connected()
+        connection = self._connect()
         try:
             connection.send(structured)
             if connection.poll(limits.COMPILE_WALL_S):
-                return connection.recv_bytes(MAX_REPLY).decode()
+                return connection.recv_bytes(MAX_REPLY_BYTES).decode()
         except (EOFError, OSError):
-            return _verdict(structured, self._reap())
-        return _verdict(structured, self._reap(kill=True))
+            return _exit_reason(structured, self._reap())
+        return _exit_reason(structured, self._reap(kill=True))
 
     def kill(self) -> None:
         """Let whoever waits for it go on; from any thread."""
@@ -134,7 +134,7 @@ class _Worker:
         if self._connection is not None:
             self._reap(kill=True)
 
-    def _connected(self) -> Connection:
+    def _connect(self) -> Connection:
         """To a process that is alive: one that ended while nobody needed it is replaced."""
         if self._connection is not None and self._process is not None and self._process.poll() is not None:
             self._reap()
@@ -149,8 +149,8 @@ class _Worker:
             )
         self._connection = Connection(ours.detach())
         try:
-            self._connection.send(self._vocabulary())
-            if self._connection.poll(limits.START_WALL_S) and self._connection.recv_bytes(MAX_REPLY) == READY:
+            self._connection.send(self._load_vocabulary())
+            if self._connection.poll(limits.START_WALL_S) and self._connection.recv_bytes(MAX_REPLY_BYTES) == READY:
                 return self._connection
         except (EOFError, OSError):
             pass
@@ -167,7 +167,7 @@ class _Worker:
         return self._process.wait()
 
 
-def _verdict(structured: StructuredOutput, code: int) -> str:
+def _exit_reason(structured: StructuredOutput, code: int) -> str:
     """What a worker died of. Only its own limits speak against the constraint."""
     if code == -signal.SIGPROF:
         return TOO_SLOW
@@ -176,12 +176,12 @@ def _verdict(structured: StructuredOutput, code: int) -> str:
     return TOO_LARGE
 
 
-def _refuse(structured: StructuredOutput, verdict: str) -> None:
+def _raise_if_rejected(structured: StructuredOutput, verdict: str) -> None:
     if verdict:
         raise InvalidRequest(f"{structured.field}: {verdict}", structured.field)
 
 
-def _key(structured: StructuredOutput) -> bytes:
+def _cache_key(structured: StructuredOutput) -> bytes:
     """Equal for constraints that mean the same grammar; short, whatever their size."""
-    text = f"{structured.kind} {structured.whitespace} {structured.text}"
+    text = f"{structured.constraint_type} {structured.whitespace} {structured.text}"
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=20).digest()

@@ -12,51 +12,51 @@ from foreword.core.structured import StructuredOutput
 from foreword.errors import InvalidRequest
 from foreword.grammar import limits
 from foreword.grammar.gbnf import gbnf_to_lark
-from foreword.grammar.json_schema import ANY_OBJECT, schema_text
+from foreword.grammar.json_schema import ANY_OBJECT, convert_schema_text
 from foreword.grammar.json_text import GrammarError, read_json
-from foreword.grammar.lark import check_brackets, literal, pattern
+from foreword.grammar.lark import check_brackets, lark_literal, lark_regex
 from foreword.grammar.structural_tag import structural_tag_to_lark
 
-__all__ = ["grammar_text", "reason"]
+__all__ = ["to_llguidance", "error_reason"]
 
 # llguidance would force its own cut of the text into tokens; here the model chooses, as without a grammar.
 OPTIONS: Final = '%llguidance {"no_forcing": true}\n'
 # Of llguidance's errors: the grammar with line numbers, and places in what was written here around a schema or expression.
-LISTING: Final = re.compile(r"^ *\d+ \| ", re.MULTILINE)
-PLACE: Final = re.compile(r"^at 2\(8\): (failed to compile JSON schema: )?")
+GRAMMAR_LISTING: Final = re.compile(r"^ *\d+ \| ", re.MULTILINE)
+ERROR_LOCATION: Final = re.compile(r"^at 2\(8\): (failed to compile JSON schema: )?")
 # Rule attributes that llguidance cannot roll back, or that belong to the sampler.
-ATTRIBUTE: Final = re.compile(r"^[ \t]*[!?]?[A-Za-z_][\w-]*[ \t]*\[[^\]\n]*\b(max_tokens|stop|temperature)\b", re.MULTILINE)
+UNSUPPORTED_ATTRIBUTE: Final = re.compile(r"^[ \t]*[!?]?[A-Za-z_][\w-]*[ \t]*\[[^\]\n]*\b(max_tokens|stop|temperature)\b", re.MULTILINE)
 
 
-def grammar_text(structured: StructuredOutput) -> str:
+def to_llguidance(structured: StructuredOutput) -> str:
     """The grammar of a constraint, in llguidance's own format.
 
     Raises InvalidRequest for what is malformed, not supported, or larger than `limits` allow. A text that passes may
     still be refused by llguidance.
     """
     try:
-        return json.dumps({"grammars": [{"lark_grammar": _lark(structured)}]})
+        return json.dumps({"grammars": [{"lark_grammar": _to_lark(structured)}]})
     except GrammarError as error:
         raise InvalidRequest(f"{structured.field}: {error}", structured.field) from None
 
 
-def reason(llg: LLMatcher) -> str:
+def error_reason(llg: LLMatcher) -> str:
     """Why an automaton gave up, in one line; without the grammar, which the caller has not seen in this form."""
-    text = LISTING.split(llg.get_error().replace("<non-verbose/>", ""), maxsplit=1)[0]
-    return " ".join(PLACE.sub("", text).split())[: limits.MAX_REASON]
+    text = GRAMMAR_LISTING.split(llg.get_error().replace("<non-verbose/>", ""), maxsplit=1)[0]
+    return " ".join(ERROR_LOCATION.sub("", text).split())[: limits.MAX_REASON_CHARS]
 
 
-def _lark(structured: StructuredOutput) -> str:
+def _to_lark(structured: StructuredOutput) -> str:
     text = structured.text
-    match structured.kind:
+    match structured.constraint_type:
         case "json_schema":
-            return f"{OPTIONS}start: %json {schema_text(text, structured.whitespace)}\n"
+            return f"{OPTIONS}start: %json {convert_schema_text(text, structured.whitespace)}\n"
         case "json_object":
-            return f"{OPTIONS}start: %json {schema_text(ANY_OBJECT, structured.whitespace)}\n"
+            return f"{OPTIONS}start: %json {convert_schema_text(ANY_OBJECT, structured.whitespace)}\n"
         case "regex":
-            return f"{OPTIONS}start: {pattern(text)}\n"
+            return f"{OPTIONS}start: {lark_regex(text)}\n"
         case "choice":
-            return f"{OPTIONS}start: CHOICE\nCHOICE: {_choice(text)}\n"
+            return f"{OPTIONS}start: CHOICE\nCHOICE: {_choice_to_lark(text)}\n"
         case "lark":
             _check_lark(text)
             return f"{text}\n{OPTIONS}"  # at the end: line numbers in errors stay true
@@ -66,17 +66,17 @@ def _lark(structured: StructuredOutput) -> str:
             return OPTIONS + structural_tag_to_lark(text, structured.whitespace)
 
 
-def _choice(text: str) -> str:
+def _choice_to_lark(text: str) -> str:
     choices = read_json(text, "the choice")
     if not isinstance(choices, list) or not choices or not all(isinstance(choice, str) and choice for choice in choices):
         raise GrammarError("a choice must be a list of texts that are not empty")
     if len(choices) > limits.MAX_CHOICES:
         raise GrammarError(f"a choice may hold {limits.MAX_CHOICES} texts, got {len(choices)}")
-    return " | ".join(literal(choice) for choice in dict.fromkeys(choices))
+    return " | ".join(lark_literal(choice) for choice in dict.fromkeys(choices))
 
 
 def _check_lark(text: str) -> None:
-    attribute = ATTRIBUTE.search(text)
+    attribute = UNSUPPORTED_ATTRIBUTE.search(text)
     if attribute:
         raise GrammarError(f"the attribute {attribute[1]!r} of a rule is not supported; `suffix` and `lazy` are")
     check_brackets(text, "the grammar")

@@ -10,9 +10,9 @@ from typing import Any, NoReturn
 
 from foreword.grammar import limits
 
-__all__ = ["GrammarError", "nesting", "read_json"]
+__all__ = ["GrammarError", "nesting_depth", "read_json"]
 
-TEXT_OR_BRACKET = re.compile(r'"(?:[^"\\]|\\.?)*(?:"|\Z)|[\[\]{}]', re.DOTALL)  # linear, also where a text has no end
+STRING_OR_BRACKET = re.compile(r'"(?:[^"\\]|\\.?)*(?:"|\Z)|[\[\]{}]', re.DOTALL)  # linear, also where a text has no end
 
 
 class GrammarError(ValueError):
@@ -21,18 +21,18 @@ class GrammarError(ValueError):
 
 def read_json(text: str, what: str) -> Any:
     """The value of a JSON text. Raises GrammarError for what is no JSON, or too deep."""
-    if nesting(match[0] for match in TEXT_OR_BRACKET.finditer(text)) > limits.MAX_NESTING:
+    if nesting_depth(match[0] for match in STRING_OR_BRACKET.finditer(text)) > limits.MAX_NESTING:
         raise GrammarError(f"{what} is nested deeper than {limits.MAX_NESTING} levels")
     try:
-        return json.loads(text, parse_float=_finite, parse_constant=_no_constant)
+        return json.loads(text, parse_float=_parse_finite, parse_constant=_reject_constant)
     except (ValueError, RecursionError) as error:
         raise GrammarError(f"{what} is not JSON: {error}") from None
 
 
-def nesting(signs: Iterator[str]) -> int:
+def nesting_depth(tokens: Iterator[str]) -> int:
     """How deep brackets stand within brackets; other signs do not count."""
     depth = deepest = 0
-    for sign in signs:
+    for sign in tokens:
         if sign in ("(", "[", "{"):
             depth += 1
             deepest = max(deepest, depth)
@@ -41,12 +41,12 @@ def nesting(signs: Iterator[str]) -> int:
     return deepest
 
 
-def _finite(text: str) -> float:
+def _parse_finite(text: str) -> float:
     value = float(text)
     if math.isinf(value):
         raise ValueError(f"the number {text:.40} is too large")
     return value
 
 
-def _no_constant(text: str) -> NoReturn:
+def _reject_constant(text: str) -> NoReturn:
     raise ValueError(f"{text} is no JSON value")

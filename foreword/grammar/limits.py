@@ -29,15 +29,15 @@ START_WALL_S: Final = 60.0  # to start the worker and to read the vocabulary
 WORKER_BYTES: Final = 2 << 30  # address space
 WORKER_STACK_BYTES: Final = 1 << 20  # half of the smallest stack that runs grammars in the engine
 NUM_WORKERS: Final = 2
-QUEUE_S: Final = 10.0  # a grammar waits no longer for a worker
-NUM_FIRST_MASKS: Final = 16  # masks along a walk that the worker computes
+QUEUE_TIMEOUT_S: Final = 10.0  # a grammar waits no longer for a worker
+NUM_DRY_RUN_MASKS: Final = 16  # masks along a walk that the worker computes
 MASK_CPU_S: Final = 0.05  # for one of them
 
 # Of what was compiled before.
-MAX_VERDICTS: Final = 4096
-MAX_REASON: Final = 500  # characters of a reason that is kept and told
-MAX_COMPILED: Final = 128  # compiled grammars in the engine
-RENEW_CPU_S: Final = 0.02  # a grammar that compiles so fast is compiled again where that helps
+MAX_CACHED_VERDICTS: Final = 4096
+MAX_REASON_CHARS: Final = 500  # characters of a reason that is kept and told
+MAX_CACHED_GRAMMARS: Final = 128  # compiled grammars in the engine
+RECOMPILE_CPU_S: Final = 0.02  # a grammar that compiles so fast is compiled again where that helps
 
 
 def parser_limits() -> LLParserLimits:

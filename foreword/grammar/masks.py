@@ -13,13 +13,13 @@ import torch
 from llguidance import LLExecutor, LLMatcher
 from torch import Tensor
 
-__all__ = ["MaskBuffer", "MaskJob", "MaskThread", "Wanted", "compute_masks"]
+__all__ = ["MaskBuffer", "MaskJob", "MaskThread", "MaskRequest", "compute_masks"]
 
 WORD_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class MaskRequest:
     """The masks behind every prefix of `draft`, the empty one first.
 
     deliver  is given them: int32 [len(draft) + 1, W]
@@ -27,7 +27,7 @@ class Wanted:
 
     matcher: LLMatcher
     draft: tuple[int, ...]
-    deliver: Callable[[Tensor], None]
+    on_masks: Callable[[Tensor], None]
 
 
 class MaskBuffer:
@@ -39,20 +39,20 @@ class MaskBuffer:
         self._num_words = num_words
         self._masks = torch.zeros(0, num_words, dtype=torch.int32)
 
-    def rows(self, count: int) -> Tensor:
+    def rows(self, num_rows: int) -> Tensor:
         """int32 [count, W], of any content."""
-        if count > self._masks.shape[0]:
-            self._masks = torch.zeros(max(count, 2 * self._masks.shape[0]), self._num_words, dtype=torch.int32)
-        return self._masks[:count]
+        if num_rows > self._masks.shape[0]:
+            self._masks = torch.zeros(max(num_rows, 2 * self._masks.shape[0]), self._num_words, dtype=torch.int32)
+        return self._masks[:num_rows]
 
 
 class MaskJob:
     """Work that is done once, by whoever comes first: the background thread, or the one who waits for it."""
 
-    __slots__ = ("_buffer", "_done", "_executor", "_lock", "_wanted")
+    __slots__ = ("_buffer", "_done", "_executor", "_lock", "_requests")
 
-    def __init__(self, wanted: Sequence[Wanted], executor: LLExecutor, buffer: MaskBuffer) -> None:
-        self._wanted = wanted
+    def __init__(self, requests: Sequence[MaskRequest], executor: LLExecutor, buffer: MaskBuffer) -> None:
+        self._requests = requests
         self._executor = executor
         self._buffer = buffer
         self._lock = threading.Lock()
@@ -65,22 +65,22 @@ class MaskJob:
                 self._compute()
                 self._done = True
 
-    def drop(self) -> None:
+    def cancel(self) -> None:
         """Nobody wants it any more. Its matchers are free when this returns."""
         with self._lock:
             self._done = True
 
     def _compute(self) -> None:
-        masks = self._buffer.rows(sum(len(wanted.draft) + 1 for wanted in self._wanted))
-        compute_masks(self._executor, [(wanted.matcher, wanted.draft) for wanted in self._wanted], masks)
+        masks = self._buffer.rows(sum(len(wanted.draft) + 1 for wanted in self._requests))
+        compute_masks(self._executor, [(wanted.matcher, wanted.draft) for wanted in self._requests], masks)
         begin = 0
-        for wanted in self._wanted:
+        for wanted in self._requests:
             end = begin + len(wanted.draft) + 1
-            wanted.deliver(masks[begin:end])
+            wanted.on_masks(masks[begin:end])
             begin = end
 
 
-def compute_masks(executor: LLExecutor, wanted: Sequence[tuple[LLMatcher, tuple[int, ...]]], masks: Tensor) -> None:
+def compute_masks(executor: LLExecutor, requests: Sequence[tuple[LLMatcher, tuple[int, ...]]], masks: Tensor) -> None:
     """Masks behind every prefix of each draft, one after the other. Matchers are left as they were.
 
     masks  int32 [sum(len(draft) + 1), W], overwritten; all zero behind a token that is not legal
@@ -88,7 +88,7 @@ def compute_masks(executor: LLExecutor, wanted: Sequence[tuple[LLMatcher, tuple[
     drafted: list[tuple[LLMatcher, int, list[int]]] = []
     plain: list[tuple[LLMatcher, int]] = []
     line = 0
-    for matcher, draft in wanted:
+    for matcher, draft in requests:
         if draft:
             drafted.append((matcher, line, list(draft)))
             masks[line + 1 : line + 1 + len(draft)].zero_()
@@ -110,11 +110,11 @@ class MaskThread:
 
     def __init__(self) -> None:
         self._jobs: SimpleQueue[MaskJob | None] = SimpleQueue()
-        self._thread = threading.Thread(target=_work, args=(self._jobs,), name="grammar-masks", daemon=True)
+        self._thread = threading.Thread(target=_run_jobs, args=(self._jobs,), name="grammar-masks", daemon=True)
         self._thread.start()
         weakref.finalize(self, self._jobs.put, None)
 
-    def put(self, job: MaskJob) -> None:
+    def submit(self, job: MaskJob) -> None:
         self._jobs.put(job)
 
     def close(self) -> None:
@@ -122,7 +122,7 @@ class MaskThread:
         self._thread.join()
 
 
-def _work(jobs: SimpleQueue[MaskJob | None]) -> None:
+def _run_jobs(jobs: SimpleQueue[MaskJob | None]) -> None:
     while (job := jobs.get()) is not None:
         with contextlib.suppress(Exception):  # whoever asks for the masks computes them again, and meets it
             job.finish()

@@ -12,15 +12,15 @@ from typing import Any, Final
 
 from foreword.grammar import limits
 from foreword.grammar.gbnf import gbnf_to_lark
-from foreword.grammar.json_schema import compiled_schema
+from foreword.grammar.json_schema import convert_schema
 from foreword.grammar.json_text import GrammarError, read_json
-from foreword.grammar.lark import literal, pattern
+from foreword.grammar.lark import lark_literal, lark_regex
 
 __all__ = ["structural_tag_to_lark"]
 
-ANY: Final = "/(?s:.*)/"
+ANY_TEXT: Final = "/(?s:.*)/"
 # What each format may hold beside its type; a field that is not known here would change what conforms.
-FIELDS: Final[Mapping[str, tuple[str, ...]]] = {
+FORMAT_FIELDS: Final[Mapping[str, tuple[str, ...]]] = {
     "any_text": ("excludes",),
     "const_string": ("value",),
     "grammar": ("grammar",),
@@ -43,19 +43,19 @@ def structural_tag_to_lark(text: str, whitespace: bool) -> str:
     value = read_json(text, "the structural tag")
     if not isinstance(value, dict):
         raise GrammarError("a structural tag must be an object")
-    return _Writer(whitespace).lark(value["format"] if "format" in value else _as_format(value))
+    return _Writer(whitespace).write(value["format"] if "format" in value else _upgrade_format(value))
 
 
-def _as_format(value: Mapping[str, Any]) -> Mapping[str, Any]:
+def _upgrade_format(value: Mapping[str, Any]) -> Mapping[str, Any]:
     """The older form as the newer one."""
     tags = [
-        {"begin": tag.get("begin"), "content": {"type": "json_schema", "json_schema": _schema_of(tag)}, "end": tag.get("end")}
-        for tag in _objects(value, "structures")
+        {"begin": tag.get("begin"), "content": {"type": "json_schema", "json_schema": _parse_schema(tag)}, "end": tag.get("end")}
+        for tag in _read_objects(value, "structures")
     ]
     return {"type": "triggered_tags", "triggers": value.get("triggers"), "tags": tags}
 
 
-def _schema_of(tag: Mapping[str, Any]) -> Any:
+def _parse_schema(tag: Mapping[str, Any]) -> Any:
     schema = tag.get("schema")
     return read_json(schema, "the schema") if isinstance(schema, str) else schema
 
@@ -67,35 +67,35 @@ class _Writer:
         self._whitespace = whitespace
         self._lines: list[str] = []
         self._num_rules = 0
-        self._kinds: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
-            "any_text": self._any_text,
-            "const_string": lambda part: self._rule(literal(_text(part, "value"))),
-            "grammar": self._grammar,
-            "json_schema": self._schema,
-            "optional": lambda part: self._times(part, "?"),
-            "or": self._or,
-            "plus": lambda part: self._times(part, "+"),
-            "regex": lambda part: self._rule(pattern(_text(part, "pattern"))),
-            "repeat": self._repeat,
-            "sequence": self._sequence,
-            "star": lambda part: self._times(part, "*"),
-            "tag": self._tag,
-            "tags_with_separator": self._separated,
-            "triggered_tags": self._triggered,
+        self._format_writers: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
+            "any_text": self._write_any_text,
+            "const_string": lambda part: self._add_rule(lark_literal(_read_text(part, "value"))),
+            "grammar": self._write_grammar,
+            "json_schema": self._write_schema,
+            "optional": lambda part: self._write_repeated(part, "?"),
+            "or": self._write_or,
+            "plus": lambda part: self._write_repeated(part, "+"),
+            "regex": lambda part: self._add_rule(lark_regex(_read_text(part, "pattern"))),
+            "repeat": self._write_repeat,
+            "sequence": self._write_sequence,
+            "star": lambda part: self._write_repeated(part, "*"),
+            "tag": self._write_tag,
+            "tags_with_separator": self._write_separated_tags,
+            "triggered_tags": self._write_triggered_tags,
         }
 
-    def lark(self, part: Mapping[str, Any]) -> str:
-        start = self._part(part)
+    def write(self, part: Mapping[str, Any]) -> str:
+        start = self._write_part(part)
         return "\n".join([f"start: {start}", *self._lines]) + "\n"
 
-    def _part(self, part: Any) -> str:
+    def _write_part(self, part: Any) -> str:
         """The name of a rule for one part."""
         if not isinstance(part, dict):
             raise GrammarError(f"a format must be an object, got {json.dumps(part):.80}")
-        kind = _checked_kind(part)
-        return self._kinds[kind](part)
+        kind = _check_format(part)
+        return self._format_writers[kind](part)
 
-    def _rule(self, body: str, lazy: bool = False) -> str:
+    def _add_rule(self, body: str, lazy: bool = False) -> str:
         self._num_rules += 1
         if self._num_rules > limits.MAX_PROPERTIES:
             raise GrammarError(f"a structural tag may have {limits.MAX_PROPERTIES} parts")
@@ -103,119 +103,119 @@ class _Writer:
         self._lines.append(f"{name}{'[lazy]' if lazy else ''}: {body}")
         return name
 
-    def _schema(self, part: Mapping[str, Any]) -> str:
+    def _write_schema(self, part: Mapping[str, Any]) -> str:
         if part.get("style", "json") != "json":
             raise GrammarError(f"the style {json.dumps(part['style']):.80} of a json_schema is not supported")
-        return self._rule(f"%json {compiled_schema(part.get('json_schema'), self._whitespace)}")
+        return self._add_rule(f"%json {convert_schema(part.get('json_schema'), self._whitespace)}")
 
-    def _grammar(self, part: Mapping[str, Any]) -> str:
-        name = self._rule(f"root_{self._num_rules + 1}")
-        self._lines.append(gbnf_to_lark(_text(part, "grammar"), name.replace("part", "root")))
+    def _write_grammar(self, part: Mapping[str, Any]) -> str:
+        name = self._add_rule(f"root_{self._num_rules + 1}")
+        self._lines.append(gbnf_to_lark(_read_text(part, "grammar"), name.replace("part", "root")))
         return name
 
-    def _or(self, part: Mapping[str, Any]) -> str:
-        return self._rule(" | ".join(self._part(option) for option in _objects(part, "elements")))
+    def _write_or(self, part: Mapping[str, Any]) -> str:
+        return self._add_rule(" | ".join(self._write_part(option) for option in _read_objects(part, "elements")))
 
-    def _times(self, part: Mapping[str, Any], times: str) -> str:
-        return self._rule(f"({self._part(part.get('content'))}){times}")
+    def _write_repeated(self, part: Mapping[str, Any], quantifier: str) -> str:
+        return self._add_rule(f"({self._write_part(part.get('content'))}){quantifier}")
 
-    def _repeat(self, part: Mapping[str, Any]) -> str:
+    def _write_repeat(self, part: Mapping[str, Any]) -> str:
         low, high = part.get("min"), part.get("max")
         if type(low) is not int or type(high) is not int or not 0 <= low <= high <= limits.MAX_REPEAT:
             raise GrammarError(f"`min` and `max` must be whole numbers between 0 and {limits.MAX_REPEAT}, `min` the smaller one")
-        return self._times(part, f"{{{low},{high}}}")
+        return self._write_repeated(part, f"{{{low},{high}}}")
 
-    def _any_text(self, part: Mapping[str, Any]) -> str:
-        return self._rule(self._free_text(part))
+    def _write_any_text(self, part: Mapping[str, Any]) -> str:
+        return self._add_rule(self._text_terminal(part))
 
-    def _sequence(self, part: Mapping[str, Any]) -> str:
+    def _write_sequence(self, part: Mapping[str, Any]) -> str:
         """Free text takes all it can: within a sequence it reaches to the constant text behind it."""
-        elements = _objects(part, "elements")
+        elements = _read_objects(part, "elements")
         names: list[str] = []
         for index, element in enumerate(elements):
             last = index + 1 == len(elements)
             if element.get("type") == "triggered_tags" and not last:
                 raise GrammarError("triggered_tags must be the last element of a sequence")
             if element.get("type") == "any_text" and not last:
-                names.append(self._until(element, [_opening(elements[index + 1])]))
+                names.append(self._write_text_until(element, [_opening_text(elements[index + 1])]))
             elif index and elements[index - 1].get("type") == "any_text":
-                names += self._opened(element)
+                names += self._write_after_opening(element)
             else:
-                names.append(self._part(element))
-        return self._rule(" ".join(names))
+                names.append(self._write_part(element))
+        return self._add_rule(" ".join(names))
 
-    def _opened(self, part: Mapping[str, Any]) -> list[str]:
+    def _write_after_opening(self, part: Mapping[str, Any]) -> list[str]:
         """A part whose opening text was read already."""
-        return [] if part["type"] == "const_string" else [self._tag(part, skip=len(_opening(part)))]
+        return [] if part["type"] == "const_string" else [self._write_tag(part, skip_chars=len(_opening_text(part)))]
 
-    def _tag(self, part: Mapping[str, Any], skip: int = 0) -> str:
+    def _write_tag(self, part: Mapping[str, Any], skip_chars: int = 0) -> str:
         """begin content end, without the first `skip` characters."""
-        _checked_kind({"type": "tag", **part})
-        begin, content, ends = _text(part, "begin")[skip:], part.get("content"), _ends(part)
-        head = literal(begin) if begin else ""
+        _check_format({"type": "tag", **part})
+        begin, content, ends = _read_text(part, "begin")[skip_chars:], part.get("content"), _closing_texts(part)
+        head = lark_literal(begin) if begin else ""
         if isinstance(content, dict) and content.get("type") == "any_text" and ends:
-            return self._rule(f"{head} {self._until(content, ends)}")
-        tail = f"({' | '.join(map(literal, ends))})" if ends else ""
-        return self._rule(f"{head} {self._part(content)} {tail}")
+            return self._add_rule(f"{head} {self._write_text_until(content, ends)}")
+        tail = f"({' | '.join(map(lark_literal, ends))})" if ends else ""
+        return self._add_rule(f"{head} {self._write_part(content)} {tail}")
 
-    def _until(self, part: Mapping[str, Any], ends: Sequence[str]) -> str:
+    def _write_text_until(self, part: Mapping[str, Any], ends: Sequence[str]) -> str:
         """Free text up to the first of these texts, which is part of it."""
-        return self._rule(f"{self._free_text(part)} ({' | '.join(map(literal, ends))})", lazy=True)
+        return self._add_rule(f"{self._text_terminal(part)} ({' | '.join(map(lark_literal, ends))})", lazy=True)
 
-    def _free_text(self, part: Mapping[str, Any]) -> str:
+    def _text_terminal(self, part: Mapping[str, Any]) -> str:
         """A terminal for any text without those that are excluded."""
         if not part.get("excludes"):
-            return ANY
+            return ANY_TEXT
         name = f"TEXT_{len(self._lines)}"
-        without = [f"~({ANY} {literal(text)} {ANY})" for text in _texts(part, "excludes")]
-        self._lines.append(f"{name}: {' & '.join([ANY, *without])}")
+        without = [f"~({ANY_TEXT} {lark_literal(text)} {ANY_TEXT})" for text in _read_texts(part, "excludes")]
+        self._lines.append(f"{name}: {' & '.join([ANY_TEXT, *without])}")
         return name
 
-    def _triggered(self, part: Mapping[str, Any]) -> str:
+    def _write_triggered_tags(self, part: Mapping[str, Any]) -> str:
         """Free text, and a tag wherever one of the triggers appears."""
-        triggers, tags = _texts(part, "triggers"), _tags(part)
-        calls = " | ".join(self._behind_trigger(part, trigger, tags) for trigger in triggers)
-        rest = "" if part.get("stop_after_first") else f" {self._rule(self._free_text(part))}"
+        triggers, tags = _read_texts(part, "triggers"), _read_tags(part)
+        calls = " | ".join(self._write_tags_after(part, trigger, tags) for trigger in triggers)
+        rest = "" if part.get("stop_after_first") else f" {self._add_rule(self._text_terminal(part))}"
         if part.get("stop_after_first"):
-            return self._rule(f"({calls})" if part.get("at_least_one") else f"({calls}) | {self._rule(self._free_text(part))}")
-        return self._rule(f"({calls}){'+' if part.get('at_least_one') else '*'}{rest}")
+            return self._add_rule(f"({calls})" if part.get("at_least_one") else f"({calls}) | {self._add_rule(self._text_terminal(part))}")
+        return self._add_rule(f"({calls}){'+' if part.get('at_least_one') else '*'}{rest}")
 
-    def _behind_trigger(self, part: Mapping[str, Any], trigger: str, tags: Sequence[Mapping[str, Any]]) -> str:
-        mine = [tag for tag in tags if _text(tag, "begin").startswith(trigger)]
+    def _write_tags_after(self, part: Mapping[str, Any], trigger: str, tags: Sequence[Mapping[str, Any]]) -> str:
+        mine = [tag for tag in tags if _read_text(tag, "begin").startswith(trigger)]
         if not mine:
             raise GrammarError(f"no tag begins with the trigger {trigger!r:.80}")
-        return f"{self._until(part, [trigger])} ({' | '.join(self._tag(tag, skip=len(trigger)) for tag in mine)})"
+        return f"{self._write_text_until(part, [trigger])} ({' | '.join(self._write_tag(tag, skip_chars=len(trigger)) for tag in mine)})"
 
-    def _separated(self, part: Mapping[str, Any]) -> str:
+    def _write_separated_tags(self, part: Mapping[str, Any]) -> str:
         """Tags with a text between them, and nothing else."""
-        tag = self._rule(" | ".join(self._tag(tag) for tag in _tags(part)))
+        tag = self._add_rule(" | ".join(self._write_tag(tag) for tag in _read_tags(part)))
         separator = part.get("separator", "")
-        between = f"{literal(separator)} " if isinstance(separator, str) and separator else ""
+        between = f"{lark_literal(separator)} " if isinstance(separator, str) and separator else ""
         several = tag if part.get("stop_after_first") else f"{tag} ({between}{tag})*"
-        return self._rule(several if part.get("at_least_one") else f"({several})?")
+        return self._add_rule(several if part.get("at_least_one") else f"({several})?")
 
 
-def _checked_kind(part: Mapping[str, Any]) -> str:
+def _check_format(part: Mapping[str, Any]) -> str:
     """The type of a format, all of whose fields are known."""
     kind = part.get("type")
-    if not isinstance(kind, str) or kind not in FIELDS:
-        raise GrammarError(f"the format {json.dumps(kind):.80} is not supported; known are {', '.join(FIELDS)}")
+    if not isinstance(kind, str) or kind not in FORMAT_FIELDS:
+        raise GrammarError(f"the format {json.dumps(kind):.80} is not supported; known are {', '.join(FORMAT_FIELDS)}")
     for name, value in part.items():
-        if name != "type" and name not in FIELDS[kind] and value not in (None, False, []):
+        if name != "type" and name not in FORMAT_FIELDS[kind] and value not in (None, False, []):
             raise GrammarError(f"the field {name!r:.80} of the format {kind!r} is not supported")
     return kind
 
 
-def _opening(part: Mapping[str, Any]) -> str:
+def _opening_text(part: Mapping[str, Any]) -> str:
     """The constant text that a part begins with."""
     if part.get("type") == "const_string":
-        return _text(part, "value")
+        return _read_text(part, "value")
     if part.get("type") == "tag":
-        return _text(part, "begin")
+        return _read_text(part, "begin")
     raise GrammarError("any_text must be followed by a const_string or a tag, or be the last of its sequence")
 
 
-def _ends(tag: Mapping[str, Any]) -> list[str]:
+def _closing_texts(tag: Mapping[str, Any]) -> list[str]:
     """One of them closes the tag; an empty one closes it at once."""
     end = tag.get("end", "")
     ends = [end] if isinstance(end, str) else end
@@ -224,28 +224,28 @@ def _ends(tag: Mapping[str, Any]) -> list[str]:
     return [] if "" in ends else ends
 
 
-def _tags(part: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    tags = _objects(part, "tags")
+def _read_tags(part: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    tags = _read_objects(part, "tags")
     if len(tags) > limits.MAX_TAGS:
         raise GrammarError(f"a structural tag may have {limits.MAX_TAGS} tags, got {len(tags)}")
     return tags
 
 
-def _objects(part: Mapping[str, Any], name: str) -> list[Mapping[str, Any]]:
+def _read_objects(part: Mapping[str, Any], name: str) -> list[Mapping[str, Any]]:
     values = part.get(name)
     if not isinstance(values, list) or not values or not all(isinstance(value, dict) for value in values):
         raise GrammarError(f"`{name}` must be a list of objects that is not empty")
     return values
 
 
-def _texts(part: Mapping[str, Any], name: str) -> list[str]:
+def _read_texts(part: Mapping[str, Any], name: str) -> list[str]:
     values = part.get(name)
     if not isinstance(values, list) or not values or not all(isinstance(value, str) and value for value in values):
         raise GrammarError(f"`{name}` must be a list of texts that are not empty")
     return list(dict.fromkeys(values))
 
 
-def _text(part: Mapping[str, Any], name: str) -> str:
+def _read_text(part: Mapping[str, Any], name: str) -> str:
     value = part.get(name)
     if not isinstance(value, str) or not value:
         raise GrammarError(f"`{name}` must be a text that is not empty")

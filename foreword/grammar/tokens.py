@@ -11,19 +11,19 @@ from llguidance import LLTokenizer, TokenizerWrapper
 
 from foreword.core.vocabulary import Vocabulary
 
-__all__ = ["Tokens"]
+__all__ = ["GrammarVocab"]
 
 # Sets of tokens that are legal as a whole in many places, so that a mask need not look at each. llguidance's own are those of
 # texts in JSON; words and names stand in formats and expressions as well.
 SLICES: Final = (*LLTokenizer.general_slices(), "[a-zA-Z]+", "[a-zA-Z0-9]+")
 # How tokenizers cut text before they merge: a space belongs to what follows it. A line end is a piece of its own, or the end
 # of the signs before it, with some; with others it is whitespace like all.
-WORDS: Final = rb" ?[A-Za-z\x80-\xff]+| ?[0-9]+| ?[^\sA-Za-z0-9\x80-\xff]+"
-LINES_APART: Final = re.compile(WORDS + rb"[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s")
-LINES_WITHIN: Final = re.compile(WORDS + rb"|\s+(?!\S)|\s")
+WORD_PATTERN: Final = rb" ?[A-Za-z\x80-\xff]+| ?[0-9]+| ?[^\sA-Za-z0-9\x80-\xff]+"
+PRETOKENIZE_SEPARATE_NEWLINES: Final = re.compile(WORD_PATTERN + rb"[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s")
+PRETOKENIZE_MERGED_NEWLINES: Final = re.compile(WORD_PATTERN + rb"|\s+(?!\S)|\s")
 
 
-class _Spelled:
+class _TokenBytes:
     """What LLTokenizer asks of a tokenizer: the bytes of each token. Text is never cut into tokens here."""
 
     is_tokenizer_wrapper = True
@@ -38,7 +38,7 @@ class _Spelled:
         raise AssertionError("no grammar forces tokens")
 
 
-class Tokens:
+class GrammarVocab:
     """A vocabulary prepared for masks, padded or cut to the model's own size.
 
     llg          llguidance's form of it: a trie over all tokens
@@ -48,7 +48,7 @@ class Tokens:
     vocab_size   of the model
     """
 
-    __slots__ = ("_ids", "_pieces", "end_id", "eos_ids", "llg", "spelled", "vocab_size")
+    __slots__ = ("_ids", "_pretokenize_pattern", "end_id", "eos_ids", "ll_tokenizer", "token_bytes", "vocab_size")
 
     def __init__(self, vocabulary: Vocabulary, vocab_size: int, slices: Sequence[str] = SLICES) -> None:
         tokens = list(vocabulary.tokens[:vocab_size])
@@ -57,39 +57,39 @@ class Tokens:
         self.eos_ids = tuple(i for i in vocabulary.eos_ids if i < vocab_size)
         # An id that ends the answer spells nothing: the same characters within a text are others.
         special = sorted({i for i in (*vocabulary.special_ids, *self.eos_ids) if i < vocab_size})
-        spelled = _Spelled(tokens, special, self.eos_ids[0] if self.eos_ids else None)
-        self.llg = LLTokenizer(cast(TokenizerWrapper, spelled), eos_token=list(self.eos_ids) or None, slices=list(slices))
-        self.end_id = self.llg.eos_token  # one more than the vocabulary has, where no id ends an answer
+        spelled = _TokenBytes(tokens, special, self.eos_ids[0] if self.eos_ids else None)
+        self.ll_tokenizer = LLTokenizer(cast(TokenizerWrapper, spelled), eos_token=list(self.eos_ids) or None, slices=list(slices))
+        self.end_id = self.ll_tokenizer.eos_token  # one more than the vocabulary has, where no id ends an answer
         for token_id in special:
             tokens[token_id] = b""
-        self.spelled = tuple(tokens)
+        self.token_bytes = tuple(tokens)
         self._ids = {token: i for i, token in reversed(list(enumerate(tokens))) if token}
-        self._pieces = LINES_WITHIN if b"\n " in self._ids else LINES_APART
+        self._pretokenize_pattern = PRETOKENIZE_MERGED_NEWLINES if b"\n " in self._ids else PRETOKENIZE_SEPARATE_NEWLINES
 
     @property
-    def num_words(self) -> int:
+    def num_mask_words(self) -> int:
         """int32 words of one mask."""
-        return (self.llg.vocab_size + 31) // 32
+        return (self.ll_tokenizer.vocab_size + 31) // 32
 
     def id_of(self, text: bytes) -> int | None:
         """The token that spells exactly this."""
         return self._ids.get(text)
 
-    def cut(self, text: bytes, max_tokens: int) -> tuple[int, ...]:
+    def tokenize(self, text: bytes, max_tokens: int) -> tuple[int, ...]:
         """Tokens that spell the beginning of `text`, most likely those that a tokenizer would take.
 
         Words, numbers and signs are cut apart first, as tokenizers do it, and merged as byte-pair encoding does it: nearly
         every vocabulary lists its tokens in the order of their merges.
         """
         ids: list[int] = []
-        for piece in self._pieces.findall(text):
-            for part in self._merged(piece):
+        for piece in self._pretokenize_pattern.findall(text):
+            for part in self._bpe_merge(piece):
                 if part not in self._ids or len(ids) == max_tokens:
                     return tuple(ids)
                 ids.append(self._ids[part])
         return tuple(ids)
 
-    def _merged(self, piece: bytes) -> list[bytes]:
+    def _bpe_merge(self, piece: bytes) -> list[bytes]:
         """Bytes, of which again and again the two neighbours are joined that make the lowest id."""
         parts = [piece[index : index + 1] for index in range(len(piece))]
         while True:

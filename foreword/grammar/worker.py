@@ -21,11 +21,11 @@ from foreword.core.structured import StructuredOutput
 from foreword.core.vocabulary import Vocabulary
 from foreword.errors import InvalidRequest
 from foreword.grammar import limits
-from foreword.grammar.compile import reason
-from foreword.grammar.compiled import Compiled
-from foreword.grammar.tokens import Tokens
+from foreword.grammar.compile import error_reason
+from foreword.grammar.compiled import CompiledGrammar
+from foreword.grammar.tokens import GrammarVocab
 
-__all__ = ["READY", "main", "objection"]
+__all__ = ["READY", "main", "check_grammar"]
 
 READY = b"ready"
 
@@ -45,55 +45,55 @@ def main(fd: int) -> int:
 def _serve(connection: Connection) -> None:
     try:
         vocabulary: Vocabulary = connection.recv()
-        tokens = Tokens(vocabulary, len(vocabulary.tokens))
+        tokens = GrammarVocab(vocabulary, len(vocabulary.tokens))
         resource.setrlimit(resource.RLIMIT_AS, (limits.WORKER_BYTES, limits.WORKER_BYTES))
         connection.send_bytes(READY)
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the last words of a process that is meant to die
         while True:
-            connection.send_bytes(_limited(connection.recv(), tokens).encode())
+            connection.send_bytes(_with_cpu_limit(connection.recv(), tokens).encode())
     except (EOFError, OSError):
         return  # the checker is gone
 
 
-def _limited(structured: StructuredOutput, tokens: Tokens) -> str:
+def _with_cpu_limit(structured: StructuredOutput, vocab: GrammarVocab) -> str:
     """The objection, or the death of this process."""
     signal.setitimer(signal.ITIMER_PROF, limits.COMPILE_CPU_S)
     try:
-        return objection(structured, tokens) or ""
+        return check_grammar(structured, vocab) or ""
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
 
 
-def objection(structured: StructuredOutput, tokens: Tokens) -> str | None:
+def check_grammar(structured: StructuredOutput, vocab: GrammarVocab) -> str | None:
     """Why a constraint cannot be served; None: it can."""
     try:
-        llg = Compiled(structured, tokens).matcher()
+        llg = CompiledGrammar(structured, vocab).new_matcher()
     except InvalidRequest as error:
         return error.message.removeprefix(f"{structured.field}: ")
-    return _walk(llg, tokens)
+    return _dry_run(llg, vocab)
 
 
-def _walk(llg: LLMatcher, tokens: Tokens) -> str | None:
+def _dry_run(llg: LLMatcher, vocab: GrammarVocab) -> str | None:
     """Follow some output of the grammar, as the engine would: masks, drafts that are rolled back, text that is forced."""
-    for step in range(limits.NUM_FIRST_MASKS):
+    for step in range(limits.NUM_DRY_RUN_MASKS):
         begin = time.thread_time()
-        mask = int.from_bytes(llg.compute_bitmask(), "little") & ~(1 << tokens.end_id)
+        mask = int.from_bytes(llg.compute_bitmask(), "little") & ~(1 << vocab.end_id)
         if llg.is_error():
-            return "no text conforms" if step == 0 and "NoExtensionBias" in reason(llg) else reason(llg)
+            return "no text conforms" if step == 0 and "NoExtensionBias" in error_reason(llg) else error_reason(llg)
         if time.thread_time() - begin > limits.MASK_CPU_S:
             return f"a token of the answer may take more than {limits.MASK_CPU_S:g} s to constrain"
-        for token_id in tokens.eos_ids:
+        for token_id in vocab.eos_ids:
             mask &= ~(1 << token_id)
         if not mask or llg.is_stopped():
             return None
-        token_id = _some_bit(mask, step, tokens.vocab_size)
+        token_id = _pick_bit(mask, step, vocab.vocab_size)
         if not (llg.consume_token(token_id) and llg.rollback(1) and llg.consume_token(token_id)):
-            return reason(llg) or "the grammar cannot go back by a token, which it must"
+            return error_reason(llg) or "the grammar cannot go back by a token, which it must"
         llg.deep_copy().compute_ff_bytes()
     return None
 
 
-def _some_bit(mask: int, step: int, size: int) -> int:
+def _pick_bit(mask: int, step: int, size: int) -> int:
     """One of the bits that are set, another one in each step."""
     begin = step * 40_503 % size
     above = mask >> begin

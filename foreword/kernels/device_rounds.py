@@ -9,21 +9,21 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from foreword.core.batch import SCRATCH_BLOCK, Batch
-from foreword.kernels.drafts import Drafts
-from foreword.kernels.graphs import Graphs, bucket_of, buckets
-from foreword.kernels.hashes import hash_of
-from foreword.kernels.lanes import Field, LaneSteps, Level, Limits, Lines, level_of, pack, sample, upload
+from foreword.core.batch import NULL_BLOCK, Batch
+from foreword.kernels.drafts import DeviceDraftLoop
+from foreword.kernels.graphs import CudaGraphPool, pick_size, capture_sizes
+from foreword.kernels.hashes import hash_logits
+from foreword.kernels.lanes import SlotField, DecodeOps, SamplerClass, DecodeLimits, SlotView, choose_sampler_class, pack_slots, sample_slots, copy_to_device
 from foreword.kernels.ops import Ops
-from foreword.kernels.rounds import RoundLane, RoundResult
+from foreword.kernels.rounds import DecodeSlot, DecodeResult
 
-__all__ = ["DeviceRounds"]
+__all__ = ["DeviceDecodeLoop"]
 
-MAX_UNDER_WAY = 2
+MAX_IN_FLIGHT = 2
 
 
 @dataclass(frozen=True, slots=True)
-class _Recorded:
+class _CapturedStep:
     """A target's pass for so many requests and drafted tokens.
 
     result  int64 [2 + (1 + d) + 2d, n]: ALIVE as the round began, tokens emitted, what was sampled, guesses, and the bits of
@@ -33,57 +33,57 @@ class _Recorded:
 
     run: Callable[[], None]
     result: Tensor
-    raw: Tensor | None
+    raw_logits: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
-class _UnderWay:
+class _InFlightStep:
     """A round that was launched. `result` and `raw` are on the host, and valid once `done` has happened."""
 
-    active: tuple[int, ...]
-    num_draft: int
+    active_slots: tuple[int, ...]
+    num_draft_tokens: int
     result: Tensor
-    raw: Tensor | None
+    raw_logits: Tensor | None
     done: torch.cuda.Event | None
 
 
-class _Tables:
+class _BlockTables:
     """Block tables of all requests, int64 [rows+1, M]: the last line is the padding's. Blocks are only added."""
 
-    def __init__(self, limits: Limits) -> None:
-        shape = (limits.rows + 1, limits.blocks)
-        self.values = torch.full(shape, SCRATCH_BLOCK, dtype=torch.int64, device=limits.device)
-        self._held: list[int] = []
-        self._added: list[tuple[int, int, int]] = []
+    def __init__(self, limits: DecodeLimits) -> None:
+        shape = (limits.max_rows + 1, limits.max_blocks)
+        self.values = torch.full(shape, NULL_BLOCK, dtype=torch.int64, device=limits.device)
+        self._lengths: list[int] = []
+        self._pending: list[tuple[int, int, int]] = []
 
-    def begin(self, tables: Sequence[Sequence[int]]) -> None:
-        self._added.clear()
-        self._held = [len(blocks) for blocks in tables]
-        width = max(self._held)
+    def start(self, block_tables: Sequence[Sequence[int]]) -> None:
+        self._pending.clear()
+        self._lengths = [len(blocks) for blocks in block_tables]
+        width = max(self._lengths)
         assert width <= self.values.shape[1], "a block table longer than was reserved"
-        rows = torch.tensor([[*blocks, *[SCRATCH_BLOCK] * (width - len(blocks))] for blocks in tables], dtype=torch.int64)
-        self.values.fill_(SCRATCH_BLOCK)
-        upload(rows, self.values[: len(tables), :width])
+        rows = torch.tensor([[*blocks, *[NULL_BLOCK] * (width - len(blocks))] for blocks in block_tables], dtype=torch.int64)
+        self.values.fill_(NULL_BLOCK)
+        copy_to_device(rows, self.values[: len(block_tables), :width])
 
-    def grow(self, lane: int, blocks: Sequence[int]) -> None:
+    def extend(self, slot: int, block_table: Sequence[int]) -> None:
         """They reach the device with the next flush()."""
-        assert self._held[lane] <= len(blocks) <= self.values.shape[1], "a block table shorter than it was, or than was reserved"
-        self._added += [(lane, place, blocks[place]) for place in range(self._held[lane], len(blocks))]
-        self._held[lane] = len(blocks)
+        assert self._lengths[slot] <= len(block_table) <= self.values.shape[1], "a block table shorter than it was, or than was reserved"
+        self._pending += [(slot, place, block_table[place]) for place in range(self._lengths[slot], len(block_table))]
+        self._lengths[slot] = len(block_table)
 
     def flush(self) -> None:
-        if self._added:
-            added = torch.empty(len(self._added), 3, dtype=torch.int64, device=self.values.device)
-            upload(torch.tensor(self._added), added)
+        if self._pending:
+            added = torch.empty(len(self._pending), 3, dtype=torch.int64, device=self.values.device)
+            copy_to_device(torch.tensor(self._pending), added)
             self.values.index_put_((added[:, 0], added[:, 1]), added[:, 2])
-            self._added.clear()
+            self._pending.clear()
 
-    def take(self, chosen: Tensor) -> Tensor:
+    def select(self, active_slots: Tensor) -> Tensor:
         """int64 [n+1] -> [n+1, M]"""
-        return self.values.index_select(0, chosen)
+        return self.values.index_select(0, active_slots)
 
 
-class DeviceRounds:
+class DeviceDecodeLoop:
     """See Rounds. At most `limits.rows` requests; the device holds one line for each:
 
     table   int64 [len(Field), rows+1]  its state and how it samples; the last column is nobody's
@@ -99,186 +99,186 @@ class DeviceRounds:
     def __init__(
         self,
         ops: Ops,
-        steps: LaneSteps,
+        decode_ops: DecodeOps,
         forward: Callable[[Batch], Tensor],
-        graphs: Graphs,
-        limits: Limits,
-        width: int,
+        graphs: CudaGraphPool,
+        limits: DecodeLimits,
+        vocab_size: int,
         block_size: int,
-        unused: Tensor,
-        drafts: Drafts | None,
-        hashed: bool,
+        never_sampled_ids: Tensor,
+        draft_loop: DeviceDraftLoop | None,
+        with_hashes: bool,
     ) -> None:
         self._ops = ops
-        self._steps = steps
+        self._decode_ops = decode_ops
         self._forward = forward
         self._graphs = graphs
         self._limits = limits
-        self._width = width
+        self._vocab_size = vocab_size
         self._block_size = block_size
-        self._unused = unused.to(limits.device)
-        self._drafts = drafts
-        self._hashed = hashed
-        self._sizes = buckets(limits.rows)
-        self._nobody = limits.rows
-        self._table = torch.zeros(len(Field), limits.rows + 1, dtype=torch.int64, device=limits.device)
-        self._chosen = torch.full((limits.rows + 1,), self._nobody, dtype=torch.int64, device=limits.device)
-        self._blocks = _Tables(limits)
-        self._draft_blocks = None if drafts is None else _Tables(drafts.limits)
+        self._never_sampled_ids = never_sampled_ids.to(limits.device)
+        self._draft_loop = draft_loop
+        self._with_hashes = with_hashes
+        self._capture_sizes = capture_sizes(limits.max_rows)
+        self._null_slot = limits.max_rows
+        self._slot_table = torch.zeros(len(SlotField), limits.max_rows + 1, dtype=torch.int64, device=limits.device)
+        self._active_slots = torch.full((limits.max_rows + 1,), self._null_slot, dtype=torch.int64, device=limits.device)
+        self._block_tables = _BlockTables(limits)
+        self._draft_block_tables = None if draft_loop is None else _BlockTables(draft_loop.limits)
         self._generation = 0
-        self._levels: list[Level] = []
-        self._under_way: deque[_UnderWay] = deque()
-        self._recorded: dict[tuple[int, int, Level], _Recorded] = {}
-        self._first: dict[tuple[int, bool, Level], Callable[[], None]] = {}
+        self._sampler_classes: list[SamplerClass] = []
+        self._in_flight: deque[_InFlightStep] = deque()
+        self._captured: dict[tuple[int, int, SamplerClass], _CapturedStep] = {}
+        self._first_passes: dict[tuple[int, bool, SamplerClass], Callable[[], None]] = {}
 
     @torch.inference_mode()
-    def prepare(self, most: int, num_draft: int, progress: Callable[[int, int], None] | None = None) -> None:
+    def capture_graphs(self, max_requests: int, num_draft_tokens: int, on_progress: Callable[[int, int], None] | None = None) -> None:
         """Record what rounds of up to `most` requests need, with filters and without, the largest first; `progress` gets what is
         done and how much there is in all."""
-        sizes = [size for size in reversed(self._sizes) if size <= bucket_of(most, self._sizes)]
-        wanted = [(size, level) for size in sizes for level in Level]
+        sizes = [size for size in reversed(self._capture_sizes) if size <= pick_size(max_requests, self._capture_sizes)]
+        wanted = [(size, level) for size in sizes for level in SamplerClass]
         for done, (size, level) in enumerate(wanted, start=1):
-            self._passes(size, num_draft, level)
-            if progress is not None:
-                progress(done, len(wanted))
+            self._get_passes(size, num_draft_tokens, level)
+            if on_progress is not None:
+                on_progress(done, len(wanted))
 
     @torch.inference_mode()
-    def begin(self, lanes: Sequence[RoundLane]) -> None:
-        assert not self._under_way, "a run begins while a round is under way"
-        assert 0 < len(lanes) <= self._limits.rows, "more requests than were reserved"
-        samplings = [lane.sampling for lane in lanes]
-        self._levels = [level_of([sampling]) for sampling in samplings]
-        self._table.zero_()
-        columns = pack(
-            [lane.token_ids for lane in lanes], [lane.length for lane in lanes], [lane.shift for lane in lanes], samplings
+    def start(self, slots: Sequence[DecodeSlot]) -> None:
+        assert not self._in_flight, "a run begins while a round is under way"
+        assert 0 < len(slots) <= self._limits.max_rows, "more requests than were reserved"
+        samplings = [lane.sampling for lane in slots]
+        self._sampler_classes = [choose_sampler_class([sampling]) for sampling in samplings]
+        self._slot_table.zero_()
+        columns = pack_slots(
+            [lane.last_token_ids for lane in slots], [lane.num_tokens for lane in slots], [lane.mrope_offset for lane in slots], samplings
         )
-        upload(columns, self._table[:, : len(lanes)])
-        self._blocks.begin([lane.blocks for lane in lanes])
-        if self._draft_blocks is not None:
-            self._draft_blocks.begin([lane.draft_blocks for lane in lanes])
+        copy_to_device(columns, self._slot_table[:, : len(slots)])
+        self._block_tables.start([lane.block_table for lane in slots])
+        if self._draft_block_tables is not None:
+            self._draft_block_tables.start([lane.draft_block_table for lane in slots])
 
-    def grow(self, lane: int, blocks: Sequence[int], draft_blocks: Sequence[int] = ()) -> None:
-        self._blocks.grow(lane, blocks)
-        if self._draft_blocks is not None:
-            self._draft_blocks.grow(lane, draft_blocks)
+    def extend_blocks(self, slot: int, block_table: Sequence[int], draft_block_table: Sequence[int] = ()) -> None:
+        self._block_tables.extend(slot, block_table)
+        if self._draft_block_tables is not None:
+            self._draft_block_tables.extend(slot, draft_block_table)
 
     @torch.inference_mode()
-    def launch(self, active: Sequence[int], num_draft: int) -> None:
-        assert len(self._under_way) < MAX_UNDER_WAY, "a third round is launched before the first is collected"
-        assert active and len(set(active)) == len(active)
-        assert num_draft == 0 or self._drafts is not None, "drafts without a draft model"
-        size = bucket_of(len(active), self._sizes)
-        target, drafting = self._passes(size, num_draft, max(self._levels[lane] for lane in active))
-        self._blocks.flush()
-        if self._draft_blocks is not None:
-            self._draft_blocks.flush()
-        chosen = [*active, *[self._nobody] * (size + 1 - len(active))]
-        upload(torch.tensor(chosen), self._chosen[: size + 1])
+    def launch(self, active_slots: Sequence[int], num_draft_tokens: int) -> None:
+        assert len(self._in_flight) < MAX_IN_FLIGHT, "a third round is launched before the first is collected"
+        assert active_slots and len(set(active_slots)) == len(active_slots)
+        assert num_draft_tokens == 0 or self._draft_loop is not None, "drafts without a draft model"
+        size = pick_size(len(active_slots), self._capture_sizes)
+        target, drafting = self._get_passes(size, num_draft_tokens, max(self._sampler_classes[lane] for lane in active_slots))
+        self._block_tables.flush()
+        if self._draft_block_tables is not None:
+            self._draft_block_tables.flush()
+        chosen = [*active_slots, *[self._null_slot] * (size + 1 - len(active_slots))]
+        copy_to_device(torch.tensor(chosen), self._active_slots[: size + 1])
         for run in drafting:
             run()
         target.run()
-        self._under_way.append(self._sent(tuple(active), num_draft, target))
+        self._in_flight.append(self._copy_to_host(tuple(active_slots), num_draft_tokens, target))
 
-    def collect(self) -> dict[int, RoundResult]:
-        under_way = self._under_way.popleft()
+    def collect(self) -> dict[int, DecodeResult]:
+        under_way = self._in_flight.popleft()
         if under_way.done is not None:
             under_way.done.synchronize()
-        return dict(_results(under_way))
+        return dict(_iter_results(under_way))
 
-    def _passes(self, size: int, num_draft: int, level: Level) -> tuple[_Recorded, list[Callable[[], None]]]:
+    def _get_passes(self, size: int, num_draft_tokens: int, sampler_class: SamplerClass) -> tuple[_CapturedStep, list[Callable[[], None]]]:
         """The target's pass, and those of the draft model before it; recorded if they are new."""
-        drafts, drafting = self._drafts, list[Callable[[], None]]()
+        drafts, drafting = self._draft_loop, list[Callable[[], None]]()
         if drafts is not None:
-            drafts.reach(num_draft)
+            drafts.ensure_capacity(num_draft_tokens)
             if drafts.generation != self._generation:
-                self._first.clear()
-                self._recorded.clear()
+                self._first_passes.clear()
+                self._captured.clear()
                 self._generation = drafts.generation
-            drafting = [self._first_pass(drafts, size, num_draft > 0, level)]
-            if num_draft > 1:
-                drafting += [drafts.next_pass(size, level)] * (num_draft - 1)
-        key = (size, num_draft, level)
-        if key not in self._recorded:
-            self._recorded[key] = self._record(*key)
-        return self._recorded[key], drafting
+            drafting = [self._get_first_pass(drafts, size, num_draft_tokens > 0, sampler_class)]
+            if num_draft_tokens > 1:
+                drafting += [drafts.captured_pass(size, sampler_class)] * (num_draft_tokens - 1)
+        key = (size, num_draft_tokens, sampler_class)
+        if key not in self._captured:
+            self._captured[key] = self._capture_step(*key)
+        return self._captured[key], drafting
 
-    def _first_pass(self, drafts: Drafts, size: int, sampled: bool, level: Level) -> Callable[[], None]:
-        tables = self._draft_blocks
+    def _get_first_pass(self, draft_loop: DeviceDraftLoop, size: int, with_draft: bool, sampler_class: SamplerClass) -> Callable[[], None]:
+        tables = self._draft_block_tables
         assert tables is not None
 
         def first() -> None:
-            lines = Lines(self._table.index_select(1, self._chosen[:size]))
-            drafts.begin(size, lines, tables.take(self._chosen[: size + 1]), sampled, level)
+            lines = SlotView(self._slot_table.index_select(1, self._active_slots[:size]))
+            draft_loop.first_pass(size, lines, tables.select(self._active_slots[: size + 1]), with_draft, sampler_class)
 
-        key = (size, sampled, level)
-        if key not in self._first:
-            self._chosen.fill_(self._nobody)
-            self._first[key] = drafts.graphs.record(first)
-        return self._first[key]
+        key = (size, with_draft, sampler_class)
+        if key not in self._first_passes:
+            self._active_slots.fill_(self._null_slot)
+            self._first_passes[key] = draft_loop.graphs.capture(first)
+        return self._first_passes[key]
 
-    def _record(self, size: int, num_draft: int, level: Level) -> _Recorded:
-        rows, device = size * (1 + num_draft), self._limits.device
-        result = torch.zeros(3 + 3 * num_draft, size, dtype=torch.int64, device=device)
-        raw = torch.zeros(rows, self._width, device=device) if self._hashed else None
+    def _capture_step(self, size: int, num_draft_tokens: int, sampler_class: SamplerClass) -> _CapturedStep:
+        rows, device = size * (1 + num_draft_tokens), self._limits.device
+        result = torch.zeros(3 + 3 * num_draft_tokens, size, dtype=torch.int64, device=device)
+        raw = torch.zeros(rows, self._vocab_size, device=device) if self._with_hashes else None
 
         def run() -> None:
-            self._round(size, num_draft, level, result, raw)
+            self._run_step(size, num_draft_tokens, sampler_class, result, raw)
 
-        self._chosen.fill_(self._nobody)
-        return _Recorded(self._graphs.record(run) if rows <= self._limits.rows else run, result, raw)
+        self._active_slots.fill_(self._null_slot)
+        return _CapturedStep(self._graphs.capture(run) if rows <= self._limits.max_rows else run, result, raw)
 
-    def _round(self, count: int, num_draft: int, level: Level, result: Tensor, raw: Tensor | None) -> None:
+    def _run_step(self, count: int, num_draft_tokens: int, sampler_class: SamplerClass, result: Tensor, raw_logits: Tensor | None) -> None:
         """The target's part, once the guesses are there."""
-        chosen, width = self._chosen[:count], 1 + num_draft
-        lines = Lines(self._table.index_select(1, chosen))
-        length, last = lines[Field.LENGTH], lines[Field.LAST]
+        chosen, width = self._active_slots[:count], 1 + num_draft_tokens
+        lines = SlotView(self._slot_table.index_select(1, chosen))
+        length, last = lines[SlotField.LENGTH], lines[SlotField.LAST_TOKEN]
         guesses = last[:, None][:, :0]
         logprobs = guesses.view(torch.float64)
-        if self._drafts is not None:
-            guesses, logprobs = self._drafts.guesses(count, num_draft)
+        if self._draft_loop is not None:
+            guesses, logprobs = self._draft_loop.get_draft_ids(count, num_draft_tokens)
         token_ids = torch.cat((last[:, None], guesses), 1)
         valid = lines.alive[:, None] & (token_ids >= 0)
-        tables, shifts = self._blocks.take(self._chosen[: count + 1]), lines[Field.SHIFT]
-        directions = self._limits.directions
-        batch = self._steps.rows(token_ids, length - 1, valid, tables, shifts, self._block_size, directions, last=False)
+        tables, shifts = self._block_tables.select(self._active_slots[: count + 1]), lines[SlotField.MROPE_OFFSET]
+        directions = self._limits.uses_mrope
+        batch = self._decode_ops.build_batch(token_ids, length - 1, valid, tables, shifts, self._block_size, directions, only_last=False)
         logits = self._forward(batch)
-        if raw is not None:
-            raw.copy_(logits)
-        each = Lines(lines.values[:, :, None].expand(-1, -1, width).flatten(1))
+        if raw_logits is not None:
+            raw_logits.copy_(logits)
+        each = SlotView(lines.values[:, :, None].expand(-1, -1, width).flatten(1))
         positions = (length[:, None] + torch.arange(width, device=chosen.device)).view(-1)
-        sampled = sample(self._ops, logits, each, positions, self._unused, level).view(count, width)
-        self._steps.advance(self._table, chosen, sampled, guesses, logprobs, result)
+        sampled = sample_slots(self._ops, logits, each, positions, self._never_sampled_ids, sampler_class).view(count, width)
+        self._decode_ops.commit(self._slot_table, chosen, sampled, guesses, logprobs, result)
 
-    def _sent(self, active: tuple[int, ...], num_draft: int, round_: _Recorded) -> _UnderWay:
+    def _copy_to_host(self, active_slots: tuple[int, ...], num_draft_tokens: int, step: _CapturedStep) -> _InFlightStep:
         """What a round yields, on its way to the host; nothing that follows it can overwrite what is copied."""
-        raw = None if round_.raw is None else round_.raw.cpu().clone()
-        if not round_.result.is_cuda:
-            return _UnderWay(active, num_draft, round_.result.clone(), raw, None)
-        result = torch.empty(round_.result.shape, dtype=torch.int64, pin_memory=True)
-        result.copy_(round_.result, non_blocking=True)
+        raw = None if step.raw_logits is None else step.raw_logits.cpu().clone()
+        if not step.result.is_cuda:
+            return _InFlightStep(active_slots, num_draft_tokens, step.result.clone(), raw, None)
+        result = torch.empty(step.result.shape, dtype=torch.int64, pin_memory=True)
+        result.copy_(step.result, non_blocking=True)
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         done.record()
-        return _UnderWay(active, num_draft, result, raw, done)
+        return _InFlightStep(active_slots, num_draft_tokens, result, raw, done)
 
 
-def _results(under_way: _UnderWay) -> Iterator[tuple[int, RoundResult]]:
+def _iter_results(in_flight: _InFlightStep) -> Iterator[tuple[int, DecodeResult]]:
     """Of each lane that took part."""
-    found = under_way.result
+    found = in_flight.result
     alive, emitted = found[0], found[1]
-    behind = len(found) - under_way.num_draft  # sampled, guesses, bits of log-probabilities
-    sampled, guesses = found[2 : behind - under_way.num_draft], found[behind - under_way.num_draft : behind]
+    behind = len(found) - in_flight.num_draft_tokens  # sampled, guesses, bits of log-probabilities
+    sampled, guesses = found[2 : behind - in_flight.num_draft_tokens], found[behind - in_flight.num_draft_tokens : behind]
     logprobs = found[behind:].view(torch.float64)
     columns = (alive.tolist(), emitted.tolist(), *(part.t().tolist() for part in (sampled, guesses, logprobs)))
-    for number, (lane, takes_part, count, own, guessed, scores) in enumerate(zip(under_way.active, *columns, strict=False)):
+    for number, (lane, takes_part, count, own, guessed, scores) in enumerate(zip(in_flight.active_slots, *columns, strict=False)):
         if takes_part:
             drafted = tuple(token_id for token_id in guessed if token_id >= 0)
-            hashes = _hashes(under_way, number, count)
-            yield lane, RoundResult(tuple(own[:count]), drafted, tuple(scores[: len(drafted)]), hashes)
+            hashes = _hash_rows(in_flight, number, count)
+            yield lane, DecodeResult(tuple(own[:count]), drafted, tuple(scores[: len(drafted)]), hashes)
 
 
-def _hashes(under_way: _UnderWay, number: int, emitted: int) -> tuple[int, ...]:
+def _hash_rows(in_flight: _InFlightStep, number: int, emitted: int) -> tuple[int, ...]:
     """Of the first `emitted` rows of a lane."""
-    if under_way.raw is None:
+    if in_flight.raw_logits is None:
         return ()
-    first = number * (1 + under_way.num_draft)
-    return tuple(hash_of(line) for line in under_way.raw[first : first + emitted])
+    first = number * (1 + in_flight.num_draft_tokens)
+    return tuple(hash_logits(line) for line in in_flight.raw_logits[first : first + emitted])

@@ -8,18 +8,18 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from foreword.core.batch import SCRATCH_BLOCK, Batch
-from foreword.kernels.graphs import Graphs, bucket_of, buckets
-from foreword.kernels.lanes import Field, Guessing, LaneSteps, Level, Limits, Lines, level_of, pack, sample, upload
-from foreword.kernels.ops import DraftLane, Guess, Ops
+from foreword.core.batch import NULL_BLOCK, Batch
+from foreword.kernels.graphs import CudaGraphPool, pick_size, capture_sizes
+from foreword.kernels.lanes import SlotField, DraftLoopState, DecodeOps, SamplerClass, DecodeLimits, SlotView, choose_sampler_class, pack_slots, sample_slots, copy_to_device
+from foreword.kernels.ops import DraftJob, DraftTokens, Ops
 
-__all__ = ["Drafts"]
+__all__ = ["DeviceDraftLoop"]
 
-MAX_GUESSES = 32  # at first; more are made room for
-KNOWN = 2  # tokens of a request that may have no KV after a round: the last guess, if it was right, and what followed it
+INITIAL_DRAFT_CAPACITY = 32  # at first; more are made room for
+NUM_CATCH_UP_TOKENS = 2  # tokens of a request that may have no KV after a round: the last guess, if it was right, and what followed it
 
 
-class Drafts:
+class DeviceDraftLoop:
     """What a draft model knows of up to `limits.rows` requests while it guesses for them.
 
     A pass for n requests is one graph, launched as often as there are guesses to come; what it reads lies at fixed addresses:
@@ -42,158 +42,158 @@ class Drafts:
     def __init__(
         self,
         ops: Ops,
-        steps: LaneSteps,
+        decode_ops: DecodeOps,
         forward: Callable[[Batch], Tensor],
-        graphs: Graphs,
-        limits: Limits,
-        width: int,
+        graphs: CudaGraphPool,
+        limits: DecodeLimits,
+        vocab_size: int,
         block_size: int,
-        unused: Tensor,
+        never_sampled_ids: Tensor,
     ) -> None:
         self.graphs = graphs
         self.limits = limits
-        self.width = width
+        self.vocab_size = vocab_size
         self.block_size = block_size
-        self.unused = unused.to(limits.device)
-        self.sizes = buckets(limits.rows)
+        self.never_sampled_ids = never_sampled_ids.to(limits.device)
+        self.capture_sizes = capture_sizes(limits.max_rows)
         self._ops = ops
-        self._steps = steps
+        self._decode_ops = decode_ops
         self._forward = forward
-        rows, device = limits.rows, limits.device
-        self._lines = torch.zeros(len(Field), rows, dtype=torch.int64, device=device)
-        self._tables = torch.full((rows + 1, limits.blocks), SCRATCH_BLOCK, dtype=torch.int64, device=device)
-        self._token, self._place, self._limit = torch.zeros(3, rows, dtype=torch.int64, device=device)
-        self._going = torch.zeros(rows, dtype=torch.bool, device=device)
-        self._total, self._floor = torch.zeros(2, rows, dtype=torch.float64, device=device)
-        self._column = torch.zeros(1, dtype=torch.int64, device=device)
-        self._passes: dict[tuple[int, Level], Callable[[], None]] = {}
+        rows, device = limits.max_rows, limits.device
+        self._slot_table = torch.zeros(len(SlotField), rows, dtype=torch.int64, device=device)
+        self._block_tables = torch.full((rows + 1, limits.max_blocks), NULL_BLOCK, dtype=torch.int64, device=device)
+        self._last_token, self._position, self._max_tokens = torch.zeros(3, rows, dtype=torch.int64, device=device)
+        self._active = torch.zeros(rows, dtype=torch.bool, device=device)
+        self._logprob_sum, self._min_logprob_sum = torch.zeros(2, rows, dtype=torch.float64, device=device)
+        self._draft_step = torch.zeros(1, dtype=torch.int64, device=device)
+        self._captured_passes: dict[tuple[int, SamplerClass], Callable[[], None]] = {}
         self.generation = 0
-        self._make_room(MAX_GUESSES)
+        self._allocate(INITIAL_DRAFT_CAPACITY)
 
-    def serves(self, block_size: int, unused: Tensor) -> bool:
+    def matches(self, block_size: int, never_sampled_ids: Tensor) -> bool:
         """Whether these are the ones for such a draft."""
-        return block_size == self.block_size and torch.equal(unused.to(self.unused.device), self.unused)
+        return block_size == self.block_size and torch.equal(never_sampled_ids.to(self.never_sampled_ids.device), self.never_sampled_ids)
 
-    def reach(self, num_guesses: int) -> None:
+    def ensure_capacity(self, num_draft_tokens: int) -> None:
         """Make room for so many guesses."""
-        if num_guesses > self._guesses.shape[0]:
-            self._make_room(max(num_guesses, 2 * self._guesses.shape[0]))
+        if num_draft_tokens > self._draft_ids.shape[0]:
+            self._allocate(max(num_draft_tokens, 2 * self._draft_ids.shape[0]))
 
-    def next_pass(self, count: int, level: Level) -> Callable[[], None]:
+    def captured_pass(self, num_requests: int, sampler_class: SamplerClass) -> Callable[[], None]:
         """The next guess of `count` requests, a bucket. To be had before anything is set for a draft."""
-        if (count, level) not in self._passes:
-            self.rest()
-            self._passes[count, level] = self.graphs.record(lambda: self._pass(count, level))
-        return self._passes[count, level]
+        if (num_requests, sampler_class) not in self._captured_passes:
+            self.clear()
+            self._captured_passes[num_requests, sampler_class] = self.graphs.capture(lambda: self._run_pass(num_requests, sampler_class))
+        return self._captured_passes[num_requests, sampler_class]
 
-    def rest(self) -> None:
+    def clear(self) -> None:
         """No request: a pass computes padding."""
-        for tensor in (self._lines, self._tables, self._place, self._going, self._column):
+        for tensor in (self._slot_table, self._block_tables, self._position, self._active, self._draft_step):
             tensor.zero_()
 
-    def run(self, lanes: Sequence[DraftLane], logits: Tensor) -> list[Guess]:
+    def run(self, jobs: Sequence[DraftJob], logits: Tensor) -> list[DraftTokens]:
         """All guesses of lanes that want some, from the logits [len(lanes), V] of their last known tokens."""
-        most = max(lane.max_tokens for lane in lanes)
-        self.reach(most)
-        level = level_of([lane.sampling for lane in lanes])
-        size = bucket_of(len(lanes), self.sizes)
-        again = self.next_pass(size, level) if most > 1 else None
-        self._set(lanes, size)
-        self.step(len(lanes), logits, level)
+        most = max(lane.max_tokens for lane in jobs)
+        self.ensure_capacity(most)
+        level = choose_sampler_class([lane.sampling for lane in jobs])
+        size = pick_size(len(jobs), self.capture_sizes)
+        again = self.captured_pass(size, level) if most > 1 else None
+        self._upload_jobs(jobs, size)
+        self.sample_draft(len(jobs), logits, level)
         if again is not None:
             for _ in range(most - 1):
                 again()
-        return self._results(len(lanes), most)
+        return self._read_drafts(len(jobs), most)
 
-    def begin(self, count: int, lines: Lines, tables: Tensor, sampled: bool, level: Level) -> None:
+    def first_pass(self, num_requests: int, slots: SlotView, block_tables: Tensor, with_draft: bool, sampler_class: SamplerClass) -> None:
         """The first pass of a round: KV of the last two tokens known, and the first guess from the last one, if wanted.
 
         lines   `count` of the requests of a round
         tables  int64 [count+1, M]
         """
-        alive, length = lines.alive, lines[Field.LENGTH]
-        self._lines[:, :count].copy_(lines.values)
-        self._tables[: count + 1].copy_(tables)
-        self._place[:count].copy_(length - 1)
-        self._limit[:count].fill_(self._guesses.shape[0])
-        self._going[:count].copy_(alive)
-        self._total[:count].zero_()
-        self._floor[:count].fill_(-math.inf)
-        self._column.zero_()
-        known = torch.stack((lines[Field.BEFORE], lines[Field.LAST]), 1)
-        known = torch.where(known < self.width, known, 0)  # a row of the target that stands for no token
-        valid = torch.stack((alive & (length >= KNOWN), alive), 1)
-        logits = self._forward(self._rows(known, length - KNOWN, valid))
-        if sampled:
-            self.step(count, logits, level)
+        alive, length = slots.alive, slots[SlotField.LENGTH]
+        self._slot_table[:, :num_requests].copy_(slots.values)
+        self._block_tables[: num_requests + 1].copy_(block_tables)
+        self._position[:num_requests].copy_(length - 1)
+        self._max_tokens[:num_requests].fill_(self._draft_ids.shape[0])
+        self._active[:num_requests].copy_(alive)
+        self._logprob_sum[:num_requests].zero_()
+        self._min_logprob_sum[:num_requests].fill_(-math.inf)
+        self._draft_step.zero_()
+        known = torch.stack((slots[SlotField.PREV_TOKEN], slots[SlotField.LAST_TOKEN]), 1)
+        known = torch.where(known < self.vocab_size, known, 0)  # a row of the target that stands for no token
+        valid = torch.stack((alive & (length >= NUM_CATCH_UP_TOKENS), alive), 1)
+        logits = self._forward(self._build_batch(known, length - NUM_CATCH_UP_TOKENS, valid))
+        if with_draft:
+            self.sample_draft(num_requests, logits, sampler_class)
 
-    def step(self, count: int, logits: Tensor, level: Level) -> None:
+    def sample_draft(self, num_requests: int, logits: Tensor, sampler_class: SamplerClass) -> None:
         """Sample the next guess of each of the first `count` requests: logits [count, V] are overwritten."""
-        lines = Lines(self._lines[:, :count])
-        token_ids = sample(self._ops, logits, lines, lines[Field.LENGTH], self.unused, level)
-        self._steps.guess(self._guessing(count), token_ids, logits, self._ops.log_sum_exp(logits))
+        lines = SlotView(self._slot_table[:, :num_requests])
+        token_ids = sample_slots(self._ops, logits, lines, lines[SlotField.LENGTH], self.never_sampled_ids, sampler_class)
+        self._decode_ops.record_draft(self._state(num_requests), token_ids, logits, self._ops.log_sum_exp(logits))
 
-    def _guessing(self, count: int) -> Guessing:
+    def _state(self, num_requests: int) -> DraftLoopState:
         """Of the first `count` requests."""
-        return Guessing(
-            column=self._column,
-            guesses=self._guesses[:, :count],
-            logprobs=self._logprobs[:, :count],
-            token=self._token[:count],
-            place=self._place[:count],
-            index=self._lines[Field.LENGTH, :count],
-            going=self._going[:count],
-            total=self._total[:count],
-            floor=self._floor[:count],
-            limit=self._limit[:count],
+        return DraftLoopState(
+            draft_step=self._draft_step,
+            draft_ids=self._draft_ids[:, :num_requests],
+            logprobs=self._draft_logprobs[:, :num_requests],
+            last_token=self._last_token[:num_requests],
+            position=self._position[:num_requests],
+            sample_index=self._slot_table[SlotField.LENGTH, :num_requests],
+            active=self._active[:num_requests],
+            logprob_sum=self._logprob_sum[:num_requests],
+            min_logprob_sum=self._min_logprob_sum[:num_requests],
+            max_tokens=self._max_tokens[:num_requests],
         )
 
-    def guesses(self, count: int, num: int) -> tuple[Tensor, Tensor]:
+    def get_draft_ids(self, num_requests: int, num_draft_tokens: int) -> tuple[Tensor, Tensor]:
         """The first `num` of `count` requests: ids int64 [count, num], -1 behind the last one, and log-probabilities float64."""
-        return self._guesses[:num, :count].t(), self._logprobs[:num, :count].t()
+        return self._draft_ids[:num_draft_tokens, :num_requests].t(), self._draft_logprobs[:num_draft_tokens, :num_requests].t()
 
-    def _make_room(self, num_guesses: int) -> None:
-        shape, device = (num_guesses, self.limits.rows), self.limits.device
-        self._guesses = torch.full(shape, -1, dtype=torch.int64, device=device)
-        self._logprobs = torch.zeros(shape, dtype=torch.float64, device=device)
-        self._passes.clear()
+    def _allocate(self, num_draft_tokens: int) -> None:
+        shape, device = (num_draft_tokens, self.limits.max_rows), self.limits.device
+        self._draft_ids = torch.full(shape, -1, dtype=torch.int64, device=device)
+        self._draft_logprobs = torch.zeros(shape, dtype=torch.float64, device=device)
+        self._captured_passes.clear()
         self.generation += 1
 
-    def _pass(self, count: int, level: Level) -> None:
+    def _run_pass(self, num_requests: int, sampler_class: SamplerClass) -> None:
         """Compute the last guesses, and sample what follows them."""
-        batch = self._rows(self._token[:count, None], self._place[:count], self._going[:count, None])
-        self.step(count, self._forward(batch), level)
+        batch = self._build_batch(self._last_token[:num_requests, None], self._position[:num_requests], self._active[:num_requests, None])
+        self.sample_draft(num_requests, self._forward(batch), sampler_class)
 
-    def _rows(self, token_ids: Tensor, first: Tensor, valid: Tensor) -> Batch:
+    def _build_batch(self, token_ids: Tensor, first_position: Tensor, valid: Tensor) -> Batch:
         count = len(token_ids)
-        shifts, tables = self._lines[Field.SHIFT, :count], self._tables[: count + 1]
-        return self._steps.rows(token_ids, first, valid, tables, shifts, self.block_size, self.limits.directions, last=True)
+        shifts, tables = self._slot_table[SlotField.MROPE_OFFSET, :count], self._block_tables[: count + 1]
+        return self._decode_ops.build_batch(token_ids, first_position, valid, tables, shifts, self.block_size, self.limits.uses_mrope, only_last=True)
 
-    def _set(self, lanes: Sequence[DraftLane], size: int) -> None:
+    def _upload_jobs(self, jobs: Sequence[DraftJob], size: int) -> None:
         """What the passes for these lanes read, in a bucket of this size."""
-        count, blocks = len(lanes), self.limits.blocks
-        known = [lane.token_ids for lane in lanes]
-        lines = pack(known, [lane.first for lane in lanes], [lane.shift for lane in lanes], [lane.sampling for lane in lanes])
-        last = torch.tensor([lane.start + len(lane.token_ids) - 1 for lane in lanes])
-        limits = torch.tensor([lane.max_tokens for lane in lanes])
-        width = max(min(len(lane.blocks), blocks) for lane in lanes)
-        held = [list(lane.blocks[:width]) for lane in lanes]
-        tables = torch.tensor([[*own, *[SCRATCH_BLOCK] * (width - len(own))] for own in held])
-        upload(lines, self._lines[:, :count])
-        upload(last, self._place[:count])
-        upload(limits, self._limit[:count])
-        upload(torch.tensor([lane.floor for lane in lanes], dtype=torch.float64), self._floor[:count])
-        self._tables[: size + 1].fill_(SCRATCH_BLOCK)
-        upload(tables, self._tables[:count, :width])
-        self._going[:count].fill_(True)
-        self._going[count:size].fill_(False)
-        self._total.zero_()
-        self._column.zero_()
+        count, blocks = len(jobs), self.limits.max_blocks
+        known = [lane.token_ids for lane in jobs]
+        lines = pack_slots(known, [lane.first_draft_index for lane in jobs], [lane.mrope_offset for lane in jobs], [lane.sampling for lane in jobs])
+        last = torch.tensor([lane.start_position + len(lane.token_ids) - 1 for lane in jobs])
+        limits = torch.tensor([lane.max_tokens for lane in jobs])
+        width = max(min(len(lane.block_table), blocks) for lane in jobs)
+        held = [list(lane.block_table[:width]) for lane in jobs]
+        tables = torch.tensor([[*own, *[NULL_BLOCK] * (width - len(own))] for own in held])
+        copy_to_device(lines, self._slot_table[:, :count])
+        copy_to_device(last, self._position[:count])
+        copy_to_device(limits, self._max_tokens[:count])
+        copy_to_device(torch.tensor([lane.min_logprob_sum for lane in jobs], dtype=torch.float64), self._min_logprob_sum[:count])
+        self._block_tables[: size + 1].fill_(NULL_BLOCK)
+        copy_to_device(tables, self._block_tables[:count, :width])
+        self._active[:count].fill_(True)
+        self._active[count:size].fill_(False)
+        self._logprob_sum.zero_()
+        self._draft_step.zero_()
 
-    def _results(self, count: int, num: int) -> list[Guess]:
+    def _read_drafts(self, num_requests: int, num_draft_tokens: int) -> list[DraftTokens]:
         """In one transfer."""
-        ids, logprobs = self.guesses(count, num)
+        ids, logprobs = self.get_draft_ids(num_requests, num_draft_tokens)
         both = torch.cat((ids, logprobs.view(torch.int64)), 1).cpu()
-        lengths = (both[:, :num] >= 0).sum(1).tolist()
-        rows = zip(both[:, :num].tolist(), both[:, num:].view(torch.float64).tolist(), lengths, strict=True)
-        return [Guess(tuple(own[:length]), tuple(scores[:length])) for own, scores, length in rows]
+        lengths = (both[:, :num_draft_tokens] >= 0).sum(1).tolist()
+        rows = zip(both[:, :num_draft_tokens].tolist(), both[:, num_draft_tokens:].view(torch.float64).tolist(), lengths, strict=True)
+        return [DraftTokens(tuple(own[:length]), tuple(scores[:length])) for own, scores, length in rows]

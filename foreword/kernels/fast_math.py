@@ -9,12 +9,12 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from foreword.kernels.reference import ACTIVATIONS, Reference
+from foreword.kernels.reference import ACTIVATIONS, ReferenceOps
 
-__all__ = ["FastMath"]
+__all__ = ["FastMathOps"]
 
 
-class FastMath(Reference):
+class FastMathOps(ReferenceOps):
     """Ordinary torch on whole batches."""
 
     name = "fast-math"
@@ -22,10 +22,10 @@ class FastMath(Reference):
     def __init__(self) -> None:
         super().__init__(row_tile=1)
 
-    def gated(self, gate_up: Tensor, activation: str) -> Tensor:
+    def gated_act(self, gate_up: Tensor, activation: str) -> Tensor:
         """gate_up [T, 2I] -> [T, I]"""
         gate, up = gate_up.chunk(2, -1)
         return ACTIVATIONS[activation](gate) * up
 
-    def _tiled(self, operation: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    def _apply_by_tile(self, operation: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         return operation(x)

@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
-__all__ = ["Graphs", "bucket_of", "buckets"]
+__all__ = ["CudaGraphPool", "pick_size", "capture_sizes"]
 
 log = logging.getLogger(__name__)
-WARM_UPS = 2  # Triton compiles in the first, allocators settle in the second
-STEPS = ((8, 8), (64, 16), (128, 32), (256, 64))  # (from this size on, buckets are so far apart)
+NUM_WARM_UPS = 2  # Triton compiles in the first, allocators settle in the second
+SIZE_STEPS = ((8, 8), (64, 16), (128, 32), (256, 64))  # (from this size on, buckets are so far apart)
 
 
-class Graphs:
+class CudaGraphPool:
     """Graphs of one device, in one pool of memory: they must run one after another, and never two at once.
 
     eager  nothing is captured; nor is it on a CPU, where everything else is the same
@@ -27,10 +27,10 @@ class Graphs:
         self._device = device
         self._eager = eager or device.type != "cuda"
         self._pool: Any = None
-        self.count = 0
-        self.bytes = 0
+        self.num_graphs = 0
+        self.num_bytes = 0
 
-    def record(self, run: Callable[[], None]) -> Callable[[], None]:
+    def capture(self, run: Callable[[], None]) -> Callable[[], None]:
         """`run`, or the graph of it: what it reads and writes must lie where it lies now.
 
         It is run before it is captured, so what it reads must be harmless then. Where it cannot be captured the reason is
@@ -39,13 +39,13 @@ class Graphs:
         if self._eager:
             return run
         try:
-            return self._captured(run)
+            return self._capture_graph(run)
         except RuntimeError as error:
             self._eager = True
             log.warning("CUDA graphs are not used: a pass could not be captured: %s", error)
             return run
 
-    def _captured(self, run: Callable[[], None]) -> Callable[[], None]:
+    def _capture_graph(self, run: Callable[[], None]) -> Callable[[], None]:
         self._warm_up(run)
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         torch.cuda.synchronize(self._device)
@@ -56,8 +56,8 @@ class Graphs:
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             run()
         after, _ = torch.cuda.mem_get_info(self._device)
-        self.count += 1
-        self.bytes += max(before - after, 0)
+        self.num_graphs += 1
+        self.num_bytes += max(before - after, 0)
         return graph.replay
 
     def _warm_up(self, run: Callable[[], None]) -> None:
@@ -66,25 +66,25 @@ class Graphs:
         side = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         side.wait_stream(current)
         with torch.cuda.stream(side):
-            for _ in range(WARM_UPS):
+            for _ in range(NUM_WARM_UPS):
                 run()
         current.wait_stream(side)
 
 
-def buckets(most: int) -> tuple[int, ...]:
+def capture_sizes(max_size: int) -> tuple[int, ...]:
     """Numbers of rows that are captured, ascending, the last one `most`: each at most twice the one before, and at most a
     quarter more from 32 on."""
-    return tuple(_buckets(most))
+    return tuple(_iter_sizes(max_size))
 
 
-def bucket_of(count: int, sizes: tuple[int, ...]) -> int:
+def pick_size(count: int, sizes: tuple[int, ...]) -> int:
     """The smallest size that has room for `count`."""
     return next(size for size in sizes if size >= count)
 
 
-def _buckets(most: int) -> Iterator[int]:
+def _iter_sizes(max_size: int) -> Iterator[int]:
     size = 1
-    while size < most:
+    while size < max_size:
         yield size
-        size += next((step for start, step in reversed(STEPS) if size >= start), size)
-    yield most
+        size += next((step for start, step in reversed(SIZE_STEPS) if size >= start), size)
+    yield max_size

@@ -6,9 +6,9 @@ import hashlib
 
 from torch import Tensor
 
-__all__ = ["hash_of"]
+__all__ = ["hash_logits"]
 
 
-def hash_of(line: Tensor) -> int:
+def hash_logits(row: Tensor) -> int:
     """64 bits of the values of one row."""
-    return int.from_bytes(hashlib.blake2b(line.cpu().contiguous().numpy().tobytes(), digest_size=8).digest(), "little")
+    return int.from_bytes(hashlib.blake2b(row.cpu().contiguous().numpy().tobytes(), digest_size=8).digest(), "little")

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["match"]
+__all__ = ["count_accepted"]
 
 
-def match(sampled: Tensor, drafts: Tensor, num_draft: Tensor) -> Tensor:
+def count_accepted(sampled: Tensor, draft_ids: Tensor, num_draft_tokens: Tensor) -> Tensor:
     """How many leading drafted tokens equal the samples.
 
     sampled    int64 [L, 1 + D], column j follows drafts[:, :j]
@@ -16,5 +16,5 @@ def match(sampled: Tensor, drafts: Tensor, num_draft: Tensor) -> Tensor:
     num_draft  int64 [L], at most D
     Returns int64 [L].
     """
-    drafted = torch.arange(drafts.shape[1], device=drafts.device) < num_draft[:, None]
-    return (drafted & (sampled[:, :-1] == drafts)).long().cumprod(dim=1).sum(dim=1)
+    drafted = torch.arange(draft_ids.shape[1], device=draft_ids.device) < num_draft_tokens[:, None]
+    return (drafted & (sampled[:, :-1] == draft_ids)).long().cumprod(dim=1).sum(dim=1)

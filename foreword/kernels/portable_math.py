@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-__all__ = ["FRACTION_BITS", "log", "mass"]
+__all__ = ["FRACTION_BITS", "log", "exp_fixed_point"]
 
 # ln 2 in two parts: the first ends in zeros, so that its product with a small whole number is exact.
 LN2_HIGH = float.fromhex("0x1.62e42fee00000p-1")
@@ -22,7 +22,7 @@ ATANH_SERIES = [1 / (2 * k + 1) for k in range(10)]
 EXP_SERIES = [1 / math.factorial(k) for k in range(14)]
 
 FRACTION_BITS = 42
-SMALLEST = -64.0  # exp(-64) 2^42 rounds to 0
+EXP_MIN_INPUT = -64.0  # exp(-64) 2^42 rounds to 0
 
 
 def log(x: Tensor) -> Tensor:
@@ -35,23 +35,23 @@ def log(x: Tensor) -> Tensor:
     mantissa = torch.where(low, mantissa * 2, mantissa)
     e = (exponent - low.to(exponent.dtype)).double()
     s = (mantissa - 1) / (mantissa + 1)
-    series = _polynomial(ATANH_SERIES, s * s)
+    series = _eval_polynomial(ATANH_SERIES, s * s)
     return e * LN2_HIGH + (e * LN2_LOW + 2 * s * series)
 
 
-def mass(x: Tensor) -> Tensor:
+def exp_fixed_point(x: Tensor) -> Tensor:
     """exp(x) in units of 2^-42 for float64 x <= 0, rounded to int64: sums of it do not depend on their order.
 
     A sum is exact for up to 2^20 values.
     """
-    x = x.clamp(min=SMALLEST)
+    x = x.clamp(min=EXP_MIN_INPUT)
     n = torch.round(x * LOG2_E)
     r = (x - n * LN2_HIGH) - n * LN2_LOW
     scale = (n.long() + (1023 + FRACTION_BITS) << 52).view(torch.float64)
-    return torch.round(_polynomial(EXP_SERIES, r) * scale).long()
+    return torch.round(_eval_polynomial(EXP_SERIES, r) * scale).long()
 
 
-def _polynomial(coefficients: list[float], x: Tensor) -> Tensor:
+def _eval_polynomial(coefficients: list[float], x: Tensor) -> Tensor:
     result = torch.full_like(x, coefficients[-1])
     for coefficient in reversed(coefficients[:-1]):
         result = result * x + coefficient

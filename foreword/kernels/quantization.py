@@ -11,117 +11,117 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from foreword.kernels.ops import Blocks
+from foreword.kernels.ops import QuantizedBlocks
 
-__all__ = ["BLOCK", "Block", "Quantized", "dequantize", "quantized", "rounded", "split_blocks"]
+__all__ = ["QUANT_BLOCKS", "QuantBlock", "QuantizedWeight", "dequantize", "quantize", "fake_quantize", "split_blocks"]
 
-TINY = 2.0**-100  # a largest magnitude below this counts as zero: its inverse could not be written
+MIN_MAGNITUDE = 2.0**-100  # a largest magnitude below this counts as zero: its inverse could not be written
 INT4_GROUP = 32
 # The value of largest magnitude in a group becomes one of these; the one with the least squared error wins.
-INT4_ENDS = (-8.0, -8.5, -7.5, -9.0, -7.0, -9.5, -6.5)
+INT4_EXTREMES = (-8.0, -8.5, -7.5, -9.0, -7.0, -9.5, -6.5)
 HALF_MAX = 65504.0
 FP8_MAX = 448.0  # of float8_e4m3fn
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class QuantBlock:
     """values  that stand together in a file
     size    bytes of them
     """
 
-    values: int
-    size: int
+    num_values: int
+    num_bytes: int
 
 
-BLOCK = {
-    "q8_0": Block(32, 34),
-    "q5_0": Block(32, 22),
-    "q4_0": Block(32, 18),
-    "q4_k": Block(256, 144),
-    "q5_k": Block(256, 176),
-    "q6_k": Block(256, 210),
+QUANT_BLOCKS = {
+    "q8_0": QuantBlock(32, 34),
+    "q5_0": QuantBlock(32, 22),
+    "q4_0": QuantBlock(32, 18),
+    "q4_k": QuantBlock(256, 144),
+    "q5_k": QuantBlock(256, 176),
+    "q6_k": QuantBlock(256, 210),
 }
 
 
-def dequantize(blocks: Blocks) -> Tensor:
+def dequantize(blocks: QuantizedBlocks) -> Tensor:
     """float32 [N, K]"""
-    block = BLOCK[blocks.kind]
+    block = QUANT_BLOCKS[blocks.format]
     rows = blocks.data.shape[0]
-    assert blocks.columns % block.values == 0 and blocks.data.shape[1] == blocks.columns // block.values * block.size
-    values = READERS[blocks.kind](blocks.data.reshape(-1, block.size))
+    assert blocks.columns % block.num_values == 0 and blocks.data.shape[1] == blocks.columns // block.num_values * block.num_bytes
+    values = DEQUANTIZERS[blocks.format](blocks.data.reshape(-1, block.num_bytes))
     return values.reshape(rows, blocks.columns)
 
 
 @dataclass(frozen=True, slots=True)
-class Quantized:
+class QuantizedWeight:
     """Rounded values and what they are multiplied with; NaN as scale where a value was not finite.
 
     steps   float32 [N, G, K / G]: whole numbers, or those of float8_e4m3fn
     scales  float32 [N, G]; G is 1, or for "int4" a group for each 32 values, the last one padded with zeros
     """
 
-    steps: Tensor
+    quants: Tensor
     scales: Tensor
 
-    def values(self, columns: int) -> Tensor:
+    def dequantize(self, columns: int) -> Tensor:
         """float32 [N, columns]"""
-        return (self.steps * self.scales[..., None]).flatten(1)[:, :columns]
+        return (self.quants * self.scales[..., None]).flatten(1)[:, :columns]
 
 
-def quantized(weight: Tensor, kind: str) -> Quantized:
+def quantize(weight: Tensor, weight_format: str) -> QuantizedWeight:
     """`weight` [N, K] as "int8" or "fp8" (a scale for each row) or "int4" (for each 32 values)."""
-    return {"int8": _as_int8, "fp8": _as_fp8, "int4": _as_int4}[kind](weight.to(torch.float32))
+    return {"int8": _quantize_int8, "fp8": _quantize_fp8, "int4": _quantize_int4}[weight_format](weight.to(torch.float32))
 
 
-def split_blocks(blocks: Blocks) -> Quantized:
+def split_blocks(blocks: QuantizedBlocks) -> QuantizedWeight:
     """The values and the scales of "q8_0" or "q4_0", which have no more to them; scales are float16."""
-    block = BLOCK[blocks.kind]
-    data = blocks.data.reshape(-1, block.size)
-    steps = data[:, 2:].view(torch.int8) if blocks.kind == "q8_0" else _nibbles(data[:, 2:], 16).to(torch.int8) - 8
+    block = QUANT_BLOCKS[blocks.format]
+    data = blocks.data.reshape(-1, block.num_bytes)
+    steps = data[:, 2:].view(torch.int8) if blocks.format == "q8_0" else _unpack_nibbles(data[:, 2:], 16).to(torch.int8) - 8
     rows = blocks.data.shape[0]
-    return Quantized(steps.to(torch.float32).reshape(rows, -1, block.values), _halves(data[:, :2]).reshape(rows, -1))
+    return QuantizedWeight(steps.to(torch.float32).reshape(rows, -1, block.num_values), _read_float16(data[:, :2]).reshape(rows, -1))
 
 
-def rounded(weight: Tensor, kind: str) -> Tensor:
+def fake_quantize(weight: Tensor, weight_format: str) -> Tensor:
     """The float32 [N, K] that `weight` [N, K] becomes as a kind of quantized()."""
-    return quantized(weight, kind).values(weight.shape[1])
+    return quantize(weight, weight_format).dequantize(weight.shape[1])
 
 
-def _as_int8(weight: Tensor) -> Quantized:
+def _quantize_int8(weight: Tensor) -> QuantizedWeight:
     inverse, scales = _row_scales(weight, 127.0)
-    return Quantized(torch.round(weight * inverse).nan_to_num_(0.0)[:, None], scales)
+    return QuantizedWeight(torch.round(weight * inverse).nan_to_num_(0.0)[:, None], scales)
 
 
-def _as_fp8(weight: Tensor) -> Quantized:
+def _quantize_fp8(weight: Tensor) -> QuantizedWeight:
     inverse, scales = _row_scales(weight, FP8_MAX)
     steps = (weight * inverse).nan_to_num_(0.0).clamp_(-FP8_MAX, FP8_MAX)
-    return Quantized(steps.to(torch.float8_e4m3fn).to(torch.float32)[:, None], scales)
+    return QuantizedWeight(steps.to(torch.float8_e4m3fn).to(torch.float32)[:, None], scales)
 
 
-def _row_scales(weight: Tensor, end: float) -> tuple[Tensor, Tensor]:
+def _row_scales(weight: Tensor, max_value: float) -> tuple[Tensor, Tensor]:
     """What makes `end` of the largest magnitude in a row, and its inverse, both [N, 1]; NaN for a row that is not finite."""
     largest = weight.abs().amax(1, keepdim=True)
     # A number divided by a tensor would be its reciprocal times the number, rounded twice.
-    inverse = torch.where(largest < TINY, 0.0, torch.full_like(largest, end) / largest)
-    scales = torch.where(largest < TINY, 0.0, largest / end)
+    inverse = torch.where(largest < MIN_MAGNITUDE, 0.0, torch.full_like(largest, max_value) / largest)
+    scales = torch.where(largest < MIN_MAGNITUDE, 0.0, largest / max_value)
     return inverse, torch.where(torch.isfinite(largest), scales, torch.nan)
 
 
-def _as_int4(weight: Tensor) -> Quantized:
+def _quantize_int4(weight: Tensor) -> QuantizedWeight:
     padding = -weight.shape[1] % INT4_GROUP
     groups = torch.nn.functional.pad(weight, (0, padding)).reshape(-1, INT4_GROUP)
     low, high = groups.aminmax(dim=1, keepdim=True)
     peak = torch.where(-low >= high, low, high)
     best, scales = torch.zeros_like(groups), torch.zeros_like(peak)
     least = torch.full_like(peak, torch.inf)
-    for end in INT4_ENDS:
+    for end in INT4_EXTREMES:
         scale = (peak / end).clamp(-HALF_MAX, HALF_MAX).to(torch.float16).to(torch.float32)
         steps, error = _round_groups(groups, scale)
         better = error < least
         best, scales = torch.where(better, steps, best), torch.where(better, scale, scales)
         least = torch.minimum(error, least)
     scales = torch.where(torch.isfinite(groups).all(1, keepdim=True), scales, torch.nan)
-    return Quantized(best.reshape(weight.shape[0], -1, INT4_GROUP), scales.reshape(weight.shape[0], -1))
+    return QuantizedWeight(best.reshape(weight.shape[0], -1, INT4_GROUP), scales.reshape(weight.shape[0], -1))
 
 
 def _round_groups(groups: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
@@ -135,72 +135,72 @@ def _round_groups(groups: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     return steps, error[:, None]
 
 
-def _halves(data: Tensor) -> Tensor:
+def _read_float16(data: Tensor) -> Tensor:
     """uint8 [G, 2n] -> the float16 that stand there, as float32 [G, n]"""
     return data.contiguous().view(torch.float16).to(torch.float32)
 
 
-def _nibbles(data: Tensor, run: int) -> Tensor:
+def _unpack_nibbles(data: Tensor, run: int) -> Tensor:
     """uint8 [G, n] -> uint8 [G, 2n]: of each `run` bytes the low halves, then the high halves."""
     runs = data.reshape(len(data), -1, 1, run)
     return torch.cat((runs & 15, runs >> 4), 2).reshape(len(data), -1)
 
 
-def _bits(data: Tensor, width: int) -> Tensor:
+def _unpack_bits(data: Tensor, width: int) -> Tensor:
     """uint8 [G, n] -> uint8 [G, 8 / width * n]: the lowest `width` bits of all bytes, then the next ones."""
     shifts = torch.arange(0, 8, width, dtype=torch.uint8, device=data.device)
     return (data[:, None] >> shifts[:, None] & (1 << width) - 1).flatten(1)
 
 
-def _q8_0(data: Tensor) -> Tensor:
-    return _halves(data[:, :2]) * data[:, 2:].view(torch.int8)
+def _dequantize_q8_0(data: Tensor) -> Tensor:
+    return _read_float16(data[:, :2]) * data[:, 2:].view(torch.int8)
 
 
-def _q4_0(data: Tensor) -> Tensor:
-    return _halves(data[:, :2]) * (_nibbles(data[:, 2:], 16).to(torch.float32) - 8)
+def _dequantize_q4_0(data: Tensor) -> Tensor:
+    return _read_float16(data[:, :2]) * (_unpack_nibbles(data[:, 2:], 16).to(torch.float32) - 8)
 
 
-def _q5_0(data: Tensor) -> Tensor:
+def _dequantize_q5_0(data: Tensor) -> Tensor:
     fifth = (data[:, 2:6, None] >> torch.arange(8, dtype=torch.uint8, device=data.device) & 1).flatten(1)
-    values = _nibbles(data[:, 6:], 16) | fifth << 4
-    return _halves(data[:, :2]) * (values.to(torch.float32) - 16)
+    values = _unpack_nibbles(data[:, 6:], 16) | fifth << 4
+    return _read_float16(data[:, :2]) * (values.to(torch.float32) - 16)
 
 
-def _scales_and_minimums(data: Tensor) -> tuple[Tensor, Tensor]:
+def _unpack_k_scales(data: Tensor) -> tuple[Tensor, Tensor]:
     """The first 16 bytes of a block of Q4_K or Q5_K -> what its eight parts are multiplied with, and what is then taken away."""
-    d, d_min = torch.split(_halves(data[:, :4]), 1, 1)
+    d, d_min = torch.split(_read_float16(data[:, :4]), 1, 1)
     scale, minimum, rest = torch.split(data[:, 4:16], 4, 1)
     scales = torch.cat((scale & 63, rest & 15 | scale >> 6 << 4), 1)
     minimums = torch.cat((minimum & 63, rest >> 4 | minimum >> 6 << 4), 1)
     return d * scales, d_min * minimums
 
 
-def _parts(data: Tensor, values: Tensor) -> Tensor:
+def _scale_k_quants(data: Tensor, values: Tensor) -> Tensor:
     """values uint8 [G, 256] -> float32, by the scales and minimums of eight parts."""
-    scales, minimums = _scales_and_minimums(data)
+    scales, minimums = _unpack_k_scales(data)
     return scales[..., None] * values.reshape(-1, 8, 32) - minimums[..., None]
 
 
-def _q4_k(data: Tensor) -> Tensor:
-    return _parts(data, _nibbles(data[:, 16:], 32))
+def _dequantize_q4_k(data: Tensor) -> Tensor:
+    return _scale_k_quants(data, _unpack_nibbles(data[:, 16:], 32))
 
 
-def _q5_k(data: Tensor) -> Tensor:
-    return _parts(data, _nibbles(data[:, 48:], 32) | _bits(data[:, 16:48], 1) << 4)
+def _dequantize_q5_k(data: Tensor) -> Tensor:
+    return _scale_k_quants(data, _unpack_nibbles(data[:, 48:], 32) | _unpack_bits(data[:, 16:48], 1) << 4)
 
 
-def _q6_k(data: Tensor) -> Tensor:
-    low = _nibbles(data[:, :128], 64)
-    high = torch.cat([_bits(half, 2) for half in torch.split(data[:, 128:192], 32, 1)], 1)
-    scales = _halves(data[:, 208:]) * data[:, 192:208].view(torch.int8)
+def _dequantize_q6_k(data: Tensor) -> Tensor:
+    low = _unpack_nibbles(data[:, :128], 64)
+    high = torch.cat([_unpack_bits(half, 2) for half in torch.split(data[:, 128:192], 32, 1)], 1)
+    scales = _read_float16(data[:, 208:]) * data[:, 192:208].view(torch.int8)
     return scales[..., None] * ((low | high << 4).to(torch.float32) - 32).reshape(-1, 16, 16)
 
 
-READERS: dict[str, Callable[[Tensor], Tensor]] = {
-    "q8_0": _q8_0,
-    "q5_0": _q5_0,
-    "q4_0": _q4_0,
-    "q4_k": _q4_k,
-    "q5_k": _q5_k,
-    "q6_k": _q6_k,
+DEQUANTIZERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "q8_0": _dequantize_q8_0,
+    "q5_0": _dequantize_q5_0,
+    "q4_0": _dequantize_q4_0,
+    "q4_k": _dequantize_q4_k,
+    "q5_k": _dequantize_q5_k,
+    "q6_k": _dequantize_q6_k,
 }

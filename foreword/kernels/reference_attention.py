@@ -18,21 +18,21 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from foreword.core.batch import SCRATCH_BLOCK, Batch
+from foreword.core.batch import NULL_BLOCK, Batch
 from foreword.core.kv import KVLayer
 
-__all__ = ["Plan", "attend", "plan_attention"]
+__all__ = ["ReferenceAttnMetadata", "attend", "build_attention_metadata"]
 
-ROWS = 8
-WIDTH = 256
-GRAIN = 32768  # a multiple of WIDTH
-GROUP = 8
+Q_TILE = 8
+KV_TILE = 256
+GRAIN_SIZE = 32768  # a multiple of WIDTH
+TILES_PER_GROUP = 8
 LOG2_E = math.log2(math.e)
-LOWEST = torch.finfo(torch.float32).min
+MIN_SCORE = torch.finfo(torch.float32).min
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class KVTileStep:
     """The next KV tile of each query tile that has one left: the first `count` query tiles.
 
     blocks   int64 [different KV tiles * WIDTH / block_size]  where they lie
@@ -41,15 +41,15 @@ class Step:
     blind    bool [count, 1, ROWS, 1, 1]         rows that see nothing of it; None: every row sees some
     """
 
-    count: int
-    blocks: Tensor
-    sources: tuple[int, ...]
+    num_tiles: int
+    block_ids: Tensor
+    kv_tile_index: tuple[int, ...]
     mask: Tensor | None
-    blind: Tensor | None
+    fully_masked: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class TileGroup:
     """A few query tiles that are computed together, so that what they need stays in the cache of a core.
 
     filled  int64 [n * ROWS]    the batch's row at each place; a place without one repeats another row of its tile
@@ -57,17 +57,17 @@ class Group:
     rows    int64 [rows here]   the batch's rows that stand there
     """
 
-    filled: Tensor
-    places: Tensor
-    rows: Tensor
-    steps: tuple[Step, ...]
+    padded_rows: Tensor
+    valid_places: Tensor
+    valid_rows: Tensor
+    steps: tuple[KVTileStep, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ReferenceAttnMetadata:
     """What all layers with one window share in one forward pass."""
 
-    groups: tuple[Group, ...]
+    groups: tuple[TileGroup, ...]
     block_size: int
 
 
@@ -78,93 +78,93 @@ class QueryTile(NamedTuple):
     """
 
     request: int
-    row: int
-    size: int
-    start: int
-    first: int
-    last: int
+    first_row: int
+    num_rows: int
+    start_position: int
+    first_kv_tile: int
+    last_kv_tile: int
 
     @property
-    def end(self) -> int:
-        return self.start + self.size
+    def end_position(self) -> int:
+        return self.start_position + self.num_rows
 
 
-class Partial(NamedTuple):
+class SoftmaxState(NamedTuple):
     """Softmax over some positions: maximum (of scores to base 2) and sum [n, Hk, ROWS, G, 1], weighted values
     [n, Hk, ROWS, G, D]."""
 
-    top: Tensor
-    total: Tensor
+    max_score: Tensor
+    exp_sum: Tensor
     values: Tensor
 
 
-def plan_attention(batch: Batch, window: int | None = None) -> Plan:
+def build_attention_metadata(batch: Batch, window: int | None = None) -> ReferenceAttnMetadata:
     """Cut the batch into tiles and find out what each row sees of them."""
-    assert WIDTH % batch.block_size == 0
-    tiles = sorted(_query_tiles(batch, window), key=lambda tile: tile.first - tile.last)
+    assert KV_TILE % batch.block_size == 0
+    tiles = sorted(_iter_query_tiles(batch, window), key=lambda tile: tile.first_kv_tile - tile.last_kv_tile)
     tables = _tables_by_tile(batch)
-    groups = (tiles[index : index + GROUP] for index in range(0, len(tiles), GROUP))
-    return Plan(tuple(_group(batch, group, tables, window) for group in groups), batch.block_size)
+    groups = (tiles[index : index + TILES_PER_GROUP] for index in range(0, len(tiles), TILES_PER_GROUP))
+    return ReferenceAttnMetadata(tuple(_build_group(batch, group, tables, window) for group in groups), batch.block_size)
 
 
 def _tables_by_tile(batch: Batch) -> Tensor:
     """Block tables cut into KV tiles, [B+1, tiles, blocks a tile]; scratch fills the last one up."""
     tables = batch.block_tables
-    blocks_a_tile = WIDTH // batch.block_size
-    padded = F.pad(tables, (0, -tables.shape[1] % blocks_a_tile), value=SCRATCH_BLOCK)
+    blocks_a_tile = KV_TILE // batch.block_size
+    padded = F.pad(tables, (0, -tables.shape[1] % blocks_a_tile), value=NULL_BLOCK)
     return padded.view(tables.shape[0], -1, blocks_a_tile)
 
 
-def _group(batch: Batch, tiles: list[QueryTile], tables: Tensor, window: int | None) -> Group:
+def _build_group(batch: Batch, tiles: list[QueryTile], tables: Tensor, window: int | None) -> TileGroup:
     filled: list[int] = []
     places: list[int] = []
     rows: list[int] = []
     for tile in tiles:
-        first = len(filled) + tile.start % ROWS
-        filled += [tile.row] * ROWS
-        filled[first : first + tile.size] = own = range(tile.row, tile.row + tile.size)
-        places += range(first, first + tile.size)
+        first = len(filled) + tile.start_position % Q_TILE
+        filled += [tile.first_row] * Q_TILE
+        filled[first : first + tile.num_rows] = own = range(tile.first_row, tile.first_row + tile.num_rows)
+        places += range(first, first + tile.num_rows)
         rows += own
     at = torch.tensor(filled, dtype=torch.int64, device=tables.device)
-    steps = _steps(tiles, tables, batch.positions[at].view(-1, ROWS), window)
-    return Group(at, at.new_tensor(places), at.new_tensor(rows), tuple(steps))
+    steps = _iter_kv_steps(tiles, tables, batch.positions[at].view(-1, Q_TILE), window)
+    return TileGroup(at, at.new_tensor(places), at.new_tensor(rows), tuple(steps))
 
 
-def _query_tiles(batch: Batch, window: int | None) -> Iterator[QueryTile]:
-    for request, end in enumerate(batch.ends):
-        row = batch.row_starts[request]
-        start = end - (batch.row_starts[request + 1] - row)
+def _iter_query_tiles(batch: Batch, window: int | None) -> Iterator[QueryTile]:
+    for request, end in enumerate(batch.seq_lens):
+        row = batch.query_start_loc[request]
+        start = end - (batch.query_start_loc[request + 1] - row)
         while start < end:
-            size = min(ROWS - start % ROWS, end - start)
+            size = min(Q_TILE - start % Q_TILE, end - start)
             first_seen = 0 if window is None else max(start - window + 1, 0)
-            yield QueryTile(request, row, size, start, first_seen // WIDTH, (start + size - 1) // WIDTH)
+            yield QueryTile(request, row, size, start, first_seen // KV_TILE, (start + size - 1) // KV_TILE)
             row, start = row + size, start + size
 
 
-def _steps(tiles: list[QueryTile], tables: Tensor, positions: Tensor, window: int | None) -> Iterator[Step]:
+def _iter_kv_steps(tiles: list[QueryTile], tables: Tensor, positions: Tensor, window: int | None) -> Iterator[KVTileStep]:
     """positions int64 [n, ROWS]; `tiles` are sorted by their number of KV tiles, most first."""
-    for number in range(tiles[0].last - tiles[0].first + 1):
-        pairs = [(tile, tile.first + number) for tile in tiles if tile.first + number <= tile.last]
+    for number in range(tiles[0].last_kv_tile - tiles[0].first_kv_tile + 1):
+        pairs = [(tile, tile.first_kv_tile + number) for tile in tiles if tile.first_kv_tile + number <= tile.last_kv_tile]
         order = {key: index for index, key in enumerate(dict.fromkeys((tile.request, kv_tile) for tile, kv_tile in pairs))}
         at = torch.tensor(list(order), dtype=torch.int64, device=tables.device)
         sources = tuple(order[tile.request, kv_tile] for tile, kv_tile in pairs)
-        mask, blind = _mask(pairs, positions[: len(pairs)], window)
-        yield Step(len(pairs), tables[at[:, 0], at[:, 1]].view(-1), sources, mask, blind)
+        mask, blind = _build_mask(pairs, positions[: len(pairs)], window)
+        yield KVTileStep(len(pairs), tables[at[:, 0], at[:, 1]].view(-1), sources, mask, blind)
 
 
-def _mask(pairs: list[tuple[QueryTile, int]], positions: Tensor, window: int | None) -> tuple[Tensor | None, Tensor | None]:
+def _build_mask(pairs: list[tuple[QueryTile, int]], positions: Tensor, window: int | None) -> tuple[Tensor | None, Tensor | None]:
     """`mask` and `blind` of a Step; pairs of a query tile and a KV tile, positions int64 [pairs, ROWS]."""
-    if all(_sees_all(tile, kv_tile, window) for tile, kv_tile in pairs):
+    if all(_is_unmasked(tile, kv_tile, window) for tile, kv_tile in pairs):
         return None, None
-    columns = torch.tensor([[kv_tile * WIDTH] for _, kv_tile in pairs], dtype=torch.int64, device=positions.device)
-    hidden = _hidden(columns + torch.arange(WIDTH, device=positions.device), positions, window)
+    columns = torch.tensor([[kv_tile * KV_TILE] for _, kv_tile in pairs], dtype=torch.int64, device=positions.device)
+    hidden = _build_hidden(columns + torch.arange(KV_TILE, device=positions.device), positions, window)
     mask = torch.where(hidden, -math.inf, 0.0)[:, None, :, None, :]
-    if not any(_has_blind_row(tile, kv_tile, window) for tile, kv_tile in pairs):
+    if not any(_has_fully_masked_row(tile, kv_tile, window) for tile, kv_tile in pairs):
         return mask, None
     return mask, hidden.all(2)[:, None, :, None, None]
 
 
-def _hidden(columns: Tensor, rows: Tensor, window: int | None) -> Tensor:
+def _build_hidden(columns: Tensor, rows: Tensor, window: int | None) -> Tensor:
     """Positions columns [n, WIDTH] and rows [n, ROWS] -> bool [n, ROWS, WIDTH]: outside (row - window, row]."""
     hidden = columns[:, None, :] > rows[:, :, None]
     if window is not None:
@@ -172,17 +172,17 @@ def _hidden(columns: Tensor, rows: Tensor, window: int | None) -> Tensor:
     return hidden
 
 
-def _sees_all(tile: QueryTile, kv_tile: int, window: int | None) -> bool:
-    in_past = (kv_tile + 1) * WIDTH - 1 <= tile.start
-    return in_past and (window is None or kv_tile * WIDTH > tile.end - 1 - window)
+def _is_unmasked(tile: QueryTile, kv_tile: int, window: int | None) -> bool:
+    in_past = (kv_tile + 1) * KV_TILE - 1 <= tile.start_position
+    return in_past and (window is None or kv_tile * KV_TILE > tile.end_position - 1 - window)
 
 
-def _has_blind_row(tile: QueryTile, kv_tile: int, window: int | None) -> bool:
-    ahead = kv_tile * WIDTH > tile.start
-    return ahead or (window is not None and (kv_tile + 1) * WIDTH - 1 <= tile.end - 1 - window)
+def _has_fully_masked_row(tile: QueryTile, kv_tile: int, window: int | None) -> bool:
+    ahead = kv_tile * KV_TILE > tile.start_position
+    return ahead or (window is not None and (kv_tile + 1) * KV_TILE - 1 <= tile.end_position - 1 - window)
 
 
-def attend(q: Tensor, cache: KVLayer, plan: Plan, scale: float, softcap: float | None) -> Tensor:
+def attend(q: Tensor, cache: KVLayer, metadata: ReferenceAttnMetadata, scale: float, softcap: float | None) -> Tensor:
     """q [T, Hq, D] -> [T, Hq, D]; zeros where the plan has no row.
 
     What a row must not see is masked by adding -inf to its score, and then weighs 0: exact, and it says nothing
@@ -190,108 +190,108 @@ def attend(q: Tensor, cache: KVLayer, plan: Plan, scale: float, softcap: float |
     anything). Then the group is computed once more, and such values are selected away for each row alone.
     """
     out = q.new_zeros(q.shape)
-    for group in plan.groups:
-        queries = _lay_out(q, cache.k.shape[1], group) * (scale if softcap is not None else scale * LOG2_E)
-        result = _attend_group(queries, cache, plan.block_size, group, softcap, select=False)
+    for group in metadata.groups:
+        queries = _gather_queries(q, cache.k.shape[1], group) * (scale if softcap is not None else scale * LOG2_E)
+        result = _attend_group(queries, cache, metadata.block_size, group, softcap, select_values=False)
         if not math.isfinite(result.sum().item()):
-            result = _attend_group(queries, cache, plan.block_size, group, softcap, select=True)
+            result = _attend_group(queries, cache, metadata.block_size, group, softcap, select_values=True)
         tiles = result.permute(0, 2, 1, 3, 4).reshape(-1, *q.shape[1:])
-        out.index_copy_(0, group.rows, tiles.index_select(0, group.places).to(q.dtype))
+        out.index_copy_(0, group.valid_rows, tiles.index_select(0, group.valid_places).to(q.dtype))
     return out
 
 
-def _lay_out(q: Tensor, kv_heads: int, group: Group) -> Tensor:
+def _gather_queries(q: Tensor, kv_heads: int, group: TileGroup) -> Tensor:
     """[T, Hq, D] -> float32 [n, Hk, ROWS, G, D]"""
     heads, dim = q.shape[1:]
-    tiles = q.index_select(0, group.filled).view(-1, ROWS, kv_heads, heads // kv_heads, dim)
+    tiles = q.index_select(0, group.padded_rows).view(-1, Q_TILE, kv_heads, heads // kv_heads, dim)
     return tiles.permute(0, 2, 1, 3, 4).contiguous().to(torch.float32)
 
 
-def _attend_group(q: Tensor, cache: KVLayer, block_size: int, group: Group, softcap: float | None, select: bool) -> Tensor:
+def _attend_group(q: Tensor, cache: KVLayer, block_size: int, group: TileGroup, softcap: float | None, select_values: bool) -> Tensor:
     """float32 [n, Hk, ROWS, G, D] -> the same"""
-    state: Partial | None = None
+    state: SoftmaxState | None = None
     for step in group.steps:
-        keys = _gather(cache.k, cache.k_scale, block_size, step)
-        values = _gather(cache.v, cache.v_scale, block_size, step)
-        part = _tile(q[: step.count], keys, values, step, softcap, select)
+        keys = _gather_kv(cache.k, cache.k_scale, block_size, step)
+        values = _gather_kv(cache.v, cache.v_scale, block_size, step)
+        part = _attend_tile(q[: step.num_tiles], keys, values, step, softcap, select_values)
         if state is None:
             state = part
         else:
             _merge(state, part, step)
     assert state is not None
-    return state.values / state.total
+    return state.values / state.exp_sum
 
 
-def _tile(q: Tensor, keys: Tensor, values: Tensor, step: Step, softcap: float | None, select: bool) -> Partial:
+def _attend_tile(q: Tensor, keys: Tensor, values: Tensor, step: KVTileStep, softcap: float | None, select_values: bool) -> SoftmaxState:
     """Softmax of queries [n, Hk, ROWS, G, D] over one KV tile each. A row that sees nothing gets top LOWEST."""
-    scores = _products(q, keys.permute(0, 2, 3, 1), step.sources)
+    scores = _batched_matmul(q, keys.permute(0, 2, 3, 1), step.kv_tile_index)
     if softcap is not None:
         scores = torch.tanh(scores.div_(softcap)).mul_(softcap * LOG2_E)
     if step.mask is not None:
-        scores = scores.masked_fill_(step.mask.isneginf(), -math.inf) if select else scores.add_(step.mask)
-    top = scores.amax(-1, keepdim=True).clamp_min_(LOWEST)
+        scores = scores.masked_fill_(step.mask.isneginf(), -math.inf) if select_values else scores.add_(step.mask)
+    top = scores.amax(-1, keepdim=True).clamp_min_(MIN_SCORE)
     weights = _exp2(scores.sub_(top))
-    weigh = _weigh_row_by_row if select else _weigh
-    return Partial(top, weights.sum(-1, keepdim=True), weigh(weights, values.permute(0, 2, 1, 3), step))
+    weigh = _weigh_row_by_row if select_values else _weigh_values
+    return SoftmaxState(top, weights.sum(-1, keepdim=True), weigh(weights, values.permute(0, 2, 1, 3), step))
 
 
-def _gather(cache: Tensor, scales: Tensor | None, block_size: int, step: Step) -> Tensor:
+def _gather_kv(cache: Tensor, scales: Tensor | None, block_size: int, step: KVTileStep) -> Tensor:
     """[S, Hk, D], perhaps with scales [S, Hk] -> float32 [different KV tiles, WIDTH, Hk, D]"""
-    values = _tiles(cache, block_size, step).to(torch.float32)
-    return values if scales is None else values.mul_(_tiles(scales, block_size, step)[..., None])
+    values = _gather_blocks(cache, block_size, step).to(torch.float32)
+    return values if scales is None else values.mul_(_gather_blocks(scales, block_size, step)[..., None])
 
 
-def _tiles(cache: Tensor, block_size: int, step: Step) -> Tensor:
+def _gather_blocks(cache: Tensor, block_size: int, step: KVTileStep) -> Tensor:
     """[S, ...] -> [different KV tiles, WIDTH, ...]"""
     stored = cache.view(torch.uint8) if cache.itemsize == 1 else cache  # torch does not select from all types of a byte
-    blocks = stored.view(-1, block_size, *cache.shape[1:]).index_select(0, step.blocks)
-    return blocks.view(-1, WIDTH, *cache.shape[1:]).view(cache.dtype)
+    blocks = stored.view(-1, block_size, *cache.shape[1:]).index_select(0, step.block_ids)
+    return blocks.view(-1, KV_TILE, *cache.shape[1:]).view(cache.dtype)
 
 
-def _products(rows: Tensor, columns: Tensor, sources: tuple[int, ...]) -> Tensor:
+def _batched_matmul(rows: Tensor, columns: Tensor, kv_tile_index: tuple[int, ...]) -> Tensor:
     """[n, Hk, ROWS, G, K] x [different, Hk, K, N] -> [n, Hk, ROWS, G, N], each of the n by a call of its own."""
     count, kv_heads, _, group, inner = rows.shape
-    out = rows.new_empty(count, kv_heads, ROWS * group, columns.shape[-1])
+    out = rows.new_empty(count, kv_heads, Q_TILE * group, columns.shape[-1])
     right = columns.unbind()
-    for left, source, result in zip(rows.view(count, kv_heads, -1, inner).unbind(), sources, out.unbind(), strict=True):
+    for left, source, result in zip(rows.view(count, kv_heads, -1, inner).unbind(), kv_tile_index, out.unbind(), strict=True):
         torch.bmm(left, right[source], out=result)
-    return out.view(count, kv_heads, ROWS, group, -1)
+    return out.view(count, kv_heads, Q_TILE, group, -1)
 
 
 def _exp2(x: Tensor) -> Tensor:
     """In place. Torch gives a thread at least GRAIN values; a piece that begins anywhere but at a row would end in a
     scalar loop with other bits."""
-    for piece in torch.split(x.view(-1), GRAIN):
+    for piece in torch.split(x.view(-1), GRAIN_SIZE):
         piece.exp2_()
     return x
 
 
-def _weigh(weights: Tensor, values: Tensor, step: Step) -> Tensor:
+def _weigh_values(weights: Tensor, values: Tensor, step: KVTileStep) -> Tensor:
     """weights [n, Hk, ROWS, G, WIDTH], values [different, Hk, WIDTH, D] -> [n, Hk, ROWS, G, D]
 
     Adding 0 makes -0 to +0: the sign of a zero could tell of values that the row must not see.
     """
-    return _products(weights, values, step.sources).add_(0.0)
+    return _batched_matmul(weights, values, step.kv_tile_index).add_(0.0)
 
 
-def _weigh_row_by_row(weights: Tensor, values: Tensor, step: Step) -> Tensor:
+def _weigh_row_by_row(weights: Tensor, values: Tensor, step: KVTileStep) -> Tensor:
     """The same, with the values that a row must not see selected away for each row alone."""
     if step.mask is None:
-        return _weigh(weights, values, step)
-    own = values[list(step.sources)]
+        return _weigh_values(weights, values, step)
+    own = values[list(step.kv_tile_index)]
     out = weights.new_empty(*weights.shape[:-1], values.shape[-1])
-    for row in range(ROWS):
+    for row in range(Q_TILE):
         seen = own.masked_fill(step.mask[:, :, row, 0, :, None].isneginf(), 0.0)
-        out[:, :, row] = _products(weights, seen, tuple(range(step.count)))[:, :, row]
+        out[:, :, row] = _batched_matmul(weights, seen, tuple(range(step.num_tiles)))[:, :, row]
     return out.add_(0.0)
 
 
-def _merge(state: Partial, part: Partial, step: Step) -> None:
+def _merge(state: SoftmaxState, part: SoftmaxState, step: KVTileStep) -> None:
     """Add the next positions to the first `count` tiles, in place. A row that sees none of them keeps its bits."""
-    old = Partial(*(tensor[: step.count] for tensor in state))
-    top = torch.maximum(old.top, part.top)
-    keep, add = (torch.exp((share.top - top).div_(LOG2_E)) for share in (old, part))
-    total = old.total * keep + part.total * add
+    old = SoftmaxState(*(tensor[: step.num_tiles] for tensor in state))
+    top = torch.maximum(old.max_score, part.max_score)
+    keep, add = (torch.exp((share.max_score - top).div_(LOG2_E)) for share in (old, part))
+    total = old.exp_sum * keep + part.exp_sum * add
     values = old.values * keep + part.values * add
     for target, merged in zip(old, (top, total, values), strict=True):
-        target.copy_(merged if step.blind is None else torch.where(step.blind, target, merged))
+        target.copy_(merged if step.fully_masked is None else torch.where(step.fully_masked, target, merged))

@@ -14,13 +14,13 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
-from foreword.kernels.ops import DraftSampling
+from foreword.kernels.ops import DraftSamplingParams
 
-__all__ = ["RoundLane", "RoundResult", "Rounds", "RunsAhead"]
+__all__ = ["DecodeSlot", "DecodeResult", "DecodeLoop", "SupportsDecodeLoop"]
 
 
 @dataclass(frozen=True, slots=True)
-class RoundLane:
+class DecodeSlot:
     """A request whose temperature and filters are all of its sampling, with one token left to compute.
 
     token_ids     its last two tokens, or the only one
@@ -31,16 +31,16 @@ class RoundLane:
     shift         for models with M-RoPE, as in DraftLane
     """
 
-    token_ids: tuple[int, ...]
-    length: int
-    blocks: Sequence[int]
-    sampling: DraftSampling
-    draft_blocks: Sequence[int] = ()
-    shift: int = 0
+    last_token_ids: tuple[int, ...]
+    num_tokens: int
+    block_table: Sequence[int]
+    sampling: DraftSamplingParams
+    draft_block_table: Sequence[int] = ()
+    mrope_offset: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class RoundResult:
+class DecodeResult:
     """What a round yielded for one lane.
 
     token_ids  what the target sampled: the drafted tokens that it agrees with and one more; the last is -1 where a row of
@@ -51,35 +51,35 @@ class RoundResult:
     """
 
     token_ids: tuple[int, ...]
-    drafted: tuple[int, ...] = ()
-    logprobs: tuple[float, ...] = ()
-    hashes: tuple[int, ...] = ()
+    draft_ids: tuple[int, ...] = ()
+    draft_logprobs: tuple[float, ...] = ()
+    logits_hashes: tuple[int, ...] = ()
 
 
-class Rounds(Protocol):
+class DecodeLoop(Protocol):
     """One run of rounds. At most two are launched and not collected."""
 
-    def begin(self, lanes: Sequence[RoundLane]) -> None:
+    def start(self, slots: Sequence[DecodeSlot]) -> None:
         """The requests of all rounds to come, by number. Nothing is under way."""
 
-    def grow(self, lane: int, blocks: Sequence[int], draft_blocks: Sequence[int] = ()) -> None:
+    def extend_blocks(self, slot: int, block_table: Sequence[int], draft_block_table: Sequence[int] = ()) -> None:
         """The whole block tables of a lane, longer than they were, for rounds launched from now on."""
 
-    def launch(self, active: Sequence[int], num_draft: int) -> None:
+    def launch(self, active_slots: Sequence[int], num_draft_tokens: int) -> None:
         """Begin a round of these lanes, at most num_draft drafted tokens each, and do not wait for it.
 
         Every lane has slots for all that it may come to: 1 + num_draft tokens for each round that is not collected.
         """
 
-    def collect(self) -> dict[int, RoundResult]:
+    def collect(self) -> dict[int, DecodeResult]:
         """Of the oldest round that is not collected, by lane; waits for it."""
 
 
 @runtime_checkable
-class RunsAhead(Protocol):
+class SupportsDecodeLoop(Protocol):
     """What compile() of a recordable backend returns, beside a forward pass and a DraftLoop."""
 
-    def rounds(self, block_size: int, unused: Tensor, drafter: RunsAhead | None = None, hashed: bool = False) -> Rounds:
+    def get_decode_loop(self, block_size: int, never_sampled_ids: Tensor, drafter: SupportsDecodeLoop | None = None, with_hashes: bool = False) -> DecodeLoop:
         """Rounds of this forward pass, which yields logits, drafted for by that one.
 
         unused  int64 [U]: ids that are never sampled

@@ -8,11 +8,11 @@ from torch import Tensor
 
 from foreword.core.batch import Batch
 from foreword.core.kv import KVLayer
-from foreword.kernels.ops import AttentionPlan, Axes, Ops
+from foreword.kernels.ops import AttentionMetadata, MRopeSections, Ops
 from foreword.layers.linear import Linear
 from foreword.layers.norm import RMSNorm
 
-__all__ = ["Attention", "AttentionConfig", "Pass"]
+__all__ = ["Attention", "AttentionConfig", "ForwardContext"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,14 +28,14 @@ class AttentionConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class Pass:
+class ForwardContext:
     """What all layers of one kind share in one forward pass: `table`, `positions` and `axes` as in Ops.rope."""
 
     batch: Batch
-    table: Tensor
-    plan: AttentionPlan
+    cos_sin: Tensor
+    attention_metadata: AttentionMetadata
     positions: Tensor
-    axes: Axes | None = None
+    mrope_sections: MRopeSections | None = None
 
 
 class Attention:
@@ -57,15 +57,15 @@ class Attention:
         self._q_norm = q_norm
         self._k_norm = k_norm
 
-    def __call__(self, x: Tensor, shared: Pass, cache: KVLayer, residual: Tensor | None = None) -> Tensor:
+    def __call__(self, x: Tensor, context: ForwardContext, cache: KVLayer, residual: Tensor | None = None) -> Tensor:
         """x [T, H] -> [T, H], added to `residual` [T, H] if given. K and V go to the cache first: rows of one step see each
         other only there."""
-        config, batch = self._config, shared.batch
+        config, batch = self._config, context.batch
         heads, all_heads = config.heads, config.heads + config.kv_heads
         qkv = self._qkv(x).view(x.shape[0], all_heads + config.kv_heads, config.head_dim)
         q, k, v = qkv[:, :heads], qkv[:, heads:all_heads], qkv[:, all_heads:]
         if self._q_norm is not None and self._k_norm is not None:
             q, k = self._q_norm(q), self._k_norm(k)
-        q = self._ops.rope_and_cache(q, k, v, shared.table, shared.positions, shared.axes, cache, batch.slots)
-        seen = self._ops.attention(q, cache, batch, config.scale, config.window, config.softcap, shared.plan)
+        q = self._ops.rope_and_cache(q, k, v, context.cos_sin, context.positions, context.mrope_sections, cache, batch.slots)
+        seen = self._ops.attention(q, cache, batch, config.scale, config.window, config.softcap, context.attention_metadata)
         return self._out(seen.flatten(1), residual)

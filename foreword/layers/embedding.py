@@ -19,6 +19,6 @@ class Embedding:
         self._dtype = dtype
         self._scale = torch.tensor(scale, dtype=dtype).item()
 
-    def __call__(self, ids: Tensor) -> Tensor:
+    def __call__(self, token_ids: Tensor) -> Tensor:
         """int64 [T] -> [T, H]"""
-        return self._ops.embedding(ids, self._weight, self._dtype, self._scale)
+        return self._ops.embedding(token_ids, self._weight, self._dtype, self._scale)

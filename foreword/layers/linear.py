@@ -25,15 +25,15 @@ class Linear:
         """x [T, K] -> [T, N], added to `add_to` [T, N] if given"""
         return self._ops.linear(x, self._weight, self._dtype, add_to)
 
-    def gated(self, x: Tensor, activation: str) -> Tensor:
+    def gated_act(self, x: Tensor, activation: str) -> Tensor:
         """x [T, K] -> activation(first half of y) * second half [T, N / 2]"""
-        return self._ops.linear_gated(x, self._weight, activation)
+        return self._ops.linear_gated_act(x, self._weight, activation)
 
 
 def load_linear(
-    ops: Ops, weights: Weights, kind: str, inputs: int, outputs: Mapping[str, int], bias: bool = False
+    ops: Ops, weights: Weights, weight_format: str, in_features: int, out_features: Mapping[str, int], bias: bool = False
 ) -> PackedLinear:
     """The layers of these names and numbers of outputs as one, in this order; kind as in Ops.pack_linear."""
-    biases = torch.cat([weights.take(f"{name}.bias", size) for name, size in outputs.items()]) if bias else None
-    with weights.matrices({f"{name}.weight": size for name, size in outputs.items()}, inputs) as parts:
-        return ops.pack_linear(parts, kind, biases)
+    biases = torch.cat([weights.tensor(f"{name}.bias", size) for name, size in out_features.items()]) if bias else None
+    with weights.weights({f"{name}.weight": size for name, size in out_features.items()}, in_features) as parts:
+        return ops.pack_linear(parts, weight_format, biases)

@@ -21,4 +21,4 @@ class MLP:
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """[T, H] -> [T, H], added to `residual` [T, H] if given"""
-        return self._down(self._gate_up.gated(x, self._activation), residual)
+        return self._down(self._gate_up.gated_act(x, self._activation), residual)

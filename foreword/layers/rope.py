@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from foreword.kernels.ops import Axes
+from foreword.kernels.ops import MRopeSections
 
-__all__ = ["ROPE_TYPES", "Rope", "RopeConfig", "frequencies"]
+__all__ = ["ROPE_TYPES", "Rope", "RopeConfig", "rope_frequencies"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class RopeConfig:
     theta: float
     rotary_dim: int
     factor: float = 1.0
-    original: int = 0
+    original_max_position: int = 0
     attention_factor: float | None = None
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
@@ -42,7 +42,7 @@ class RopeConfig:
     truncate: bool = True
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
-    axes: Axes | None = None
+    mrope_sections: MRopeSections | None = None
 
 
 class Rope:
@@ -52,50 +52,50 @@ class Rope:
     """
 
     def __init__(self, config: RopeConfig, max_len: int, device: str) -> None:
-        inverse, scale = frequencies(config, max_len)
+        inverse, scale = rope_frequencies(config, max_len)
         angles = torch.arange(max_len, dtype=torch.float32)[:, None] * inverse
-        self.table = torch.cat((angles.cos() * scale, angles.sin() * scale), -1).to(device)
+        self.cos_sin = torch.cat((angles.cos() * scale, angles.sin() * scale), -1).to(device)
 
 
-def frequencies(config: RopeConfig, max_len: int) -> tuple[Tensor, float]:
+def rope_frequencies(config: RopeConfig, max_len: int) -> tuple[Tensor, float]:
     """Radians a position, float32 [D_rot / 2], and the factor that cosine and sine are scaled by."""
     return ROPE_TYPES[config.rope_type](config, max_len)
 
 
-def _plain(theta: float, rotary_dim: int) -> Tensor:
+def _inverse_frequencies(theta: float, rotary_dim: int) -> Tensor:
     exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim
     return 1.0 / (theta**exponents)
 
 
 def _default(config: RopeConfig, max_len: int) -> tuple[Tensor, float]:
-    return _plain(config.theta, config.rotary_dim), 1.0
+    return _inverse_frequencies(config.theta, config.rotary_dim), 1.0
 
 
 def _linear(config: RopeConfig, max_len: int) -> tuple[Tensor, float]:
-    return _plain(config.theta, config.rotary_dim) / config.factor, 1.0
+    return _inverse_frequencies(config.theta, config.rotary_dim) / config.factor, 1.0
 
 
 def _dynamic(config: RopeConfig, max_len: int) -> tuple[Tensor, float]:
     """NTK scaling for the longest context instead of the current one."""
-    length = max(max_len, config.original)
-    stretch = config.factor * length / config.original - (config.factor - 1)
+    length = max(max_len, config.original_max_position)
+    stretch = config.factor * length / config.original_max_position - (config.factor - 1)
     dim = config.rotary_dim
-    return _plain(config.theta * stretch ** (dim / (dim - 2)), dim), 1.0
+    return _inverse_frequencies(config.theta * stretch ** (dim / (dim - 2)), dim), 1.0
 
 
 def _llama3(config: RopeConfig, max_len: int) -> tuple[Tensor, float]:
     """Long waves are stretched, short ones kept, those between interpolated (Llama 3.1)."""
-    plain = _plain(config.theta, config.rotary_dim)
+    plain = _inverse_frequencies(config.theta, config.rotary_dim)
     wavelength = 2 * math.pi / plain
-    smooth = (config.original / wavelength - config.low_freq_factor) / (config.high_freq_factor - config.low_freq_factor)
+    smooth = (config.original_max_position / wavelength - config.low_freq_factor) / (config.high_freq_factor - config.low_freq_factor)
     between = (1 - smooth) * plain / config.factor + smooth * plain
-    stretched = torch.where(wavelength > config.original / config.low_freq_factor, plain / config.factor, between)
-    return torch.where(wavelength < config.original / config.high_freq_factor, plain, stretched), 1.0
+    stretched = torch.where(wavelength > config.original_max_position / config.low_freq_factor, plain / config.factor, between)
+    return torch.where(wavelength < config.original_max_position / config.high_freq_factor, plain, stretched), 1.0
 
 
 def _yarn(config: RopeConfig, max_len: int) -> tuple[Tensor, float]:
     """Interpolation for slow dimensions, extrapolation for fast ones, a ramp between (arXiv 2309.00071)."""
-    plain = _plain(config.theta, config.rotary_dim)
+    plain = _inverse_frequencies(config.theta, config.rotary_dim)
     low, high = _yarn_range(config)
     ramp = ((torch.arange(config.rotary_dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
     return plain / config.factor * ramp + plain * (1 - ramp), _yarn_scale(config)
@@ -105,7 +105,7 @@ def _yarn_range(config: RopeConfig) -> tuple[float, float]:
     """First and last dimension of the ramp."""
 
     def dimension(rotations: float) -> float:
-        turns = config.original / (rotations * 2 * math.pi)
+        turns = config.original_max_position / (rotations * 2 * math.pi)
         return config.rotary_dim * math.log(turns) / (2 * math.log(config.theta))
 
     low, high = dimension(config.beta_fast), dimension(config.beta_slow)
@@ -128,13 +128,13 @@ def _yarn_scale(config: RopeConfig) -> float:
 
 def _longrope(config: RopeConfig, max_len: int) -> tuple[Tensor, float]:
     """The long factors if the engine may go beyond the original context, else the short ones."""
-    factors = config.long_factor if max_len > config.original else config.short_factor
-    plain = _plain(config.theta, config.rotary_dim) / torch.tensor(factors, dtype=torch.float32)
+    factors = config.long_factor if max_len > config.original_max_position else config.short_factor
+    plain = _inverse_frequencies(config.theta, config.rotary_dim) / torch.tensor(factors, dtype=torch.float32)
     if config.attention_factor is not None:
         return plain, config.attention_factor
     if config.factor <= 1:
         return plain, 1.0
-    return plain, math.sqrt(1 + math.log(config.factor) / math.log(config.original))
+    return plain, math.sqrt(1 + math.log(config.factor) / math.log(config.original_max_position))
 
 
 ROPE_TYPES = {

@@ -17,18 +17,18 @@ class Weights(Protocol):
     """Tensors of a checkpoint, by the names that they have in Hugging Face's format."""
 
     @property
-    def parameters(self) -> int:
+    def num_parameters(self) -> int:
         """Values taken so far."""
 
-    def take(self, name: str, *shape: int) -> Tensor:
+    def tensor(self, name: str, *shape: int) -> Tensor:
         """The tensor of this name, which must have this shape: float32, on the engine's device, in memory of its own."""
 
-    def matrices(self, rows: Mapping[str, int], columns: int) -> AbstractContextManager[Sequence[Matrix]]:
+    def weights(self, out_features: Mapping[str, int], in_features: int) -> AbstractContextManager[Sequence[Matrix]]:
         """The matrices of these names and numbers of rows as they stand in the file, on the engine's device.
 
         They may lie in a mapped file, whose pages are given back at the end of the `with` block: what is kept must be
         copied before.
         """
 
-    def within(self, prefix: str) -> Weights:
+    def prefixed(self, prefix: str) -> Weights:
         """The same tensors; names are to be completed by the prefix."""

@@ -14,16 +14,16 @@ import httpx
 
 from foreword.errors import ForewordError, InvalidRequest
 from foreword.media import limits
-from foreword.media.hosts import allows, is_public, may_be_private
+from foreword.media.hosts import is_allowed, is_public, may_be_private
 from foreword.media.limits import MediaLimits
 from foreword.media.urls import check_bytes
 
 __all__ = ["download"]
 
-REDIRECTS: Final = (301, 302, 303, 307, 308)
+REDIRECT_STATUSES: Final = (301, 302, 303, 307, 308)
 HEADERS: Final = {"Accept": "image/*", "Accept-Encoding": "identity", "User-Agent": "foreword"}
 MAX_PORT: Final = 65535
-PORTS: Final = {"http": 80, "https": 443}
+DEFAULT_PORTS: Final = {"http": 80, "https": 443}
 
 
 async def download(client: httpx.AsyncClient, url: str, where: str, media_limits: MediaLimits) -> bytes:
@@ -34,7 +34,7 @@ async def download(client: httpx.AsyncClient, url: str, where: str, media_limits
     try:
         async with asyncio.timeout(media_limits.timeout_s):
             for _ in range(limits.MAX_REDIRECTS + 1):
-                target = _target(url, where, media_limits)
+                target = _parse_url(url, where, media_limits)
                 found = await _get(client, target, where, media_limits)
                 if isinstance(found, bytes):
                     return found
@@ -50,43 +50,43 @@ async def download(client: httpx.AsyncClient, url: str, where: str, media_limits
     raise InvalidRequest(f"{where}: {message}", where)
 
 
-def _target(url: str, where: str, media_limits: MediaLimits) -> httpx.URL:
+def _parse_url(url: str, where: str, media_limits: MediaLimits) -> httpx.URL:
     """Of one hop, as far as its letters tell whether it is allowed."""
     try:
         target = httpx.URL(url)
     except (httpx.InvalidURL, ValueError):
         raise InvalidRequest(f"{where}: not a URL", where) from None
-    if target.scheme not in PORTS or not target.host or target.userinfo or not 0 < (target.port or 80) <= MAX_PORT:
+    if target.scheme not in DEFAULT_PORTS or not target.host or target.userinfo or not 0 < (target.port or 80) <= MAX_PORT:
         raise InvalidRequest(
             f"{where}: must be http://HOST/... or https://HOST/..., without a password, also after redirects", where
         )
-    if not allows(media_limits.hosts, _name(target)):
+    if not is_allowed(media_limits.allowed_hosts, _host_name(target)):
         raise InvalidRequest(f"{where}: pictures from {target.host:.253} are not allowed (--allowed-media-domains)", where)
     return target
 
 
-def _name(target: httpx.URL) -> str:
+def _host_name(target: httpx.URL) -> str:
     """Host in lower case, international names as they are looked up, without the dot that may end it."""
     return target.raw_host.decode("ascii").lower().removesuffix(".")
 
 
 async def _get(client: httpx.AsyncClient, target: httpx.URL, where: str, media_limits: MediaLimits) -> bytes | str:
     """The file, or where it is said to be. The first of its addresses that can be connected to is asked."""
-    addresses = await _addresses(target, where)
+    addresses = await _resolve_addresses(target, where)
     for address in addresses[:-1]:
         try:
-            return await _ask(client, target, address, where, media_limits.max_bytes)
+            return await _request(client, target, address, where, media_limits.max_bytes)
         except httpx.ConnectError:
             continue
-    return await _ask(client, target, addresses[-1], where, media_limits.max_bytes)
+    return await _request(client, target, addresses[-1], where, media_limits.max_bytes)
 
 
-async def _addresses(target: httpx.URL, where: str) -> list[str]:
+async def _resolve_addresses(target: httpx.URL, where: str) -> list[str]:
     """All of the host's, checked."""
-    name = _name(target)
+    name = _host_name(target)
     try:
         found = await asyncio.get_running_loop().getaddrinfo(
-            name, target.port or PORTS[target.scheme], type=socket.SOCK_STREAM, proto=socket.IPPROTO_TCP
+            name, target.port or DEFAULT_PORTS[target.scheme], type=socket.SOCK_STREAM, proto=socket.IPPROTO_TCP
         )
     except (OSError, UnicodeError):
         raise InvalidRequest(f"{where}: the host {name:.253} is not known", where) from None
@@ -100,27 +100,27 @@ async def _addresses(target: httpx.URL, where: str) -> list[str]:
     return addresses
 
 
-async def _ask(client: httpx.AsyncClient, target: httpx.URL, address: str, where: str, max_bytes: int) -> bytes | str:
+async def _request(client: httpx.AsyncClient, target: httpx.URL, address: str, where: str, max_bytes: int) -> bytes | str:
     """One request to one address, in the host's name."""
     request = client.build_request(
         "GET",
         target.copy_with(host=address),
         headers={**HEADERS, "Host": target.netloc.decode("ascii")},
-        extensions={"sni_hostname": _name(target)},
+        extensions={"sni_hostname": _host_name(target)},
     )
     response = await client.send(request, stream=True)
     try:
         location = response.headers.get("location")
-        if response.status_code in REDIRECTS and location is not None:
+        if response.status_code in REDIRECT_STATUSES and location is not None:
             return str(location)
         if response.status_code != httpx.codes.OK:
             raise InvalidRequest(f"{where}: the server of the picture answered {response.status_code}", where)
-        return await _body(response, where, max_bytes)
+        return await _read_body(response, where, max_bytes)
     finally:
         await response.aclose()
 
 
-async def _body(response: httpx.Response, where: str, max_bytes: int) -> bytes:
+async def _read_body(response: httpx.Response, where: str, max_bytes: int) -> bytes:
     length = response.headers.get("content-length", "")
     check_bytes(int(length) if length.isascii() and length.isdigit() else 0, max_bytes, where)
     body = bytearray()

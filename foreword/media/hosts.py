@@ -6,15 +6,15 @@ import ipaddress
 from collections.abc import Iterable, Sequence
 from ipaddress import IPv4Address, IPv6Address
 
-__all__ = ["allows", "is_public", "may_be_private"]
+__all__ = ["is_allowed", "is_public", "may_be_private"]
 
 LOCALHOST = "localhost"
 NAT64 = ipaddress.ip_network("64:ff9b::/96")
 
 
-def allows(hosts: Iterable[str], host: str) -> bool:
+def is_allowed(allowed_hosts: Iterable[str], host: str) -> bool:
     """Whether the list has a host, itself or by a parent that is written with a dot in front."""
-    return any(host == entry or (entry.startswith(".") and host.endswith(entry)) for entry in hosts)
+    return any(host == entry or (entry.startswith(".") and host.endswith(entry)) for entry in allowed_hosts)
 
 
 def may_be_private(host: str) -> bool:
@@ -24,7 +24,7 @@ def may_be_private(host: str) -> bool:
 
 def is_public(addresses: Sequence[str]) -> bool:
     """Whether all of them lie in the open internet: not private, local, shared, reserved, nor a way to such an IPv4 address."""
-    return all(_is_public(one) for address in addresses for one in _meant(ipaddress.ip_address(address.partition("%")[0])))
+    return all(_is_public(one) for address in addresses for one in _embedded_addresses(ipaddress.ip_address(address.partition("%")[0])))
 
 
 def _is_address(host: str) -> bool:
@@ -41,7 +41,7 @@ def _is_public(address: IPv4Address | IPv6Address) -> bool:
     return address.is_global and not (address.is_multicast or address.is_reserved or address.is_unspecified)
 
 
-def _meant(address: IPv4Address | IPv6Address) -> list[IPv4Address | IPv6Address]:
+def _embedded_addresses(address: IPv4Address | IPv6Address) -> list[IPv4Address | IPv6Address]:
     """The address, or those within it: IPv6 has several ways to write an IPv4 address."""
     if isinstance(address, IPv4Address):
         return [address]

@@ -12,12 +12,12 @@ from PIL.Image import Resampling
 
 from foreword.errors import CheckpointError
 
-__all__ = ["Options", "Size", "read_object", "read_options"]
+__all__ = ["PreprocessorReader", "ImageSize", "read_json_object", "read_preprocessor_config"]
 
-FILE = "preprocessor_config.json"
-HIGHEST = 1 << 24  # of sizes and pixels: more than any model takes
+PREPROCESSOR_FILE = "preprocessor_config.json"
+MAX_VALUE = 1 << 24  # of sizes and pixels: more than any model takes
 # Without influence on the pixels of a single picture, or on what is made of them here; colours are normalized by the engine.
-IRRELEVANT = frozenset(
+IGNORED_OPTIONS = frozenset(
     (
         "_valid_processor_keys",
         "aspect_ratio_setting",
@@ -37,23 +37,23 @@ IRRELEVANT = frozenset(
         "return_tensors",
     )
 )
-KIND = re.compile(r"(Clip|CLIP|Siglip|Llava|LlavaNext|Qwen2VL|Qwen2_5_VL|Qwen3VL)(ImageProcessor(Fast|Pil)?|FeatureExtractor)")
+PROCESSOR_TYPE = re.compile(r"(Clip|CLIP|Siglip|Llava|LlavaNext|Qwen2VL|Qwen2_5_VL|Qwen3VL)(ImageProcessor(Fast|Pil)?|FeatureExtractor)")
 # (height, width), or the shorter side alone
-Size = tuple[int, int] | int
+ImageSize = tuple[int, int] | int
 
 
-def read_options(path: Path) -> Options:
+def read_preprocessor_config(path: Path) -> PreprocessorReader:
     """Of the checkpoint in `path`. Raises CheckpointError."""
-    if (path / FILE).is_file():
-        return Options(read_object(path / FILE), str(path / FILE))
+    if (path / PREPROCESSOR_FILE).is_file():
+        return PreprocessorReader(read_json_object(path / PREPROCESSOR_FILE), str(path / PREPROCESSOR_FILE))
     file = path / "processor_config.json"
-    values = read_object(file).get("image_processor") if file.is_file() else None
+    values = read_json_object(file).get("image_processor") if file.is_file() else None
     if isinstance(values, dict):
-        return Options(values, f"{file}: image_processor")
-    raise CheckpointError(f"{path} lacks {FILE}, which says how pictures are prepared", "model")
+        return PreprocessorReader(values, f"{file}: image_processor")
+    raise CheckpointError(f"{path} lacks {PREPROCESSOR_FILE}, which says how pictures are prepared", "model")
 
 
-def read_object(file: Path) -> dict[str, Any]:
+def read_json_object(file: Path) -> dict[str, Any]:
     """A JSON object. Raises CheckpointError."""
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
@@ -66,7 +66,7 @@ def read_object(file: Path) -> dict[str, Any]:
     return values
 
 
-class Options:
+class PreprocessorReader:
     """Of one object in such a file. What nobody asked for by the time of `finish()` is refused; null counts as missing.
 
     source  what errors call it
@@ -74,16 +74,16 @@ class Options:
 
     def __init__(self, values: Mapping[str, Any], source: str) -> None:
         self._values = {key: value for key, value in values.items() if value is not None}
-        self._taken: set[str] = set()
+        self._read_keys: set[str] = set()
         self.source = source
 
     @property
-    def kind(self) -> str:
+    def processor_family(self) -> str:
         """Whose options these are, such as CLIP, Siglip, Qwen2VL: what is left out depends on it. Empty: it is not said."""
         name = self._values.get("image_processor_type", self._values.get("feature_extractor_type", ""))
         if name == "":
             return ""
-        found = KIND.fullmatch(name) if isinstance(name, str) else None
+        found = PROCESSOR_TYPE.fullmatch(name) if isinstance(name, str) else None
         if found is None:
             raise CheckpointError(f"{self.source}: image_processor_type {name!r:.80} is not known", "model")
         return found[1]
@@ -91,57 +91,57 @@ class Options:
     def __contains__(self, key: str) -> bool:
         return key in self._values
 
-    def raw(self, key: str, default: Any = None) -> Any:
-        self._taken.add(key)
+    def get(self, key: str, default: Any = None) -> Any:
+        self._read_keys.add(key)
         return self._values.get(key, default)
 
-    def flag(self, key: str, default: bool) -> bool:
-        value = self.raw(key, default)
+    def get_bool(self, key: str, default: bool) -> bool:
+        value = self.get(key, default)
         if not isinstance(value, bool):
-            raise self.bad(key, "true or false")
+            raise self.error(key, "true or false")
         return value
 
-    def whole(self, key: str, default: int | None = None, low: int = 1) -> int:
-        value = self.raw(key, default)
-        if not is_whole(value, low):
-            raise self.bad(key, f"a whole number from {low} to {HIGHEST}")
+    def get_int(self, key: str, default: int | None = None, low: int = 1) -> int:
+        value = self.get(key, default)
+        if not is_int(value, low):
+            raise self.error(key, f"a whole number from {low} to {MAX_VALUE}")
         assert isinstance(value, int)
         return value
 
-    def size(self, key: str, default: Size) -> Size:
+    def get_size(self, key: str, default: ImageSize) -> ImageSize:
         """{"height", "width"} or {"shortest_edge"}; a number stands for the latter."""
-        value = self.raw(key, default)
+        value = self.get(key, default)
         if isinstance(value, Mapping):
             given = {name: item for name, item in value.items() if item is not None}
             if given.keys() == {"height", "width"}:
                 value = given["height"], given["width"]
             elif given.keys() == {"shortest_edge"}:
                 value = given["shortest_edge"]
-        if not all(is_whole(item) for item in (value if isinstance(value, tuple) else (value,))):
-            raise self.bad(key, 'whole numbers: {"height": ..., "width": ...} or {"shortest_edge": ...}')
+        if not all(is_int(item) for item in (value if isinstance(value, tuple) else (value,))):
+            raise self.error(key, 'whole numbers: {"height": ..., "width": ...} or {"shortest_edge": ...}')
         return value  # type: ignore[no-any-return]  # it is one of the two by now
 
-    def resample(self, default: Resampling = Resampling.BICUBIC) -> Resampling:
-        value = self.raw("resample", default.value)
-        if not is_whole(value, 0) or value > max(Resampling):
-            raise self.bad("resample", f"a whole number from 0 to {max(Resampling).value}")
+    def get_resample(self, default: Resampling = Resampling.BICUBIC) -> Resampling:
+        value = self.get("resample", default.value)
+        if not is_int(value, 0) or value > max(Resampling):
+            raise self.error("resample", f"a whole number from 0 to {max(Resampling).value}")
         return Resampling(value)
 
-    def colours(self) -> None:
+    def check_normalization(self) -> None:
         """Pixels are normalized as these options say, which can be left out by no option."""
         for key in ("do_rescale", "do_normalize"):
-            if not self.flag(key, True):
+            if not self.get_bool(key, True):
                 raise CheckpointError(f"{self.source}: {key} false is not supported", "model")
 
-    def finish(self) -> None:
+    def check_all_read(self) -> None:
         """Raises CheckpointError for the first option that was not asked for."""
-        for key in self._values.keys() - self._taken - IRRELEVANT:
+        for key in self._values.keys() - self._read_keys - IGNORED_OPTIONS:
             raise CheckpointError(f"{self.source}: {key} is not supported", "model")
 
-    def bad(self, key: str, wanted: str) -> CheckpointError:
-        return CheckpointError(f"{self.source}: {key} must be {wanted}, got {self._values.get(key)!r:.80}", "model")
+    def error(self, key: str, expected: str) -> CheckpointError:
+        return CheckpointError(f"{self.source}: {key} must be {expected}, got {self._values.get(key)!r:.80}", "model")
 
 
-def is_whole(value: object, low: int = 1) -> bool:
+def is_int(value: object, low: int = 1) -> bool:
     """A number of things, not true or false."""
-    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= HIGHEST
+    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= MAX_VALUE

@@ -4,43 +4,43 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from foreword.core.pictures import Picture
-from foreword.media.base import Processor
+from foreword.core.pictures import PromptImage
+from foreword.media.base import ImageProcessor
 from foreword.media.fetch import Fetcher
 from foreword.media.limits import MediaLimits
-from foreword.media.source import Source
-from foreword.media.workers import Workers
+from foreword.media.source import ImageSource
+from foreword.media.workers import ImageDecodePool
 
-__all__ = ["Pictures"]
+__all__ = ["ImageLoader"]
 
 
-class Pictures:
+class ImageLoader:
     """Of all requests for one model. May be used from any thread; each call blocks its own."""
 
-    def __init__(self, processor: Processor, limits: MediaLimits) -> None:
+    def __init__(self, processor: ImageProcessor, limits: MediaLimits) -> None:
         self._fetcher = Fetcher(limits)
-        self._workers = Workers(processor, limits)
+        self._workers = ImageDecodePool(processor, limits)
 
-    def read(self, sources: Sequence[Source]) -> list[Picture]:
+    def load(self, sources: Sequence[ImageSource]) -> list[PromptImage]:
         """In their order, one after the other: only one file of a request is held at a time.
 
         Raises InvalidRequest, which names the field and says why; Overloaded if too many wait for a worker, RequestFailed if
         there is none.
         """
-        return [self.prepare(self.fetch(source), source.where) for source in sources]
+        return [self.preprocess(self.fetch(source), source.where) for source in sources]
 
-    def fetch(self, source: Source) -> bytes:
+    def fetch(self, source: ImageSource) -> bytes:
         """The file, as it is. Raises as read()."""
         return self._fetcher.fetch(source)
 
-    def measure(self, data: bytes, where: str) -> int:
+    def pixel_bytes(self, data: bytes, where: str) -> int:
         """Bytes that the pixels of a file take, as its head says; a picture that is to be turned may take others. Raises as
         read()."""
-        return self._workers.measure(data, where)
+        return self._workers.pixel_bytes(data, where)
 
-    def prepare(self, data: bytes, where: str) -> Picture:
+    def preprocess(self, data: bytes, where: str) -> PromptImage:
         """From the bytes of a file. Raises as read()."""
-        return self._workers.prepare(data, where)
+        return self._workers.preprocess(data, where)
 
     def close(self) -> None:
         """End what was started; calls that wait fail."""

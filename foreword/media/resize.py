@@ -5,42 +5,42 @@ from __future__ import annotations
 from PIL import Image
 from PIL.Image import Resampling
 
-__all__ = ["cropped", "padded", "padded_square", "planes", "resized", "scaled"]
+__all__ = ["center_crop", "pad", "pad_to_square", "to_chw", "resize", "scale_to_shortest_edge"]
 
 
-def scaled(size: tuple[int, int], shortest: int) -> tuple[int, int]:
+def scale_to_shortest_edge(size: tuple[int, int], shortest_edge: int) -> tuple[int, int]:
     """The size at which the shorter side is `shortest`, and the ratio is kept."""
     height, width = size
     if width <= height:
-        return int(shortest * height / width), shortest
-    return shortest, int(shortest * width / height)
+        return int(shortest_edge * height / width), shortest_edge
+    return shortest_edge, int(shortest_edge * width / height)
 
 
-def resized(image: Image.Image, size: tuple[int, int], resample: Resampling) -> Image.Image:
+def resize(image: Image.Image, size: tuple[int, int], resample: Resampling) -> Image.Image:
     height, width = size
     return image.resize((width, height), resample)
 
 
-def cropped(image: Image.Image, size: tuple[int, int]) -> Image.Image:
+def center_crop(image: Image.Image, size: tuple[int, int]) -> Image.Image:
     """Its middle; black around it where it is too small, the odd line above or to the left."""
     height, width = size
-    top, left = _offset(image.height, height), _offset(image.width, width)
+    top, left = _center_offset(image.height, height), _center_offset(image.width, width)
     return image.crop((left, top, left + width, top + height))
 
 
-def _offset(length: int, wanted: int) -> int:
+def _center_offset(length: int, target: int) -> int:
     """Where the middle begins."""
-    return (length - wanted) // 2 if length >= wanted else -((wanted - length + 1) // 2)
+    return (length - target) // 2 if length >= target else -((target - length + 1) // 2)
 
 
-def padded(image: Image.Image, size: tuple[int, int]) -> Image.Image:
+def pad(image: Image.Image, size: tuple[int, int]) -> Image.Image:
     """In the middle of a black one, at least as large; the odd line is below or to the right."""
     height, width = size
     left, top = (width - image.width) // 2, (height - image.height) // 2
     return image.crop((-left, -top, width - left, height - top))
 
 
-def padded_square(image: Image.Image, colour: tuple[int, int, int]) -> Image.Image:
+def pad_to_square(image: Image.Image, colour: tuple[int, int, int]) -> Image.Image:
     """With margins of `colour` on both sides of the shorter dimension."""
     side = max(image.size)
     if image.width == image.height:
@@ -50,6 +50,6 @@ def padded_square(image: Image.Image, colour: tuple[int, int, int]) -> Image.Ima
     return square
 
 
-def planes(image: Image.Image) -> bytes:
+def to_chw(image: Image.Image) -> bytes:
     """uint8 [3, height, width]"""
     return b"".join(band.tobytes() for band in image.split())

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-__all__ = ["Source"]
+__all__ = ["ImageSource"]
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class ImageSource:
     """One picture: either its address or its file.
 
     where  the field of the request that names it, for errors, such as messages[0].content[1].image_url.url

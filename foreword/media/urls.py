@@ -28,23 +28,23 @@ def read_data_url(url: str, max_bytes: int, where: str) -> bytes:
     if not comma:
         raise InvalidRequest(f"{where}: a data: URL must hold a comma before the data", where)
     if not head.lower().endswith(";base64"):
-        data = _escaped(body, where)
+        data = _decode_percent(body, where)
     else:
         text = "".join((unquote(body) if "%" in body else body).split())
         check_bytes(len(text) // 4 * 3 - 2, max_bytes, where)  # at least: two bytes may be padding
-        data = _base64(text, where)
+        data = _decode_base64(text, where)
     check_bytes(len(data), max_bytes, where)
     return data
 
 
-def _escaped(body: str, where: str) -> bytes:
+def _decode_percent(body: str, where: str) -> bytes:
     try:
         return unquote_to_bytes(body)
     except UnicodeEncodeError:  # half of a surrogate pair
         raise InvalidRequest(f"{where}: the data of the data: URL is not Unicode", where) from None
 
 
-def _base64(text: str, where: str) -> bytes:
+def _decode_base64(text: str, where: str) -> bytes:
     try:
         return base64.b64decode(text + "=" * (-len(text) % 4), validate=True)
     except (binascii.Error, ValueError):  # ValueError: characters beyond ASCII
@@ -61,12 +61,12 @@ def read_file_url(url: str, root: Path | None, max_bytes: int, where: str) -> by
         path = Path(unquote(parts.path)).resolve(strict=True)
         if parts.netloc not in ("", "localhost") or not path.is_relative_to(root):
             raise refusal
-        return _read(path, max_bytes, where)
+        return _read_file(path, max_bytes, where)
     except (OSError, RuntimeError, ValueError):  # RuntimeError: links in a circle; ValueError: a zero byte
         raise refusal from None
 
 
-def _read(path: Path, max_bytes: int, where: str) -> bytes:
+def _read_file(path: Path, max_bytes: int, where: str) -> bytes:
     """Raises OSError for what is no regular file, or became a link in the meantime."""
     with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
         facts = os.fstat(file.fileno())

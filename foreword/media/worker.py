@@ -18,15 +18,15 @@ from multiprocessing.connection import Connection
 from PIL import Image
 
 from foreword.media import limits
-from foreword.media.base import Processor
-from foreword.media.decode import Refused, decode, measure
+from foreword.media.base import ImageProcessor
+from foreword.media.decode import ImageError, decode, read_size
 from foreword.media.limits import MediaLimits
 
 __all__ = ["PIXELS", "READY", "SIZE", "main"]
 
 READY = b"ready"
 SIZE, PIXELS = b"size", b"pixels"
-MAX_QUESTION = 16
+MAX_COMMAND_BYTES = 16
 STATM = "/proc/self/statm"
 
 
@@ -40,7 +40,7 @@ def main(fd: int) -> int:
         _confine(media_limits)
         connection.send_bytes(READY)
         while True:
-            _answer(connection, processor, media_limits)
+            _handle_command(connection, processor, media_limits)
     except (EOFError, OSError):
         return 0  # the pool is gone
 
@@ -64,29 +64,29 @@ def _address_space() -> int:
         return 0
 
 
-def _answer(connection: Connection, processor: Processor, media_limits: MediaLimits) -> None:
-    question = connection.recv_bytes(MAX_QUESTION)
+def _handle_command(connection: Connection, processor: ImageProcessor, media_limits: MediaLimits) -> None:
+    question = connection.recv_bytes(MAX_COMMAND_BYTES)
     data = connection.recv_bytes(media_limits.max_bytes)
     signal.setitimer(signal.ITIMER_PROF, limits.DECODE_CPU_S)
     try:
         if question == SIZE:
-            size, pixels = measure(data, media_limits.max_pixels), None
+            size, pixels = read_size(data, media_limits.max_pixels), None
         else:
             image = decode(data, media_limits.max_pixels)
-            size, pixels = (image.height, image.width), processor.pixels(image)
-    except Refused as error:
-        _say(connection, {"reason": str(error)})
+            size, pixels = (image.height, image.width), processor.to_pixels(image)
+    except ImageError as error:
+        _reply(connection, {"reason": str(error)})
     except MemoryError:
-        _say(connection, {"reason": "it takes too much memory to prepare"})
+        _reply(connection, {"reason": "it takes too much memory to prepare"})
     else:
-        _say(connection, {"size": size})
+        _reply(connection, {"size": size})
         if pixels is not None:
             connection.send_bytes(pixels)
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
 
 
-def _say(connection: Connection, message: dict[str, object]) -> None:
+def _reply(connection: Connection, message: dict[str, object]) -> None:
     connection.send_bytes(json.dumps(message).encode())
 
 

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from foreword.core.events import DraftUse, Tokens
+from foreword.core.events import DraftResult, TokenEvent
 from foreword.core.request import Request
-from foreword.metrics.tally import DraftTally
+from foreword.metrics.tally import SpecDecodeStats
 
-__all__ = ["AnswerMetrics", "Figures", "Progress", "metrics_of"]
+__all__ = ["AnswerMetrics", "ChoiceStats", "RequestProgress", "summarize_choices"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class AnswerMetrics:
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
+class ChoiceStats:
     """What one choice's metrics are made of.
 
     prompt        the name that all choices of a prompt share
@@ -57,52 +57,52 @@ class Figures:
     repeating     length of the pattern that it was found to repeat; None: it was not
     """
 
-    prompt: str
+    prompt_id: str
     seed: int
     first_token_s: float | None
-    first_s: float
-    last_s: float
-    later_tokens: int
-    prompt_rate: float | None
+    first_token_at_s: float
+    last_token_at_s: float
+    num_later_tokens: int
+    prompt_tokens_per_s: float | None
     num_cached: int | None
-    repeating: int | None
-    tally: DraftTally
+    repetition_len: int | None
+    spec_stats: SpecDecodeStats
 
 
-def metrics_of(choices: Sequence[Figures]) -> AnswerMetrics:
+def summarize_choices(choices: Sequence[ChoiceStats]) -> AnswerMetrics:
     """The metrics of an answer with these choices, at least one."""
-    tally = DraftTally()
+    tally = SpecDecodeStats()
     for choice in choices:
-        tally.include(choice.tally)
-    cached = {choice.prompt: choice.num_cached for choice in reversed(choices) if choice.num_cached is not None}
+        tally.merge(choice.spec_stats)
+    cached = {choice.prompt_id: choice.num_cached for choice in reversed(choices) if choice.num_cached is not None}
     firsts = [choice.first_token_s for choice in choices if choice.first_token_s is not None]
-    per_token, rate = _speeds([choice for choice in choices if choice.later_tokens])
+    per_token, rate = _token_rates([choice for choice in choices if choice.num_later_tokens])
     return AnswerMetrics(
         time_to_first_token_ms=min(firsts) * 1000 if firsts else None,
         time_per_output_token_ms=per_token,
-        prompt_tokens_per_second=choices[0].prompt_rate,
+        prompt_tokens_per_second=choices[0].prompt_tokens_per_s,
         tokens_per_second=rate,
-        draft_tokens=tally.drafted or None,
-        draft_tokens_acceptance=tally.acceptance,
-        mean_acceptance_length=tally.mean_length,
-        verify_steps=tally.verify_steps or None,
+        draft_tokens=tally.num_drafted or None,
+        draft_tokens_acceptance=tally.acceptance_rate,
+        mean_acceptance_length=tally.mean_acceptance_len,
+        verify_steps=tally.num_verify_steps or None,
         cached_tokens=sum(cached.values()) if cached else None,
-        repeating_tokens=next((choice.repeating for choice in choices if choice.repeating), None),
+        repeating_tokens=next((choice.repetition_len for choice in choices if choice.repetition_len), None),
         seed=choices[0].seed,
     )
 
 
-def _speeds(choices: Sequence[Figures]) -> tuple[float | None, float | None]:
+def _token_rates(choices: Sequence[ChoiceStats]) -> tuple[float | None, float | None]:
     """(milliseconds per token of a choice, tokens per second of all together), where tokens came after a first burst."""
     if not choices:
         return None, None
-    tokens = sum(choice.later_tokens for choice in choices)
-    seconds = sum(choice.last_s - choice.first_s for choice in choices)
-    span = max(choice.last_s for choice in choices) - min(choice.first_s for choice in choices)
+    tokens = sum(choice.num_later_tokens for choice in choices)
+    seconds = sum(choice.last_token_at_s - choice.first_token_at_s for choice in choices)
+    span = max(choice.last_token_at_s for choice in choices) - min(choice.first_token_at_s for choice in choices)
     return seconds * 1000 / tokens, tokens / span if span else None
 
 
-class Progress:
+class RequestProgress:
     """What was delivered of a live request.
 
     computed     the prompt was computed: a first event came
@@ -111,81 +111,81 @@ class Progress:
     """
 
     __slots__ = (
-        "arrived_s",
-        "computed",
+        "arrival_s",
+        "is_prompt_computed",
         "drafters",
-        "first_burst",
-        "first_s",
-        "last_s",
+        "first_burst_tokens",
+        "first_token_at_s",
+        "last_token_at_s",
         "num_cached",
         "num_tokens",
-        "repeating",
+        "repetition_len",
         "request",
         "scheduled_s",
-        "tally",
+        "spec_stats",
     )
 
     def __init__(self, request: Request, now: float) -> None:
         self.request = request
-        self.arrived_s = request.arrival_s or now
-        self.computed = False
+        self.arrival_s = request.arrival_s or now
+        self.is_prompt_computed = False
         self.scheduled_s: float | None = None
-        self.first_s: float | None = None
-        self.last_s: float | None = None
-        self.first_burst = 0
+        self.first_token_at_s: float | None = None
+        self.last_token_at_s: float | None = None
+        self.first_burst_tokens = 0
         self.num_tokens = 0
         self.num_cached = 0
-        self.repeating: int | None = None
-        self.tally = DraftTally()
+        self.repetition_len: int | None = None
+        self.spec_stats = SpecDecodeStats()
         self.drafters: set[str] = set()
 
-    def deliver(self, event: Tokens, now: float) -> float | None:
+    def record_tokens(self, event: TokenEvent, now: float) -> float | None:
         """Count the tokens of one event, as cut. Returns the seconds since the tokens before it, None if it is the first."""
-        if not self.computed:
-            self.computed = True
+        if not self.is_prompt_computed:
+            self.is_prompt_computed = True
             self.scheduled_s = event.scheduled_s or None
             self.num_cached = event.num_cached
-        if event.repeating is not None:
-            self.repeating = event.repeating.pattern
-        if event.draft is not None and event.draft.drafted and not event.draft.forced:
+        if event.repetition is not None:
+            self.repetition_len = event.repetition.pattern_len
+        if event.draft is not None and event.draft.num_drafted and not event.draft.is_forced:
             self._count_draft(event.draft, len(event.token_ids))
         if not event.token_ids:
             return None
-        before_s, self.last_s = self.last_s, now
+        before_s, self.last_token_at_s = self.last_token_at_s, now
         self.num_tokens += len(event.token_ids)
         if before_s is None:
-            self.first_s, self.first_burst = now, len(event.token_ids)
+            self.first_token_at_s, self.first_burst_tokens = now, len(event.token_ids)
         return None if before_s is None else max(now - before_s, 0.0)
 
-    def _count_draft(self, use: DraftUse, emitted: int) -> None:
-        self.tally.add(use.drafted, min(use.accepted, emitted), emitted)
+    def _count_draft(self, use: DraftResult, emitted: int) -> None:
+        self.spec_stats.add(use.num_drafted, min(use.num_accepted, emitted), emitted)
         self.drafters.add(use.drafter)
 
     @property
     def queue_s(self) -> float | None:
-        return None if self.scheduled_s is None else max(self.scheduled_s - self.arrived_s, 0.0)
+        return None if self.scheduled_s is None else max(self.scheduled_s - self.arrival_s, 0.0)
 
     @property
     def first_token_s(self) -> float | None:
-        return None if self.first_s is None else max(self.first_s - self.arrived_s, 0.0)
+        return None if self.first_token_at_s is None else max(self.first_token_at_s - self.arrival_s, 0.0)
 
-    def figures(self, prompt: str) -> Figures:
+    def snapshot(self, prompt_id: str) -> ChoiceStats:
         """The figures so far."""
-        return Figures(
-            prompt=prompt,
+        return ChoiceStats(
+            prompt_id=prompt_id,
             seed=self.request.seed,
             first_token_s=self.first_token_s,
-            first_s=self.first_s or 0.0,
-            last_s=self.last_s or 0.0,
-            later_tokens=self.num_tokens - self.first_burst,
-            prompt_rate=self._prompt_rate(),
-            num_cached=self.num_cached if self.computed else None,
-            repeating=self.repeating,
-            tally=self.tally,
+            first_token_at_s=self.first_token_at_s or 0.0,
+            last_token_at_s=self.last_token_at_s or 0.0,
+            num_later_tokens=self.num_tokens - self.first_burst_tokens,
+            prompt_tokens_per_s=self._prompt_tokens_per_s(),
+            num_cached=self.num_cached if self.is_prompt_computed else None,
+            repetition_len=self.repetition_len,
+            spec_stats=self.spec_stats,
         )
 
-    def _prompt_rate(self) -> float | None:
+    def _prompt_tokens_per_s(self) -> float | None:
         """Prompt tokens computed per second, from the first step to the first token."""
-        if self.first_s is None or self.scheduled_s is None or self.first_s <= self.scheduled_s:
+        if self.first_token_at_s is None or self.scheduled_s is None or self.first_token_at_s <= self.scheduled_s:
             return None
-        return (len(self.request.prompt_ids) - self.num_cached) / (self.first_s - self.scheduled_s)
+        return (len(self.request.prompt_ids) - self.num_cached) / (self.first_token_at_s - self.scheduled_s)

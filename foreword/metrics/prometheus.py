@@ -11,44 +11,44 @@ from prometheus_client.registry import Collector
 
 from foreword.metrics.catalog import CATALOG, PREFIX, Metric
 
-__all__ = ["CONTENT_TYPE", "Registry"]
+__all__ = ["CONTENT_TYPE", "MetricsRegistry"]
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
-KINDS: dict[str, Any] = {"counter": Counter, "gauge": Gauge, "histogram": Histogram}
+INSTRUMENTS: dict[str, Any] = {"counter": Counter, "gauge": Gauge, "histogram": Histogram}
 
 
-class Registry:
+class MetricsRegistry:
     """The metrics that exist in one server. A name outside the catalog is a KeyError."""
 
-    def __init__(self, speculative: bool, pictures: bool = False) -> None:
+    def __init__(self, speculative: bool, multimodal: bool = False) -> None:
         inner = CollectorRegistry()
-        rows = [row for row in CATALOG if row.speculative <= speculative and row.pictures <= pictures]
-        self._metrics = {row.name: _build(row, inner) for row in rows}
+        rows = [row for row in CATALOG if row.speculative <= speculative and row.multimodal <= multimodal]
+        self._metrics = {row.name: _build_metric(row, inner) for row in rows}
         self._series: dict[tuple[str, ...], Any] = {}
         self._registry = CollectorRegistry()
-        self._registry.register(_Plain(inner))
+        self._registry.register(_WithoutCreated(inner))
 
     def add(self, name: str, amount: float, *labels: str) -> None:
-        self._of(name, labels).inc(amount)
+        self._get_series(name, labels).inc(amount)
 
     def set(self, name: str, value: float, *labels: str) -> None:
-        self._of(name, labels).set(value)
+        self._get_series(name, labels).set(value)
 
     def observe(self, name: str, value: float, *labels: str, times: int = 1) -> None:
-        instrument = self._of(name, labels)
+        instrument = self._get_series(name, labels)
         for _ in range(times):
             instrument.observe(value)
 
-    def start(self, name: str, labels: Iterable[str], *before: str) -> None:
+    def init_series(self, name: str, labels: Iterable[str], *leading_labels: str) -> None:
         """Let the series of these labels exist from the start, at zero; `before` are the labels before the last."""
         for label in labels:
-            self._of(name, (*before, label))
+            self._get_series(name, (*leading_labels, label))
 
     def render(self) -> bytes:
         """The scrape, in Prometheus' text format."""
         return generate_latest(self._registry)
 
-    def _of(self, name: str, labels: tuple[str, ...]) -> Any:
+    def _get_series(self, name: str, labels: tuple[str, ...]) -> Any:
         series = self._series.get((name, *labels))
         if series is None:
             metric = self._metrics[name]
@@ -56,7 +56,7 @@ class Registry:
         return series
 
 
-class _Plain(Collector):
+class _WithoutCreated(Collector):
     """The families of a registry without the `_created` series, which no row of the catalog names."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
@@ -68,6 +68,6 @@ class _Plain(Collector):
             yield family
 
 
-def _build(row: Metric, registry: CollectorRegistry) -> Any:
-    more = {"buckets": row.buckets} if row.buckets else {}
-    return KINDS[row.kind](PREFIX + row.name, row.help, row.labels, registry=registry, **more)
+def _build_metric(metric: Metric, registry: CollectorRegistry) -> Any:
+    more = {"buckets": metric.buckets} if metric.buckets else {}
+    return INSTRUMENTS[metric.metric_type](PREFIX + metric.name, metric.help, metric.labels, registry=registry, **more)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from itertools import zip_longest
 
-__all__ = ["DraftTally"]
+__all__ = ["SpecDecodeStats"]
 
 
-class DraftTally:
+class SpecDecodeStats:
     """Sums over the steps that verified a draft, after every cut.
 
     verify_steps  steps that verified at least one drafted token
@@ -19,60 +19,60 @@ class DraftTally:
     Every ratio is None until something was drafted.
     """
 
-    __slots__ = ("accepted", "accepted_at", "drafted", "drafted_at", "emitted", "verify_steps")
+    __slots__ = ("num_accepted", "accepted_per_position", "num_drafted", "drafted_per_position", "num_emitted", "num_verify_steps")
 
     def __init__(self) -> None:
-        self.verify_steps = 0
-        self.drafted = 0
-        self.accepted = 0
-        self.emitted = 0
-        self.drafted_at: list[int] = []
-        self.accepted_at: list[int] = []
+        self.num_verify_steps = 0
+        self.num_drafted = 0
+        self.num_accepted = 0
+        self.num_emitted = 0
+        self.drafted_per_position: list[int] = []
+        self.accepted_per_position: list[int] = []
 
-    def add(self, drafted: int, accepted: int, emitted: int) -> None:
+    def add(self, num_drafted: int, num_accepted: int, num_emitted: int) -> None:
         """One verified draft."""
-        assert 0 <= accepted <= drafted and accepted <= emitted <= accepted + 1
-        self.verify_steps += 1
-        self.drafted += drafted
-        self.accepted += accepted
-        self.emitted += emitted
-        _count(self.drafted_at, drafted)
-        _count(self.accepted_at, accepted)
+        assert 0 <= num_accepted <= num_drafted and num_accepted <= num_emitted <= num_accepted + 1
+        self.num_verify_steps += 1
+        self.num_drafted += num_drafted
+        self.num_accepted += num_accepted
+        self.num_emitted += num_emitted
+        _count_positions(self.drafted_per_position, num_drafted)
+        _count_positions(self.accepted_per_position, num_accepted)
 
-    def include(self, other: DraftTally) -> None:
+    def merge(self, other: SpecDecodeStats) -> None:
         """Add the sums of another tally."""
-        self.verify_steps += other.verify_steps
-        self.drafted += other.drafted
-        self.accepted += other.accepted
-        self.emitted += other.emitted
-        self.drafted_at = _sums(self.drafted_at, other.drafted_at)
-        self.accepted_at = _sums(self.accepted_at, other.accepted_at)
+        self.num_verify_steps += other.num_verify_steps
+        self.num_drafted += other.num_drafted
+        self.num_accepted += other.num_accepted
+        self.num_emitted += other.num_emitted
+        self.drafted_per_position = _add_elementwise(self.drafted_per_position, other.drafted_per_position)
+        self.accepted_per_position = _add_elementwise(self.accepted_per_position, other.accepted_per_position)
 
     @property
-    def acceptance(self) -> float | None:
-        return self.accepted / self.drafted if self.drafted else None
+    def acceptance_rate(self) -> float | None:
+        return self.num_accepted / self.num_drafted if self.num_drafted else None
 
     @property
-    def mean_length(self) -> float | None:
-        return self.emitted / self.verify_steps if self.verify_steps else None
+    def mean_acceptance_len(self) -> float | None:
+        return self.num_emitted / self.num_verify_steps if self.num_verify_steps else None
 
     @property
-    def efficiency(self) -> float | None:
+    def system_efficiency(self) -> float | None:
         """Delivered tokens per verified row: drafted tokens and one more a step."""
-        return self.emitted / (self.drafted + self.verify_steps) if self.verify_steps else None
+        return self.num_emitted / (self.num_drafted + self.num_verify_steps) if self.num_verify_steps else None
 
     @property
-    def acceptance_at(self) -> tuple[float, ...]:
+    def acceptance_per_position(self) -> tuple[float, ...]:
         """Share accepted among the drafts that reached each place."""
-        accepted = [*self.accepted_at, *[0] * (len(self.drafted_at) - len(self.accepted_at))]
-        return tuple(hit / base for hit, base in zip(accepted, self.drafted_at, strict=True))
+        accepted = [*self.accepted_per_position, *[0] * (len(self.drafted_per_position) - len(self.accepted_per_position))]
+        return tuple(hit / base for hit, base in zip(accepted, self.drafted_per_position, strict=True))
 
 
-def _sums(left: list[int], right: list[int]) -> list[int]:
+def _add_elementwise(left: list[int], right: list[int]) -> list[int]:
     return [a + b for a, b in zip_longest(left, right, fillvalue=0)]
 
 
-def _count(places: list[int], length: int) -> None:
-    places.extend([0] * (length - len(places)))
+def _count_positions(counts: list[int], length: int) -> None:
+    counts.extend([0] * (length - len(counts)))
     for place in range(length):
-        places[place] += 1
+        counts[place] += 1

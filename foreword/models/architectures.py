@@ -37,12 +37,12 @@ def read_decoder(reader: ConfigReader, default: str | None = None) -> tuple[type
     default  its model_type where the config does not say
     Raises CheckpointError.
     """
-    model_type = reader.raw("model_type", *([] if default is None else [default]))
+    model_type = reader.get("model_type", *([] if default is None else [default]))
     if not isinstance(model_type, str) or model_type not in ARCHITECTURES:
         raise CheckpointError(
             f"{reader.source}: model_type {model_type!r:.80} is not supported; known: {', '.join(sorted(ARCHITECTURES))}"
         )
     architecture = ARCHITECTURES[model_type]
-    config = architecture.read(reader)
-    reader.finish()
+    config = architecture.read_config(reader)
+    reader.check_all_read()
     return architecture, config

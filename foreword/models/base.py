@@ -11,11 +11,11 @@ from torch import Tensor
 
 from foreword.core.batch import Batch
 from foreword.core.kv import KVLayer
-from foreword.core.pictures import Picture
+from foreword.core.pictures import PromptImage
 from foreword.kernels.ops import Ops
-from foreword.resolve import ModelFacts
+from foreword.resolve import ModelInfo
 
-__all__ = ["KV", "Model", "Precision", "Tower"]
+__all__ = ["KVCache", "Model", "Precision", "VisionEncoder"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,33 +28,33 @@ class Precision:
     """
 
     dtype: torch.dtype
-    linear: str
-    embedding: str
+    linear_format: str
+    embedding_format: str
 
     @classmethod
-    def of(cls, dtype: str, weight_dtype: str | None = None, quantization: str | None = None) -> Precision:
+    def from_dtypes(cls, dtype: str, weight_dtype: str | None = None, quantization: str | None = None) -> Precision:
         """weight_dtype is that of activations if None. Quantized to 4 bits, the embedding and the head have 8: they
         decide which token comes out."""
         plain = weight_dtype or dtype
         return cls(getattr(torch, dtype), quantization or plain, "int8" if quantization else plain)
 
 
-class KV(Protocol):
+class KVCache(Protocol):
     """The KV cache as a model sees it."""
 
     def layer(self, index: int) -> KVLayer:
         """K and V of one layer."""
 
 
-class Tower(Protocol):
+class VisionEncoder(Protocol):
     """Sees one picture at a time: its features depend on nothing else.
 
     width  values of a feature: H, or a multiple of it where features are also added behind the first layers
     """
 
-    width: int
+    feature_size: int
 
-    def encode(self, picture: Picture) -> Generator[int, None, Tensor]:
+    def encode(self, image: PromptImage) -> Generator[int, None, Tensor]:
         """Features [num_tokens, width] of one picture in the decoder's data type, on the engine's device.
 
         It is run a piece at a time, between the steps of those that only wait for their next token: each yield tells the
@@ -62,7 +62,7 @@ class Tower(Protocol):
         tower, or less where the picture is large.
         """
 
-    def largest(self, max_tokens: int) -> Picture:
+    def make_max_image(self, max_tokens: int) -> PromptImage:
         """A black picture that takes as much memory to see as any of at most so many tokens, or as any at all where there are
         none that have fewer."""
 
@@ -77,26 +77,26 @@ class Model(Protocol):
     """
 
     ops: Ops
-    facts: ModelFacts
+    info: ModelInfo
     vocab_size: int
-    kv_layers: tuple[tuple[int, int], ...]
-    tower: Tower | None
+    kv_layer_shapes: tuple[tuple[int, int], ...]
+    vision_encoder: VisionEncoder | None
 
     @property
-    def directions(self) -> bool: ...
+    def uses_mrope(self) -> bool: ...
 
-    def limit(self, max_model_len: int) -> None:
+    def set_max_model_len(self, max_model_len: int) -> None:
         """Be ready for contexts of this length, as if loaded for it. Nothing is compiled yet."""
 
-    def forward(self, batch: Batch, kv: KV) -> Tensor:
+    def forward(self, batch: Batch, kv_cache: KVCache) -> Tensor:
         """Hidden states [T, H] of every row; K and V of every row are written to the cache."""
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[R, H] -> float32 [R, V]"""
 
-    def compiled(self, kv: KV) -> Callable[[Batch], Tensor]:
+    def compile_logits(self, kv_cache: KVCache) -> Callable[[Batch], Tensor]:
         """forward() and the logits of the sampled rows, float32 [R, V], as one function that is made once and kept.
         A result is valid until the next call."""
 
-    def compiled_hidden(self, kv: KV) -> Callable[[Batch], Tensor]:
+    def compile_hidden(self, kv_cache: KVCache) -> Callable[[Batch], Tensor]:
         """forward() and the hidden states of the sampled rows [R, H] instead of their logits; else like compiled()."""

@@ -5,29 +5,29 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from foreword.models.config import ConfigReader
-from foreword.models.decoder import DecoderConfig, Kind
-from foreword.models.rope import read_rope, scaled_context
+from foreword.models.decoder import DecoderConfig, LayerType
+from foreword.models.rope import read_rope, scaled_context_length
 
-__all__ = ["ACTIVATIONS", "read_common", "read_head_dim", "read_windows"]
+__all__ = ["ACTIVATIONS", "read_decoder_config", "read_head_dim", "read_layer_windows"]
 
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
 MAX_LAYERS = 1024
-MAX_WIDTH = 1 << 17  # values of a vector between two layers, or within one
+MAX_HIDDEN_SIZE = 1 << 17  # values of a vector between two layers, or within one
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
-def read_common(
+def read_decoder_config(
     config: ConfigReader,
     architecture: str,
     *,
     windows: Sequence[int | None] | None = None,
-    kinds: Sequence[Kind] | None = None,
+    layer_types: Sequence[LayerType] | None = None,
     head_dim: int | None = None,
     qkv_bias: bool = False,
     out_bias: bool = False,
     mlp_bias: bool = False,
     activation_key: str = "hidden_act",
-    tied: bool = False,
+    tie_word_embeddings: bool = False,
 ) -> DecoderConfig:
     """The shape of a Llama-like checkpoint.
 
@@ -36,32 +36,32 @@ def read_common(
     head_dim, tied    where the config does not say
     activation_key    name of the option that says which activation the MLP has
     """
-    hidden, heads = config.whole("hidden_size", high=MAX_WIDTH), config.whole("num_attention_heads")
-    kv_heads = config.whole("num_key_value_heads", heads)
+    hidden, heads = config.get_int("hidden_size", high=MAX_HIDDEN_SIZE), config.get_int("num_attention_heads")
+    kv_heads = config.get_int("num_key_value_heads", heads)
     if heads % kv_heads:
-        raise config.refuse("num_key_value_heads", f"{kv_heads} does not divide num_attention_heads {heads}")
+        raise config.error("num_key_value_heads", f"{kv_heads} does not divide num_attention_heads {heads}")
     head_dim = read_head_dim(config, head_dim)
-    if heads * head_dim > MAX_WIDTH:
-        raise config.refuse("num_attention_heads", f"{heads} times head_dim {head_dim} must be at most {MAX_WIDTH} here")
-    positions = config.whole("max_position_embeddings")
-    if kinds is None:
+    if heads * head_dim > MAX_HIDDEN_SIZE:
+        raise config.error("num_attention_heads", f"{heads} times head_dim {head_dim} must be at most {MAX_HIDDEN_SIZE} here")
+    positions = config.get_int("max_position_embeddings")
+    if layer_types is None:
         rope = read_rope(config, head_dim, positions)
-        kinds = [Kind(window, rope) for window in windows or (None,) * _read_num_layers(config)]
+        layer_types = [LayerType(window, rope) for window in windows or (None,) * _read_num_layers(config)]
     return DecoderConfig(
         architecture=architecture,
-        dtype=config.dtype(),
-        vocab_size=config.whole("vocab_size"),
-        hidden=hidden,
-        intermediate=config.whole("intermediate_size", high=MAX_WIDTH),
-        heads=heads,
-        kv_heads=kv_heads,
+        dtype=config.get_dtype(),
+        vocab_size=config.get_int("vocab_size"),
+        hidden_size=hidden,
+        intermediate_size=config.get_int("intermediate_size", high=MAX_HIDDEN_SIZE),
+        num_heads=heads,
+        num_kv_heads=kv_heads,
         head_dim=head_dim,
-        context=min(scaled_context(kind.rope, positions) for kind in kinds),
-        eps=config.number("rms_norm_eps", 1e-6),
-        activation=config.choice(activation_key, ACTIVATIONS),
-        kinds=tuple(kinds),
-        tied=config.flag("tie_word_embeddings", tied),
-        scale=head_dim**-0.5,
+        context_length=min(scaled_context_length(kind.rope, positions) for kind in layer_types),
+        eps=config.get_float("rms_norm_eps", 1e-6),
+        activation=config.get_choice(activation_key, ACTIVATIONS),
+        layer_types=tuple(layer_types),
+        tie_word_embeddings=config.get_bool("tie_word_embeddings", tie_word_embeddings),
+        attn_scale=head_dim**-0.5,
         qkv_bias=qkv_bias,
         out_bias=out_bias,
         mlp_bias=mlp_bias,
@@ -70,21 +70,21 @@ def read_common(
 
 def read_head_dim(config: ConfigReader, default: int | None = None) -> int:
     """Size of one head: `head_dim`, or else the default, or else an equal share of hidden_size."""
-    share = default or config.whole("hidden_size") // config.whole("num_attention_heads")
-    return config.whole("head_dim", share, high=MAX_WIDTH)
+    share = default or config.get_int("hidden_size") // config.get_int("num_attention_heads")
+    return config.get_int("head_dim", share, high=MAX_HIDDEN_SIZE)
 
 
-def read_windows(config: ConfigReader, window: int | None, is_sliding: Callable[[int], bool]) -> tuple[int | None, ...]:
+def read_layer_windows(config: ConfigReader, window: int | None, is_sliding: Callable[[int], bool]) -> tuple[int | None, ...]:
     """The window of each layer: as `layer_types` says, or else where `is_sliding(index)` holds."""
     num_layers = _read_num_layers(config)
-    types = config.texts("layer_types", num_layers) or tuple(LAYER_TYPES[is_sliding(index)] for index in range(num_layers))
+    types = config.get_strs("layer_types", num_layers) or tuple(LAYER_TYPES[is_sliding(index)] for index in range(num_layers))
     for layer_type in types:
         if layer_type not in LAYER_TYPES:
-            raise config.refuse("layer_types", f"holds {layer_type!r}; known: {', '.join(LAYER_TYPES)}")
+            raise config.error("layer_types", f"holds {layer_type!r}; known: {', '.join(LAYER_TYPES)}")
         if layer_type == "sliding_attention" and window is None:
-            raise config.refuse("layer_types", "holds sliding_attention, but there is no window")
+            raise config.error("layer_types", "holds sliding_attention, but there is no window")
     return tuple(window if layer_type == "sliding_attention" else None for layer_type in types)
 
 
 def _read_num_layers(config: ConfigReader) -> int:
-    return config.whole("num_hidden_layers", high=MAX_LAYERS)
+    return config.get_int("num_hidden_layers", high=MAX_LAYERS)

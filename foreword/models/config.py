@@ -14,7 +14,7 @@ from foreword.errors import CheckpointError
 __all__ = ["ConfigReader", "read_json"]
 
 # Without influence on the forward pass: training, bookkeeping, and defaults of generate().
-IRRELEVANT = frozenset(
+IGNORED_KEYS = frozenset(
     (
         "architectures",
         "attention_dropout",
@@ -73,7 +73,7 @@ IRRELEVANT = frozenset(
     )
 )
 # Defaults that old versions of transformers wrote out in nested configs: nothing else is honoured.
-HARMLESS: Mapping[str, Any] = MappingProxyType(
+NOOP_VALUES: Mapping[str, Any] = MappingProxyType(
     {
         "add_cross_attention": False,
         "is_decoder": False,
@@ -84,8 +84,8 @@ HARMLESS: Mapping[str, Any] = MappingProxyType(
 )
 DTYPES = ("float32", "bfloat16", "float16")
 MISSING: Any = object()
-HIGHEST = 1 << 24  # whole number: more positions, tokens or values than any model has
-SMALLEST, LARGEST = 1e-30, 1e30  # positive number: products of a few of these stay finite
+MAX_INT = 1 << 24  # whole number: more positions, tokens or values than any model has
+MIN_FLOAT, MAX_FLOAT = 1e-30, 1e30  # positive number: products of a few of these stay finite
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -109,15 +109,15 @@ class ConfigReader:
 
     def __init__(self, values: Mapping[str, Any], source: str) -> None:
         self._values = dict(values)
-        self._taken: set[str] = set()
+        self._read_keys: set[str] = set()
         self.source = source
 
     def __contains__(self, key: str) -> bool:
         return self._values.get(key) is not None
 
-    def raw(self, key: str, default: Any = MISSING) -> Any:
+    def get(self, key: str, default: Any = MISSING) -> Any:
         """The value as it stands; null counts as missing."""
-        self._taken.add(key)
+        self._read_keys.add(key)
         value = self._values.get(key)
         if value is not None:
             return value
@@ -125,113 +125,113 @@ class ConfigReader:
             raise CheckpointError(f"{self.source} lacks `{key}`")
         return default
 
-    def whole(self, key: str, default: Any = MISSING, low: int = 1, high: int = HIGHEST) -> int:
-        value = self.raw(key, default)
+    def get_int(self, key: str, default: Any = MISSING, low: int = 1, high: int = MAX_INT) -> int:
+        value = self.get(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < low:
-            raise self._bad(key, value, f"a whole number of at least {low}")
+            raise self._value_error(key, value, f"a whole number of at least {low}")
         if value > high:
-            raise self._bad(key, value, f"a whole number of at most {high}")
+            raise self._value_error(key, value, f"a whole number of at most {high}")
         return value
 
-    def optional_whole(self, key: str, absent: int | None = None) -> int | None:
+    def get_optional_int(self, key: str, default: int | None = None) -> int | None:
         """A whole number, None where null stands, `absent` where nothing does."""
-        return self.whole(key, absent) if key in self or self._lacks(key, absent) else self.raw(key, None)
+        return self.get_int(key, default) if key in self or self._uses_default(key, default) else self.get(key, None)
 
-    def number(self, key: str, default: Any = MISSING) -> float:
+    def get_float(self, key: str, default: Any = MISSING) -> float:
         """A positive number that can be computed with."""
-        value = self.raw(key, default)
+        value = self.get(key, default)
         if not _is_number(value) or value <= 0:
-            raise self._bad(key, value, "a positive number")
-        if not SMALLEST <= value <= LARGEST:
-            raise self._bad(key, value, f"between {SMALLEST:g} and {LARGEST:g}")
+            raise self._value_error(key, value, "a positive number")
+        if not MIN_FLOAT <= value <= MAX_FLOAT:
+            raise self._value_error(key, value, f"between {MIN_FLOAT:g} and {MAX_FLOAT:g}")
         return float(value)
 
-    def optional_number(self, key: str, absent: float | None = None) -> float | None:
+    def get_optional_float(self, key: str, default: float | None = None) -> float | None:
         """A positive number, None where null stands, `absent` where nothing does."""
-        return self.number(key, absent) if key in self or self._lacks(key, absent) else self.raw(key, None)
+        return self.get_float(key, default) if key in self or self._uses_default(key, default) else self.get(key, None)
 
-    def flag(self, key: str, default: bool) -> bool:
-        value = self.raw(key, default)
+    def get_bool(self, key: str, default: bool) -> bool:
+        value = self.get(key, default)
         if not isinstance(value, bool):
-            raise self._bad(key, value, "true or false")
+            raise self._value_error(key, value, "true or false")
         return value
 
-    def choice(self, key: str, allowed: Mapping[str, str], default: Any = MISSING) -> str:
+    def get_choice(self, key: str, allowed: Mapping[str, str], default: Any = MISSING) -> str:
         """One of the names of `allowed`, as what we call it."""
-        value = self.raw(key, default)
+        value = self.get(key, default)
         if not isinstance(value, str) or value not in allowed:
-            raise self._bad(key, value, f"one of {', '.join(allowed)}")
+            raise self._value_error(key, value, f"one of {', '.join(allowed)}")
         return allowed[value]
 
-    def texts(self, key: str, length: int) -> tuple[str, ...] | None:
+    def get_strs(self, key: str, length: int) -> tuple[str, ...] | None:
         """A list of so many texts, or None."""
-        value = self.raw(key, None)
+        value = self.get(key, None)
         if value is None:
             return None
         if not isinstance(value, list) or len(value) != length or not all(isinstance(item, str) for item in value):
-            raise self._bad(key, value, f"a list of {length} names")
+            raise self._value_error(key, value, f"a list of {length} names")
         return tuple(value)
 
-    def numbers(self, key: str, length: int) -> tuple[float, ...]:
+    def get_floats(self, key: str, length: int) -> tuple[float, ...]:
         """A list of so many positive numbers."""
-        value = self.raw(key)
+        value = self.get(key)
         if not isinstance(value, list) or len(value) != length or not all(map(_is_number, value)):
-            raise self._bad(key, value, f"a list of {length} numbers")
+            raise self._value_error(key, value, f"a list of {length} numbers")
         for item in value:
-            if not SMALLEST <= item <= LARGEST:
-                raise self._bad(key, item, f"a list of numbers between {SMALLEST:g} and {LARGEST:g}")
+            if not MIN_FLOAT <= item <= MAX_FLOAT:
+                raise self._value_error(key, item, f"a list of numbers between {MIN_FLOAT:g} and {MAX_FLOAT:g}")
         return tuple(float(item) for item in value)
 
-    def table(self, key: str) -> ConfigReader | None:
+    def get_section(self, key: str) -> ConfigReader | None:
         """A nested object, read as strictly; None if it is missing."""
-        value = self.raw(key, None)
+        value = self.get(key, None)
         if value is None:
             return None
         if not isinstance(value, dict):
-            raise self._bad(key, value, "an object")
+            raise self._value_error(key, value, "an object")
         return ConfigReader(value, f"{self.source}: {key}")
 
-    def completed(self, defaults: Mapping[str, Any]) -> ConfigReader:
+    def with_defaults(self, defaults: Mapping[str, Any]) -> ConfigReader:
         """The same options, and those of `defaults` that are not there."""
         return ConfigReader({**defaults, **self._values}, self.source)
 
-    def expect(self, key: str, value: Any) -> None:
+    def require_value(self, key: str, value: Any) -> None:
         """The option must be missing or have the only value that is honoured."""
-        given = self.raw(key, value)
+        given = self.get(key, value)
         if given != value:
-            raise self._bad(key, given, json.dumps(value))
+            raise self._value_error(key, given, json.dumps(value))
 
-    def repeats(self, other: ConfigReader) -> None:
+    def ignore_repeats_of(self, other: ConfigReader) -> None:
         """What stands in `other` with the same value need not be asked for here too."""
-        self._taken |= {key for key, value in self._values.items() if other._values.get(key) == value}
+        self._read_keys |= {key for key, value in self._values.items() if other._values.get(key) == value}
 
-    def dtype(self) -> str:
+    def get_dtype(self) -> str:
         """Data type that the weights are said to have."""
         key = "dtype" if "dtype" in self else "torch_dtype"
-        value = str(self.raw(key, "float32")).removeprefix("torch.")
+        value = str(self.get(key, "float32")).removeprefix("torch.")
         if value not in DTYPES:
-            raise self._bad(key, value, f"one of {', '.join(DTYPES)}")
+            raise self._value_error(key, value, f"one of {', '.join(DTYPES)}")
         return value
 
-    def finish(self) -> None:
+    def check_all_read(self) -> None:
         """Raises CheckpointError for options that nobody asked for, unless they are unset or without influence."""
         for key, value in self._values.items():
-            if key in self._taken or key in IRRELEVANT or key.startswith("_") or value in (None, {}, []):
+            if key in self._read_keys or key in IGNORED_KEYS or key.startswith("_") or value in (None, {}, []):
                 continue
-            if key in HARMLESS and value == HARMLESS[key]:
+            if key in NOOP_VALUES and value == NOOP_VALUES[key]:
                 continue
-            raise CheckpointError(f"{self.source}: `{key}` = {_short(value)} is not supported for this architecture")
+            raise CheckpointError(f"{self.source}: `{key}` = {_abbreviate(value)} is not supported for this architecture")
 
-    def refuse(self, key: str, why: str) -> CheckpointError:
+    def error(self, key: str, reason: str) -> CheckpointError:
         """An error about one option."""
-        return CheckpointError(f"{self.source}: `{key}` {why}")
+        return CheckpointError(f"{self.source}: `{key}` {reason}")
 
-    def _lacks(self, key: str, default: object) -> bool:
+    def _uses_default(self, key: str, default: object) -> bool:
         """Nothing stands there, not even null, and there is a default."""
         return key not in self._values and default is not None
 
-    def _bad(self, key: str, value: Any, wanted: str) -> CheckpointError:
-        return self.refuse(key, f"must be {wanted} here, got {_short(value)}")
+    def _value_error(self, key: str, value: Any, expected: str) -> CheckpointError:
+        return self.error(key, f"must be {expected} here, got {_abbreviate(value)}")
 
 
 def _is_number(value: Any) -> bool:
@@ -239,6 +239,6 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and (isinstance(value, int) or math.isfinite(value))
 
 
-def _short(value: Any) -> str:
+def _abbreviate(value: Any) -> str:
     text = json.dumps(value, default=str)
     return text if len(text) <= 60 else text[:57] + "..."

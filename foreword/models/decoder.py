@@ -10,26 +10,26 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from foreword.core.batch import Batch, Features
+from foreword.core.batch import Batch, ImageFeatures
 from foreword.core.kv import KVLayer
 from foreword.kernels.ops import DraftLoop, Ops
-from foreword.kernels.rounds import RunsAhead
-from foreword.layers.attention import Attention, AttentionConfig, Pass
+from foreword.kernels.rounds import SupportsDecodeLoop
+from foreword.layers.attention import Attention, AttentionConfig, ForwardContext
 from foreword.layers.embedding import Embedding
 from foreword.layers.linear import Linear, load_linear
 from foreword.layers.mlp import MLP
 from foreword.layers.norm import RMSNorm
 from foreword.layers.rope import Rope, RopeConfig
 from foreword.layers.weights import Weights
-from foreword.models.base import KV, Precision, Tower
+from foreword.models.base import KVCache, Precision, VisionEncoder
 from foreword.models.config import ConfigReader
-from foreword.resolve import ModelFacts
+from foreword.resolve import ModelInfo
 
-__all__ = ["Decoder", "DecoderConfig", "Kind", "Layer", "Parts"]
+__all__ = ["Decoder", "DecoderConfig", "LayerType", "DecoderLayer", "LayerBuilder"]
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class LayerType:
     """What tells layers apart: how far they look back (None: to the beginning), and how they know positions."""
 
     window: int | None
@@ -52,86 +52,86 @@ class DecoderConfig:
     architecture: str
     dtype: str
     vocab_size: int
-    hidden: int
-    intermediate: int
-    heads: int
-    kv_heads: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
     head_dim: int
-    context: int
+    context_length: int
     eps: float
     activation: str
-    kinds: tuple[Kind, ...]
-    tied: bool
-    scale: float
+    layer_types: tuple[LayerType, ...]
+    tie_word_embeddings: bool
+    attn_scale: float
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
     norm_offset: float = 0.0
     embedding_scale: float = 1.0
-    score_softcap: float | None = None
+    attn_softcap: float | None = None
     logit_softcap: float | None = None
 
 
-class Layer(Protocol):
+class DecoderLayer(Protocol):
     """One layer of a model."""
 
-    def __call__(self, x: Tensor, shared: Pass, cache: KVLayer) -> Tensor:
+    def __call__(self, x: Tensor, context: ForwardContext, cache: KVLayer) -> Tensor:
         """x [T, H] -> [T, H]"""
 
 
-class Parts:
+class LayerBuilder:
     """Builds the parts of one layer from its tensors, which keep the names they have in the checkpoint."""
 
-    def __init__(self, ops: Ops, config: DecoderConfig, precision: Precision, kind: Kind, weights: Weights) -> None:
+    def __init__(self, ops: Ops, config: DecoderConfig, precision: Precision, layer_type: LayerType, weights: Weights) -> None:
         self.ops = ops
         self._config = config
         self._precision = precision
-        self._kind = kind
+        self._layer_type = layer_type
         self._weights = weights
 
     def norm(self, name: str) -> RMSNorm:
-        return self._norm(self._weights, name, self._config.hidden)
+        return self._norm(self._weights, name, self._config.hidden_size)
 
-    def attention(self, name: str, fused: str | None = None, head_norms: bool = False) -> Attention:
+    def attention(self, name: str, fused: str | None = None, qk_norm: bool = False) -> Attention:
         """`fused` names the projection that holds q, k and v; otherwise they stand apart."""
         config = self._config
-        weights = self._weights.within(f"{name}.")
-        q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
+        weights = self._weights.prefixed(f"{name}.")
+        q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         outputs = {fused: q + 2 * kv} if fused else {"q_proj": q, "k_proj": kv, "v_proj": kv}
         return Attention(
             self.ops,
             self._attention_config(),
-            self._linear(weights, config.hidden, outputs, config.qkv_bias),
-            self._linear(weights, q, {"o_proj": config.hidden}, config.out_bias),
-            self._norm(weights, "q_norm", config.head_dim) if head_norms else None,
-            self._norm(weights, "k_norm", config.head_dim) if head_norms else None,
+            self._linear(weights, config.hidden_size, outputs, config.qkv_bias),
+            self._linear(weights, q, {"o_proj": config.hidden_size}, config.out_bias),
+            self._norm(weights, "q_norm", config.head_dim) if qk_norm else None,
+            self._norm(weights, "k_norm", config.head_dim) if qk_norm else None,
         )
 
     def mlp(self, name: str, fused: str | None = None) -> MLP:
         """`fused` names the projection that holds gate and up; otherwise they stand apart."""
         config = self._config
-        weights = self._weights.within(f"{name}.")
-        size = config.intermediate
+        weights = self._weights.prefixed(f"{name}.")
+        size = config.intermediate_size
         outputs = {fused: 2 * size} if fused else {"gate_proj": size, "up_proj": size}
-        gate_up = self._linear(weights, config.hidden, outputs, config.mlp_bias)
-        down = self._linear(weights, size, {"down_proj": config.hidden}, config.mlp_bias)
+        gate_up = self._linear(weights, config.hidden_size, outputs, config.mlp_bias)
+        down = self._linear(weights, size, {"down_proj": config.hidden_size}, config.mlp_bias)
         return MLP(self.ops, gate_up, down, config.activation)
 
     def _linear(self, weights: Weights, inputs: int, outputs: Mapping[str, int], bias: bool) -> Linear:
-        return Linear(self.ops, load_linear(self.ops, weights, self._precision.linear, inputs, outputs, bias))
+        return Linear(self.ops, load_linear(self.ops, weights, self._precision.linear_format, inputs, outputs, bias))
 
     def _norm(self, weights: Weights, name: str, size: int) -> RMSNorm:
-        return RMSNorm(self.ops, weights.take(f"{name}.weight", size), self._config.eps, self._config.norm_offset)
+        return RMSNorm(self.ops, weights.tensor(f"{name}.weight", size), self._config.eps, self._config.norm_offset)
 
     def _attention_config(self) -> AttentionConfig:
         config = self._config
         return AttentionConfig(
-            heads=config.heads,
-            kv_heads=config.kv_heads,
+            heads=config.num_heads,
+            kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
-            scale=config.scale,
-            window=self._kind.window,
-            softcap=config.score_softcap,
+            scale=config.attn_scale,
+            window=self._layer_type.window,
+            softcap=config.attn_softcap,
         )
 
 
@@ -144,127 +144,127 @@ class Decoder(ABC):
         self.ops = ops
         self.config = config
         self.vocab_size = config.vocab_size
-        self.kv_layers = ((config.kv_heads, config.head_dim),) * len(config.kinds)
-        body = weights.within("model.")
-        embedding = load_linear(ops, body, precision.embedding, config.hidden, {"embed_tokens": self.vocab_size})
+        self.kv_layer_shapes = ((config.num_kv_heads, config.head_dim),) * len(config.layer_types)
+        body = weights.prefixed("model.")
+        embedding = load_linear(ops, body, precision.embedding_format, config.hidden_size, {"embed_tokens": self.vocab_size})
         self._embedding = Embedding(ops, embedding, precision.dtype, config.embedding_scale)
-        self._kinds = tuple(dict.fromkeys(config.kinds))
-        self._kind_of = tuple(self._kinds.index(kind) for kind in config.kinds)
+        self._layer_types = tuple(dict.fromkeys(config.layer_types))
+        self._layer_type_indexes = tuple(self._layer_types.index(kind) for kind in config.layer_types)
         self._layers = [
-            self.layer(Parts(ops, config, precision, kind, body.within(f"layers.{index}.")))
-            for index, kind in enumerate(config.kinds)
+            self.build_layer(LayerBuilder(ops, config, precision, kind, body.prefixed(f"layers.{index}.")))
+            for index, kind in enumerate(config.layer_types)
         ]
-        self._norm = RMSNorm(ops, body.take("norm.weight", config.hidden), config.eps, config.norm_offset)
+        self._norm = RMSNorm(ops, body.tensor("norm.weight", config.hidden_size), config.eps, config.norm_offset)
         head = embedding
-        if not config.tied:
-            head = load_linear(ops, weights, precision.embedding, config.hidden, {"lm_head": self.vocab_size})
-        self._head = Linear(ops, head, torch.float32)
+        if not config.tie_word_embeddings:
+            head = load_linear(ops, weights, precision.embedding_format, config.hidden_size, {"lm_head": self.vocab_size})
+        self._lm_head = Linear(ops, head, torch.float32)
         self._device = device
-        self.limit(max_model_len)
-        self.facts = _facts(config, weights.parameters)
-        self.tower: Tower | None = None
+        self.set_max_model_len(max_model_len)
+        self.info = _model_info(config, weights.num_parameters)
+        self.vision_encoder: VisionEncoder | None = None
 
-    def limit(self, max_model_len: int) -> None:
+    def set_max_model_len(self, max_model_len: int) -> None:
         """Be ready for contexts of this length, as if loaded for it. Nothing is compiled yet."""
-        self._ropes = {rope: Rope(rope, max_model_len, self._device) for rope in {kind.rope for kind in self._kinds}}
+        self._ropes = {rope: Rope(rope, max_model_len, self._device) for rope in {kind.rope for kind in self._layer_types}}
 
     @classmethod
     @abstractmethod
-    def read(cls, config: ConfigReader) -> DecoderConfig:
+    def read_config(cls, config: ConfigReader) -> DecoderConfig:
         """What config.json says. Raises CheckpointError for what this architecture does not honour."""
 
     @abstractmethod
-    def layer(self, parts: Parts) -> Layer:
+    def build_layer(self, builder: LayerBuilder) -> DecoderLayer:
         """Build one layer."""
 
-    def forward(self, batch: Batch, kv: KV) -> Tensor:
+    def forward(self, batch: Batch, kv_cache: KVCache) -> Tensor:
         """Hidden states [T, H] of every row; K and V of every row are written to the cache."""
         x = self._embedding(batch.token_ids)
-        if batch.features is not None:
-            self.ops.put_rows(x, batch.features.rows, batch.features.values[:, : self.config.hidden])
-        shared = [self._shared(batch, kind) for kind in self._kinds]
-        for index, (layer, kind) in enumerate(zip(self._layers, self._kind_of, strict=True)):
-            x = layer(x, shared[kind], kv.layer(index))
-            if batch.features is not None:
-                self._deepen(x, batch.features, index + 1)
+        if batch.image_features is not None:
+            self.ops.scatter_rows(x, batch.image_features.rows, batch.image_features.values[:, : self.config.hidden_size])
+        shared = [self._forward_context(batch, kind) for kind in self._layer_types]
+        for index, (layer, kind) in enumerate(zip(self._layers, self._layer_type_indexes, strict=True)):
+            x = layer(x, shared[kind], kv_cache.layer(index))
+            if batch.image_features is not None:
+                self._add_deepstack(x, batch.image_features, index + 1)
         return self._norm(x)
 
-    def _deepen(self, x: Tensor, features: Features, layer: int) -> None:
+    def _add_deepstack(self, x: Tensor, features: ImageFeatures, layer_index: int) -> None:
         """Behind the first layers more of what the tower saw is added, where it has more."""
-        size = self.config.hidden
-        values = features.values[:, layer * size : (layer + 1) * size]
+        size = self.config.hidden_size
+        values = features.values[:, layer_index * size : (layer_index + 1) * size]
         if values.shape[1]:
-            self.ops.put_rows(x, features.rows, self.ops.add(self.ops.take_rows(x, features.rows), values.contiguous()))
+            self.ops.scatter_rows(x, features.rows, self.ops.add(self.ops.index_rows(x, features.rows), values.contiguous()))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[R, H] -> float32 [R, V]"""
-        logits = self._head(hidden)
+        logits = self._lm_head(hidden)
         cap = self.config.logit_softcap
         return logits if cap is None else self.ops.softcap(logits, cap)
 
-    def compiled(self, kv: KV) -> Callable[[Batch], Tensor]:
+    def compile_logits(self, kv_cache: KVCache) -> Callable[[Batch], Tensor]:
         """Of a batch, the logits of its sampled rows, float32 [R, V], valid until the next call."""
 
         def sampled_logits(batch: Batch) -> Tensor:
-            return self.logits(self.ops.take_rows(self.forward(batch, kv), batch.sample_rows))
+            return self.logits(self.ops.index_rows(self.forward(batch, kv_cache), batch.sample_rows))
 
-        return self._compiled(sampled_logits)
+        return self._compile(sampled_logits)
 
-    def compiled_hidden(self, kv: KV) -> Callable[[Batch], Tensor]:
+    def compile_hidden(self, kv_cache: KVCache) -> Callable[[Batch], Tensor]:
         """Of a batch, the hidden states of its sampled rows behind the final norm [R, H], valid until the next call."""
 
         def sampled_hidden(batch: Batch) -> Tensor:
-            return self.ops.take_rows(self.forward(batch, kv), batch.sample_rows)
+            return self.ops.index_rows(self.forward(batch, kv_cache), batch.sample_rows)
 
-        return self._compiled(sampled_hidden)
+        return self._compile(sampled_hidden)
 
-    def _compiled(self, forward: Callable[[Batch], Tensor]) -> Callable[[Batch], Tensor]:
+    def _compile(self, forward: Callable[[Batch], Tensor]) -> Callable[[Batch], Tensor]:
         quick = self.ops.compile(forward)
-        if self.tower is None or isinstance(quick, RunsAhead):  # which takes batches with pictures as they are
+        if self.vision_encoder is None or isinstance(quick, SupportsDecodeLoop):  # which takes batches with pictures as they are
             return quick
-        return _SeeingLoop(quick, forward) if isinstance(quick, DraftLoop) else _Seeing(quick, forward)
+        return _ImageAwareDraftLoop(quick, forward) if isinstance(quick, DraftLoop) else _ImageAwareForward(quick, forward)
 
     @property
-    def directions(self) -> bool:
+    def uses_mrope(self) -> bool:
         """It knows positions in several directions (M-RoPE)."""
-        return any(kind.rope.axes is not None for kind in self._kinds)
+        return any(kind.rope.mrope_sections is not None for kind in self._layer_types)
 
-    def _shared(self, batch: Batch, kind: Kind) -> Pass:
-        plan, axes = self.ops.plan_attention(batch, kind.window), kind.rope.axes
-        positions = batch.positions if axes is None else batch.rope_positions
+    def _forward_context(self, batch: Batch, layer_type: LayerType) -> ForwardContext:
+        plan, axes = self.ops.build_attention_metadata(batch, layer_type.window), layer_type.rope.mrope_sections
+        positions = batch.positions if axes is None else batch.mrope_positions
         assert positions is not None, "a batch without positions in several directions"
-        return Pass(batch, self._ropes[kind.rope].table, plan, positions, axes)
+        return ForwardContext(batch, self._ropes[layer_type.rope].cos_sin, plan, positions, axes)
 
 
-class _Seeing:
+class _ImageAwareForward:
     """A batch with pictures, which is a prompt, goes operation by operation: what is compiled knows only tokens."""
 
-    def __init__(self, quick: Callable[[Batch], Tensor], forward: Callable[[Batch], Tensor]) -> None:
-        self._quick = quick
+    def __init__(self, compiled: Callable[[Batch], Tensor], forward: Callable[[Batch], Tensor]) -> None:
+        self._compiled = compiled
         self._forward = forward
 
     def __call__(self, batch: Batch) -> Tensor:
-        return self._quick(batch) if batch.features is None else self._forward(batch)
+        return self._compiled(batch) if batch.image_features is None else self._forward(batch)
 
 
-class _SeeingLoop(_Seeing):
+class _ImageAwareDraftLoop(_ImageAwareForward):
     """Drafts are made behind pictures."""
 
-    def __init__(self, quick: DraftLoop, forward: Callable[[Batch], Tensor]) -> None:
-        super().__init__(quick, forward)
-        self.draft = quick.draft
+    def __init__(self, compiled: DraftLoop, forward: Callable[[Batch], Tensor]) -> None:
+        super().__init__(compiled, forward)
+        self.draft = compiled.draft
 
 
-def _facts(config: DecoderConfig, parameters: int) -> ModelFacts:
-    projected = (config.heads + 2 * config.kv_heads) * config.head_dim
-    return ModelFacts(
+def _model_info(config: DecoderConfig, num_parameters: int) -> ModelInfo:
+    projected = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+    return ModelInfo(
         architecture=config.architecture,
-        context=config.context,
+        context_len=config.context_length,
         dtype=config.dtype,
-        parameters=parameters,
+        parameters=num_parameters,
         vocab_size=config.vocab_size,
-        kv_values_per_token=2 * len(config.kinds) * config.kv_heads * config.head_dim,
-        kv_vectors_per_token=2 * len(config.kinds) * config.kv_heads,
-        embedding_parameters=config.vocab_size * config.hidden * (1 if config.tied else 2),
-        row_values=3 * config.hidden + max(3 * config.intermediate, 2 * projected),
+        kv_values_per_token=2 * len(config.layer_types) * config.num_kv_heads * config.head_dim,
+        kv_vectors_per_token=2 * len(config.layer_types) * config.num_kv_heads,
+        embedding_parameters=config.vocab_size * config.hidden_size * (1 if config.tie_word_embeddings else 2),
+        activation_values_per_row=3 * config.hidden_size + max(3 * config.intermediate_size, 2 * projected),
     )

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from foreword.kernels.ops import Matrix
 from foreword.layers.weights import Weights
-from foreword.models.weights import ScopedWeights
+from foreword.models.weights import PrefixedWeights
 
 __all__ = ["DummyWeights"]
 
-SPREAD = 0.02  # of what is no matrix, around 1 where it scales, around 0 where it is added
+VECTOR_STD = 0.02  # of what is no matrix, around 1 where it scales, around 0 where it is added
 
 
 class DummyWeights:
@@ -31,26 +31,26 @@ class DummyWeights:
         self._generator = torch.Generator(device)
         self._device = device
         self._dtype = dtype
-        self.parameters = 0
+        self.num_parameters = 0
 
-    def take(self, name: str, *shape: int) -> Tensor:
+    def tensor(self, name: str, *shape: int) -> Tensor:
         """float32: about 1 for norms, about 0 for biases, else as a matrix of the last dimension's size."""
         plain = len(shape) == 1
-        values = self._normal(name, shape, torch.float32, SPREAD if plain else shape[-1] ** -0.5)
+        values = self._normal(name, shape, torch.float32, VECTOR_STD if plain else shape[-1] ** -0.5)
         return values.add_(1.0) if plain and name.endswith("weight") else values
 
     @contextmanager
-    def matrices(self, rows: Mapping[str, int], columns: int) -> Iterator[Sequence[Matrix]]:
+    def weights(self, out_features: Mapping[str, int], in_features: int) -> Iterator[Sequence[Matrix]]:
         """Of `dtype`."""
-        yield [self._normal(name, (size, columns), self._dtype, columns**-0.5) for name, size in rows.items()]
+        yield [self._normal(name, (size, in_features), self._dtype, in_features**-0.5) for name, size in out_features.items()]
 
-    def within(self, prefix: str) -> Weights:
+    def prefixed(self, prefix: str) -> Weights:
         """Names below `prefix`."""
-        return ScopedWeights(self, prefix)
+        return PrefixedWeights(self, prefix)
 
-    def _normal(self, name: str, shape: Sequence[int], dtype: torch.dtype, deviation: float) -> Tensor:
+    def _normal(self, name: str, shape: Sequence[int], dtype: torch.dtype, std: float) -> Tensor:
         seed = hashlib.blake2b(name.encode(), digest_size=7).digest()
         self._generator.manual_seed(int.from_bytes(seed, "little"))
         values = torch.empty(tuple(shape), dtype=dtype, device=self._device)
-        self.parameters += values.numel()
-        return values.normal_(0.0, deviation, generator=self._generator)
+        self.num_parameters += values.numel()
+        return values.normal_(0.0, std, generator=self._generator)

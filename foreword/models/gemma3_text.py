@@ -7,17 +7,17 @@ from dataclasses import replace
 from torch import Tensor
 
 from foreword.core.kv import KVLayer
-from foreword.layers.attention import Pass
+from foreword.layers.attention import ForwardContext
 from foreword.layers.rope import RopeConfig
-from foreword.models.common import read_common, read_head_dim, read_windows
+from foreword.models.common import read_decoder_config, read_head_dim, read_layer_windows
 from foreword.models.config import ConfigReader
-from foreword.models.decoder import Decoder, DecoderConfig, Kind, Layer, Parts
-from foreword.models.gemma2 import HEAD_DIM, WINDOW, gemma_options
-from foreword.models.rope import rope_from_table
+from foreword.models.decoder import Decoder, DecoderConfig, LayerType, DecoderLayer, LayerBuilder
+from foreword.models.gemma2 import HEAD_DIM, WINDOW, apply_gemma_options
+from foreword.models.rope import read_rope_section
 
 __all__ = ["Gemma3Text"]
 
-PERIOD = 6  # every sixth layer is global
+WINDOW_PERIOD = 6  # every sixth layer is global
 GLOBAL_THETA = 1_000_000.0
 LOCAL_THETA = 10_000.0
 
@@ -25,62 +25,62 @@ LOCAL_THETA = 10_000.0
 class Gemma3Layer:
     """Each branch: norm, attention or MLP, norm; then it is added to what it read."""
 
-    def __init__(self, parts: Parts) -> None:
-        self._add = parts.ops.add
-        self._before_attention = parts.norm("input_layernorm")
-        self._attention = parts.attention("self_attn", head_norms=True)
-        self._after_attention = parts.norm("post_attention_layernorm")
-        self._before_mlp = parts.norm("pre_feedforward_layernorm")
-        self._mlp = parts.mlp("mlp")
-        self._after_mlp = parts.norm("post_feedforward_layernorm")
+    def __init__(self, builder: LayerBuilder) -> None:
+        self._add = builder.ops.add
+        self._input_norm = builder.norm("input_layernorm")
+        self._attention = builder.attention("self_attn", qk_norm=True)
+        self._post_attention_norm = builder.norm("post_attention_layernorm")
+        self._pre_mlp_norm = builder.norm("pre_feedforward_layernorm")
+        self._mlp = builder.mlp("mlp")
+        self._post_mlp_norm = builder.norm("post_feedforward_layernorm")
 
-    def __call__(self, x: Tensor, shared: Pass, cache: KVLayer) -> Tensor:
+    def __call__(self, x: Tensor, context: ForwardContext, cache: KVLayer) -> Tensor:
         """x [T, H] -> [T, H]"""
-        x = self._add(x, self._after_attention(self._attention(self._before_attention(x), shared, cache)))
-        return self._add(x, self._after_mlp(self._mlp(self._before_mlp(x))))
+        x = self._add(x, self._post_attention_norm(self._attention(self._input_norm(x), context, cache)))
+        return self._add(x, self._post_mlp_norm(self._mlp(self._pre_mlp_norm(x))))
 
 
 class Gemma3Text(Decoder):
     """Local layers have a window and a RoPE of their own; scaling applies to the global ones alone."""
 
     @classmethod
-    def read(cls, config: ConfigReader) -> DecoderConfig:
+    def read_config(cls, config: ConfigReader) -> DecoderConfig:
         """config.json of model_type `gemma3_text`"""
-        bias = config.flag("attention_bias", False)
-        window = config.whole("sliding_window", WINDOW)
-        period = config.whole("sliding_window_pattern", PERIOD)
-        windows = read_windows(config, window, lambda index: (index + 1) % period != 0)
+        bias = config.get_bool("attention_bias", False)
+        window = config.get_int("sliding_window", WINDOW)
+        period = config.get_int("sliding_window_pattern", WINDOW_PERIOD)
+        windows = read_layer_windows(config, window, lambda index: (index + 1) % period != 0)
         ropes = _read_ropes(config)
-        base = read_common(
+        base = read_decoder_config(
             config,
             "gemma3_text",
-            kinds=[Kind(window, ropes[window is not None]) for window in windows],
+            layer_types=[LayerType(window, ropes[window is not None]) for window in windows],
             head_dim=HEAD_DIM,
             qkv_bias=bias,
             out_bias=bias,
             activation_key="hidden_activation",
-            tied=True,
+            tie_word_embeddings=True,
         )
         return replace(
-            gemma_options(config, base),
-            score_softcap=config.optional_number("attn_logit_softcapping"),
-            logit_softcap=config.optional_number("final_logit_softcapping"),
+            apply_gemma_options(config, base),
+            attn_softcap=config.get_optional_float("attn_logit_softcapping"),
+            logit_softcap=config.get_optional_float("final_logit_softcapping"),
         )
 
-    def layer(self, parts: Parts) -> Layer:
+    def build_layer(self, builder: LayerBuilder) -> DecoderLayer:
         """Build one layer."""
-        return Gemma3Layer(parts)
+        return Gemma3Layer(builder)
 
 
 def _read_ropes(config: ConfigReader) -> tuple[RopeConfig, RopeConfig]:
     """For global and for local layers, in either layout of the config."""
-    head_dim, context = read_head_dim(config, HEAD_DIM), config.whole("max_position_embeddings")
-    nested = config.table("rope_parameters")
-    wide_theta = config.number("rope_theta", GLOBAL_THETA)
-    local_theta = config.number("rope_local_base_freq", LOCAL_THETA)
+    head_dim, context = read_head_dim(config, HEAD_DIM), config.get_int("max_position_embeddings")
+    nested = config.get_section("rope_parameters")
+    wide_theta = config.get_float("rope_theta", GLOBAL_THETA)
+    local_theta = config.get_float("rope_local_base_freq", LOCAL_THETA)
     empty = ConfigReader({}, config.source)
-    wide = (nested and nested.table("full_attention")) or config.table("rope_scaling") or empty
-    local = (nested and nested.table("sliding_attention")) or empty
+    wide = (nested and nested.get_section("full_attention")) or config.get_section("rope_scaling") or empty
+    local = (nested and nested.get_section("sliding_attention")) or empty
     if nested is not None:
-        nested.finish()
-    return rope_from_table(wide, head_dim, context, wide_theta), rope_from_table(local, head_dim, context, local_theta)
+        nested.check_all_read()
+    return read_rope_section(wide, head_dim, context, wide_theta), read_rope_section(local, head_dim, context, local_theta)

@@ -10,7 +10,7 @@ from foreword.models.gguf.reader import is_gguf
 
 __all__ = ["resolve_path"]
 
-WANTED_FILES = ("*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model")
+DOWNLOAD_PATTERNS = ("*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model")
 
 
 def resolve_path(name_or_path: str) -> Path:
@@ -22,13 +22,13 @@ def resolve_path(name_or_path: str) -> Path:
         raise CheckpointError(f"{name_or_path} is a file, but not in GGUF format; other checkpoints are directories")
     if name_or_path.count("/") != 1 or name_or_path.startswith((".", "/", "~")) or name_or_path.endswith("/"):
         raise CheckpointError(f"there is no directory or file {name_or_path}")
-    return _from_hub(name_or_path)
+    return _download(name_or_path)
 
 
-def _from_hub(model_id: str) -> Path:
+def _download(model_id: str) -> Path:
     hub = importlib.import_module("huggingface_hub")  # slow to import, and of no use to those with a directory
     try:
-        return Path(hub.snapshot_download(model_id, allow_patterns=list(WANTED_FILES)))
+        return Path(hub.snapshot_download(model_id, allow_patterns=list(DOWNLOAD_PATTERNS)))
     except Exception as error:  # its client lets errors of several libraries through
         lines = str(error).splitlines() or [type(error).__name__]
         raise CheckpointError(

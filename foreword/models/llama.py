@@ -5,10 +5,10 @@ from __future__ import annotations
 from torch import Tensor
 
 from foreword.core.kv import KVLayer
-from foreword.layers.attention import Pass
-from foreword.models.common import read_common
+from foreword.layers.attention import ForwardContext
+from foreword.models.common import read_decoder_config
 from foreword.models.config import ConfigReader
-from foreword.models.decoder import Decoder, DecoderConfig, Layer, Parts
+from foreword.models.decoder import Decoder, DecoderConfig, DecoderLayer, LayerBuilder
 
 __all__ = ["Llama"]
 
@@ -16,15 +16,15 @@ __all__ = ["Llama"]
 class LlamaLayer:
     """Norm, attention, norm, gated MLP; each branch is added to what it read."""
 
-    def __init__(self, parts: Parts) -> None:
-        self._attention_norm = parts.norm("input_layernorm")
-        self._attention = parts.attention("self_attn")
-        self._mlp_norm = parts.norm("post_attention_layernorm")
-        self._mlp = parts.mlp("mlp")
+    def __init__(self, builder: LayerBuilder) -> None:
+        self._attention_norm = builder.norm("input_layernorm")
+        self._attention = builder.attention("self_attn")
+        self._mlp_norm = builder.norm("post_attention_layernorm")
+        self._mlp = builder.mlp("mlp")
 
-    def __call__(self, x: Tensor, shared: Pass, cache: KVLayer) -> Tensor:
+    def __call__(self, x: Tensor, context: ForwardContext, cache: KVLayer) -> Tensor:
         """x [T, H] -> [T, H]"""
-        x = self._attention(self._attention_norm(x), shared, cache, x)
+        x = self._attention(self._attention_norm(x), context, cache, x)
         return self._mlp(self._mlp_norm(x), x)
 
 
@@ -32,12 +32,12 @@ class Llama(Decoder):
     """RoPE of any type; biases on request."""
 
     @classmethod
-    def read(cls, config: ConfigReader) -> DecoderConfig:
+    def read_config(cls, config: ConfigReader) -> DecoderConfig:
         """config.json of model_type `llama`"""
-        bias = config.flag("attention_bias", False)
-        mlp_bias = config.flag("mlp_bias", False)
-        return read_common(config, "llama", qkv_bias=bias, out_bias=bias, mlp_bias=mlp_bias)
+        bias = config.get_bool("attention_bias", False)
+        mlp_bias = config.get_bool("mlp_bias", False)
+        return read_decoder_config(config, "llama", qkv_bias=bias, out_bias=bias, mlp_bias=mlp_bias)
 
-    def layer(self, parts: Parts) -> Layer:
+    def build_layer(self, builder: LayerBuilder) -> DecoderLayer:
         """Build one layer."""
-        return LlamaLayer(parts)
+        return LlamaLayer(builder)

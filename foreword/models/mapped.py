@@ -30,23 +30,23 @@ class MappedFile:
             raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from None
 
     @property
-    def size(self) -> int:
+    def num_bytes(self) -> int:
         """In bytes."""
         return len(self._map)
 
-    def read(self, start: int, size: int) -> bytes:
+    def read(self, start: int, num_bytes: int) -> bytes:
         """A copy of these bytes, fewer at the end of the file."""
-        return self._map[start : start + size]
+        return self._map[start : start + num_bytes]
 
-    def tensor(self, dtype: torch.dtype, start: int, count: int) -> Tensor:
+    def tensor(self, dtype: torch.dtype, start: int, num_values: int) -> Tensor:
         """[count] values from byte `start` on, where they stand in the file."""
-        assert start >= 0 and start + count * dtype.itemsize <= self.size
-        if count == 0:
+        assert start >= 0 and start + num_values * dtype.itemsize <= self.num_bytes
+        if num_values == 0:
             return torch.empty(0, dtype=dtype)
-        return torch.frombuffer(self._map, dtype=dtype, count=count, offset=start)
+        return torch.frombuffer(self._map, dtype=dtype, count=num_values, offset=start)
 
-    def release(self, start: int, size: int) -> None:
+    def release(self, start: int, num_bytes: int) -> None:
         """Give back the memory of these bytes; who reads them again pays again."""
         first = start // mmap.PAGESIZE * mmap.PAGESIZE
-        if size and hasattr(mmap, "MADV_DONTNEED"):
-            self._map.madvise(mmap.MADV_DONTNEED, first, start + size - first)
+        if num_bytes and hasattr(mmap, "MADV_DONTNEED"):
+            self._map.madvise(mmap.MADV_DONTNEED, first, start + num_bytes - first)

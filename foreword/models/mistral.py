@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from foreword.models.common import read_common, read_windows
+from foreword.models.common import read_decoder_config, read_layer_windows
 from foreword.models.config import ConfigReader
-from foreword.models.decoder import Decoder, DecoderConfig, Layer, Parts
+from foreword.models.decoder import Decoder, DecoderConfig, DecoderLayer, LayerBuilder
 from foreword.models.llama import LlamaLayer
 
 __all__ = ["Mistral"]
@@ -16,12 +16,12 @@ class Mistral(Decoder):
     """A row sees itself and the `sliding_window - 1` positions before it."""
 
     @classmethod
-    def read(cls, config: ConfigReader) -> DecoderConfig:
+    def read_config(cls, config: ConfigReader) -> DecoderConfig:
         """config.json of model_type `mistral`"""
-        window = config.optional_whole("sliding_window", absent=WINDOW)
-        windows = read_windows(config, window, lambda index: window is not None)
-        return read_common(config, "mistral", windows=windows)
+        window = config.get_optional_int("sliding_window", default=WINDOW)
+        windows = read_layer_windows(config, window, lambda index: window is not None)
+        return read_decoder_config(config, "mistral", windows=windows)
 
-    def layer(self, parts: Parts) -> Layer:
+    def build_layer(self, builder: LayerBuilder) -> DecoderLayer:
         """Build one layer."""
-        return LlamaLayer(parts)
+        return LlamaLayer(builder)

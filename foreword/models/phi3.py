@@ -5,10 +5,10 @@ from __future__ import annotations
 from torch import Tensor
 
 from foreword.core.kv import KVLayer
-from foreword.layers.attention import Pass
-from foreword.models.common import read_common, read_windows
+from foreword.layers.attention import ForwardContext
+from foreword.models.common import read_decoder_config, read_layer_windows
 from foreword.models.config import ConfigReader
-from foreword.models.decoder import Decoder, DecoderConfig, Layer, Parts
+from foreword.models.decoder import Decoder, DecoderConfig, DecoderLayer, LayerBuilder
 
 __all__ = ["Phi3"]
 
@@ -16,15 +16,15 @@ __all__ = ["Phi3"]
 class Phi3Layer:
     """Llama's layer; q, k, v and gate, up each lie in one tensor."""
 
-    def __init__(self, parts: Parts) -> None:
-        self._attention_norm = parts.norm("input_layernorm")
-        self._attention = parts.attention("self_attn", fused="qkv_proj")
-        self._mlp_norm = parts.norm("post_attention_layernorm")
-        self._mlp = parts.mlp("mlp", fused="gate_up_proj")
+    def __init__(self, builder: LayerBuilder) -> None:
+        self._attention_norm = builder.norm("input_layernorm")
+        self._attention = builder.attention("self_attn", fused="qkv_proj")
+        self._mlp_norm = builder.norm("post_attention_layernorm")
+        self._mlp = builder.mlp("mlp", fused="gate_up_proj")
 
-    def __call__(self, x: Tensor, shared: Pass, cache: KVLayer) -> Tensor:
+    def __call__(self, x: Tensor, context: ForwardContext, cache: KVLayer) -> Tensor:
         """x [T, H] -> [T, H]"""
-        x = self._attention(self._attention_norm(x), shared, cache, x)
+        x = self._attention(self._attention_norm(x), context, cache, x)
         return self._mlp(self._mlp_norm(x), x)
 
 
@@ -32,13 +32,13 @@ class Phi3(Decoder):
     """Phi-3, 3.5 and 4-mini without images or mixtures."""
 
     @classmethod
-    def read(cls, config: ConfigReader) -> DecoderConfig:
+    def read_config(cls, config: ConfigReader) -> DecoderConfig:
         """config.json of model_type `phi3`"""
-        config.expect("attention_bias", False)
-        window = config.optional_whole("sliding_window")
-        windows = read_windows(config, window, lambda index: window is not None)
-        return read_common(config, "phi3", windows=windows)
+        config.require_value("attention_bias", False)
+        window = config.get_optional_int("sliding_window")
+        windows = read_layer_windows(config, window, lambda index: window is not None)
+        return read_decoder_config(config, "phi3", windows=windows)
 
-    def layer(self, parts: Parts) -> Layer:
+    def build_layer(self, builder: LayerBuilder) -> DecoderLayer:
         """Build one layer."""
-        return Phi3Layer(parts)
+        return Phi3Layer(builder)

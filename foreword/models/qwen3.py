@@ -5,11 +5,11 @@ from __future__ import annotations
 from torch import Tensor
 
 from foreword.core.kv import KVLayer
-from foreword.layers.attention import Pass
-from foreword.models.common import read_common
+from foreword.layers.attention import ForwardContext
+from foreword.models.common import read_decoder_config
 from foreword.models.config import ConfigReader
-from foreword.models.decoder import Decoder, DecoderConfig, Layer, Parts
-from foreword.models.qwen2 import read_qwen_windows
+from foreword.models.decoder import Decoder, DecoderConfig, DecoderLayer, LayerBuilder
+from foreword.models.qwen2 import read_qwen_layer_windows
 
 __all__ = ["Qwen3"]
 
@@ -19,15 +19,15 @@ HEAD_DIM = 128
 class Qwen3Layer:
     """Norm, attention with normed heads, norm, gated MLP; each branch is added to what it read."""
 
-    def __init__(self, parts: Parts) -> None:
-        self._attention_norm = parts.norm("input_layernorm")
-        self._attention = parts.attention("self_attn", head_norms=True)
-        self._mlp_norm = parts.norm("post_attention_layernorm")
-        self._mlp = parts.mlp("mlp")
+    def __init__(self, builder: LayerBuilder) -> None:
+        self._attention_norm = builder.norm("input_layernorm")
+        self._attention = builder.attention("self_attn", qk_norm=True)
+        self._mlp_norm = builder.norm("post_attention_layernorm")
+        self._mlp = builder.mlp("mlp")
 
-    def __call__(self, x: Tensor, shared: Pass, cache: KVLayer) -> Tensor:
+    def __call__(self, x: Tensor, context: ForwardContext, cache: KVLayer) -> Tensor:
         """x [T, H] -> [T, H]"""
-        x = self._attention(self._attention_norm(x), shared, cache, x)
+        x = self._attention(self._attention_norm(x), context, cache, x)
         return self._mlp(self._mlp_norm(x), x)
 
 
@@ -35,12 +35,12 @@ class Qwen3(Decoder):
     """Heads of 128 unless the config says otherwise, whatever hidden_size is."""
 
     @classmethod
-    def read(cls, config: ConfigReader) -> DecoderConfig:
+    def read_config(cls, config: ConfigReader) -> DecoderConfig:
         """config.json of model_type `qwen3`"""
-        bias = config.flag("attention_bias", False)
-        windows = read_qwen_windows(config)
-        return read_common(config, "qwen3", windows=windows, head_dim=HEAD_DIM, qkv_bias=bias, out_bias=bias)
+        bias = config.get_bool("attention_bias", False)
+        windows = read_qwen_layer_windows(config)
+        return read_decoder_config(config, "qwen3", windows=windows, head_dim=HEAD_DIM, qkv_bias=bias, out_bias=bias)
 
-    def layer(self, parts: Parts) -> Layer:
+    def build_layer(self, builder: LayerBuilder) -> DecoderLayer:
         """Build one layer."""
-        return Qwen3Layer(parts)
+        return Qwen3Layer(builder)

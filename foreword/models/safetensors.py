@@ -17,23 +17,23 @@ from torch import Tensor
 
 from foreword.errors import CheckpointError
 from foreword.models.mapped import MappedFile
-from foreword.models.staging import Span
+from foreword.models.staging import FileSpan
 
-__all__ = ["Entry", "SafetensorsFile"]
+__all__ = ["TensorEntry", "SafetensorsFile"]
 
-TYPES = MappingProxyType({"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16})
-LONGEST_HEADER = 100 << 20  # as in the format's own reader
-METADATA = "__metadata__"
+DTYPES = MappingProxyType({"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16})
+MAX_HEADER_BYTES = 100 << 20  # as in the format's own reader
+METADATA_KEY = "__metadata__"
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class TensorEntry:
     """A tensor's place: bytes [start, start + size) of the file."""
 
-    type: str
+    dtype_name: str
     shape: tuple[int, ...]
     start: int
-    size: int
+    num_bytes: int
 
 
 class SafetensorsFile:
@@ -45,56 +45,56 @@ class SafetensorsFile:
         self.entries = self._read_entries()
 
     @property
-    def size(self) -> int:
+    def num_bytes(self) -> int:
         """In bytes."""
-        return self._file.size
+        return self._file.num_bytes
 
     def tensor(self, name: str) -> Tensor:
         """The tensor in the mapped file, float32, bfloat16 or float16."""
         entry = self.entries[name]
-        if entry.type not in TYPES:
-            raise CheckpointError(f"{self.path}: tensor `{name}` is of type {entry.type}; weights must be {', '.join(TYPES)}")
+        if entry.dtype_name not in DTYPES:
+            raise CheckpointError(f"{self.path}: tensor `{name}` is of type {entry.dtype_name}; weights must be {', '.join(DTYPES)}")
         count = math.prod(entry.shape)
-        if entry.size != count * TYPES[entry.type].itemsize:
-            raise self._damaged(f"tensor `{name}` {list(entry.shape)} of type {entry.type} has {entry.size} bytes")
-        return self._file.tensor(TYPES[entry.type], entry.start, count).view(entry.shape)
+        if entry.num_bytes != count * DTYPES[entry.dtype_name].itemsize:
+            raise self._corrupt_file_error(f"tensor `{name}` {list(entry.shape)} of type {entry.dtype_name} has {entry.num_bytes} bytes")
+        return self._file.tensor(DTYPES[entry.dtype_name], entry.start, count).view(entry.shape)
 
-    def span(self, name: str) -> Span:
+    def span(self, name: str) -> FileSpan:
         """Where the tensor's bytes are."""
-        return Span(self.path, self.entries[name].start, self.entries[name].size)
+        return FileSpan(self.path, self.entries[name].start, self.entries[name].num_bytes)
 
     def release(self, name: str) -> None:
         """Give back the memory that the tensor took by being read."""
-        self._file.release(self.entries[name].start, self.entries[name].size)
+        self._file.release(self.entries[name].start, self.entries[name].num_bytes)
 
-    def _read_entries(self) -> dict[str, Entry]:
+    def _read_entries(self) -> dict[str, TensorEntry]:
         length = int.from_bytes(self._file.read(0, 8), "little")
         begin = 8 + length
-        if self.size < 8 or length > LONGEST_HEADER or begin > self.size:
-            raise self._damaged(f"its header is said to have {length} bytes; the file has {self.size}")
+        if self.num_bytes < 8 or length > MAX_HEADER_BYTES or begin > self.num_bytes:
+            raise self._corrupt_file_error(f"its header is said to have {length} bytes; the file has {self.num_bytes}")
         try:
             header = json.loads(self._file.read(8, length))
         except (ValueError, RecursionError) as error:
-            raise self._damaged(f"its header is not JSON: {error}") from None
+            raise self._corrupt_file_error(f"its header is not JSON: {error}") from None
         if not isinstance(header, dict):
-            raise self._damaged("its header is not a JSON object")
-        return {name: self._entry(name, value, begin) for name, value in header.items() if name != METADATA}
+            raise self._corrupt_file_error("its header is not a JSON object")
+        return {name: self._parse_entry(name, value, begin) for name, value in header.items() if name != METADATA_KEY}
 
-    def _entry(self, name: str, value: Any, begin: int) -> Entry:
+    def _parse_entry(self, name: str, value: Any, begin: int) -> TensorEntry:
         try:
-            first, last = (_natural(offset) for offset in value["data_offsets"])
-            entry = Entry(str(value["dtype"]), tuple(_natural(size) for size in value["shape"]), begin + first, last - first)
+            first, last = (_to_natural(offset) for offset in value["data_offsets"])
+            entry = TensorEntry(str(value["dtype"]), tuple(_to_natural(size) for size in value["shape"]), begin + first, last - first)
         except (KeyError, TypeError, ValueError):
-            raise self._damaged(f"tensor `{name}` is described as {value!r:.80}") from None
-        if entry.size < 0 or begin + last > self.size:
-            raise self._damaged(f"tensor `{name}` is said to end at byte {begin + last} of {self.size}")
+            raise self._corrupt_file_error(f"tensor `{name}` is described as {value!r:.80}") from None
+        if entry.num_bytes < 0 or begin + last > self.num_bytes:
+            raise self._corrupt_file_error(f"tensor `{name}` is said to end at byte {begin + last} of {self.num_bytes}")
         return entry
 
-    def _damaged(self, why: str) -> CheckpointError:
-        return CheckpointError(f"{self.path} is damaged or incomplete: {why}")
+    def _corrupt_file_error(self, reason: str) -> CheckpointError:
+        return CheckpointError(f"{self.path} is damaged or incomplete: {reason}")
 
 
-def _natural(value: Any) -> int:
+def _to_natural(value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise ValueError
     return value

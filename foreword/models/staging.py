@@ -22,26 +22,26 @@ from torch import Tensor
 
 from foreword.errors import CheckpointError
 
-__all__ = ["Span", "Staging"]
+__all__ = ["FileSpan", "DeviceLoader"]
 
 logger = logging.getLogger(__name__)
 
-BUFFERS: Final = 2
+NUM_BUFFERS: Final = 2
 BUFFER_BYTES: Final = 32 << 20
-READERS: Final = 8  # threads: enough requests under way for a fast disk
-AHEAD: Final = 256 << 20  # bytes behind what was read last that the system is asked to fetch
+NUM_READERS: Final = 8  # threads: enough requests under way for a fast disk
+READAHEAD_BYTES: Final = 256 << 20  # bytes behind what was read last that the system is asked to fetch
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class FileSpan:
     """Bytes [start, start + size) of a file."""
 
     path: Path
     start: int
-    size: int
+    num_bytes: int
 
 
-class Staging:
+class DeviceLoader:
     """Tensors of files on a device, in the types that they have there.
 
     pinned        None: pinned memory for devices other than the CPU, ordinary memory where that cannot be had
@@ -53,21 +53,21 @@ class Staging:
     """
 
     def __init__(
-        self, device: str, pinned: bool | None = None, buffer_bytes: int = BUFFER_BYTES, num_readers: int = READERS
+        self, device: str, pinned: bool | None = None, buffer_bytes: int = BUFFER_BYTES, num_readers: int = NUM_READERS
     ) -> None:
         assert buffer_bytes > 0 and num_readers > 0
         self._device = torch.device(device)
-        self._buffers = [_Buffer(buffer_bytes, device != "cpu" if pinned is None else pinned) for _ in range(BUFFERS)]
-        self._turn = 0
+        self._buffers = [_Buffer(buffer_bytes, device != "cpu" if pinned is None else pinned) for _ in range(NUM_BUFFERS)]
+        self._next_buffer = 0
         self._readers = ThreadPoolExecutor(num_readers, "read")
-        self._piece = -(-buffer_bytes // num_readers)
+        self._piece_bytes = -(-buffer_bytes // num_readers)
         self._files: dict[Path, int] = {}
-        self._fetched: dict[int, int] = {}  # of a file, up to where the system was asked to read last
+        self._readahead_end: dict[int, int] = {}  # of a file, up to where the system was asked to read last
 
-    def __enter__(self) -> Staging:
+    def __enter__(self) -> DeviceLoader:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
     def close(self) -> None:
@@ -80,50 +80,50 @@ class Staging:
             os.close(file)
         self._files = {}
 
-    def tensor(self, span: Span, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
+    def tensor(self, span: FileSpan, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
         """The values of a span as a tensor of this type and shape, which take exactly its bytes."""
         result = torch.empty(tuple(shape), dtype=dtype, device=self._device)
-        assert result.nbytes == span.size, "a span of another size than the tensor's"
-        if span.size:
+        assert result.nbytes == span.num_bytes, "a span of another size than the tensor's"
+        if span.num_bytes:
             self._fill(result.view(-1).view(torch.uint8), span)
         return result
 
-    def _fill(self, target: Tensor, span: Span) -> None:
+    def _fill(self, target: Tensor, span: FileSpan) -> None:
         """target uint8 [span.size]"""
-        file = self._file(span.path)
-        self._fetch_ahead(file, span.start + span.size)
+        file = self._open_file(span.path)
+        self._readahead(file, span.start + span.num_bytes)
         done = 0
-        while done < span.size:
-            buffer = self._buffers[self._turn]
-            self._turn = (self._turn + 1) % BUFFERS
-            size = min(buffer.size, span.size - done)
+        while done < span.num_bytes:
+            buffer = self._buffers[self._next_buffer]
+            self._next_buffer = (self._next_buffer + 1) % NUM_BUFFERS
+            size = min(buffer.num_bytes, span.num_bytes - done)
             buffer.wait()
-            self._read(file, Span(span.path, span.start + done, size), buffer.view)
+            self._read(file, FileSpan(span.path, span.start + done, size), buffer.view)
             buffer.copy_to(target[done : done + size])
             done += size
 
-    def _read(self, file: int, span: Span, view: memoryview) -> None:
+    def _read(self, file: int, span: FileSpan, view: memoryview) -> None:
         """Fill the beginning of `view` with a span, all readers at once."""
         pieces = [
-            (span.start + first, view[first : min(first + self._piece, span.size)]) for first in range(0, span.size, self._piece)
+            (span.start + first, view[first : min(first + self._piece_bytes, span.num_bytes)]) for first in range(0, span.num_bytes, self._piece_bytes)
         ]
         try:
             _read_all(self._readers, file, pieces)
         except EOFError:
-            raise CheckpointError(f"{span.path} is damaged or incomplete: it ends before byte {span.start + span.size}") from None
+            raise CheckpointError(f"{span.path} is damaged or incomplete: it ends before byte {span.start + span.num_bytes}") from None
         except OSError as error:
             raise CheckpointError(f"{span.path} cannot be read: {error.strerror or error}") from None
 
-    def _fetch_ahead(self, file: int, end: int) -> None:
+    def _readahead(self, file: int, end: int) -> None:
         """Tensors mostly stand in files in the order that they are wanted in. Nothing is asked for twice: to find that it is
         there takes time, too."""
-        asked = self._fetched.get(file, 0)
-        first = asked if end <= asked <= end + AHEAD else end
-        if end + AHEAD - first >= AHEAD // 2 and hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(file, first, end + AHEAD - first, os.POSIX_FADV_WILLNEED)
-            self._fetched[file] = end + AHEAD
+        asked = self._readahead_end.get(file, 0)
+        first = asked if end <= asked <= end + READAHEAD_BYTES else end
+        if end + READAHEAD_BYTES - first >= READAHEAD_BYTES // 2 and hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(file, first, end + READAHEAD_BYTES - first, os.POSIX_FADV_WILLNEED)
+            self._readahead_end[file] = end + READAHEAD_BYTES
 
-    def _file(self, path: Path) -> int:
+    def _open_file(self, path: Path) -> int:
         if path not in self._files:
             try:
                 self._files[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -135,33 +135,33 @@ class Staging:
 class _Buffer:
     """Memory on the host, and when the last copy out of it is done."""
 
-    def __init__(self, size: int, pinned: bool) -> None:
-        self.size = size
-        self._bytes = _memory(size, pinned)
-        self._copied = torch.cuda.Event() if self._bytes.is_pinned() else None  # type: ignore[no-untyped-call]
+    def __init__(self, num_bytes: int, pinned: bool) -> None:
+        self.num_bytes = num_bytes
+        self._bytes = _allocate_buffer(num_bytes, pinned)
+        self._copy_done = torch.cuda.Event() if self._bytes.is_pinned() else None  # type: ignore[no-untyped-call]
         self.view: memoryview = self._bytes.numpy().data
 
     def wait(self) -> None:
         """Until its contents are not needed any more."""
-        if self._copied is not None:
-            self._copied.synchronize()
+        if self._copy_done is not None:
+            self._copy_done.synchronize()
 
     def copy_to(self, target: Tensor) -> None:
         """Queue the copy of as many bytes as `target`, uint8, has; out of ordinary memory it is done at once."""
-        target.copy_(self._bytes[: len(target)], non_blocking=self._copied is not None)
-        if self._copied is not None:
-            self._copied.record()
+        target.copy_(self._bytes[: len(target)], non_blocking=self._copy_done is not None)
+        if self._copy_done is not None:
+            self._copy_done.record()
 
 
-def _memory(size: int, pinned: bool) -> Tensor:
+def _allocate_buffer(num_bytes: int, pinned: bool) -> Tensor:
     """uint8 [size]"""
     if pinned:
         try:
-            return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+            return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
         except RuntimeError as error:
             reason = str(error).splitlines()[0]
             logger.warning("weights are loaded through ordinary memory, which is slower: none can be pinned (%s)", reason)
-    return torch.empty(size, dtype=torch.uint8)
+    return torch.empty(num_bytes, dtype=torch.uint8)
 
 
 def _read_all(readers: Executor, file: int, pieces: Sequence[tuple[int, memoryview]]) -> None:

@@ -9,13 +9,13 @@ from typing import Annotated
 from fastapi import Depends, Request
 
 from foreword.errors import Forbidden
-from foreword.serve.limits import Meter
+from foreword.serve.limits import UsageMeter
 
-__all__ = ["Access", "AccessDep", "Caller"]
+__all__ = ["KeyPermissions", "PermissionsDep", "RequestContext"]
 
 
 @dataclass(frozen=True, slots=True)
-class Caller:
+class RequestContext:
     """Who wants one request, and how.
 
     tenant     namespace of the prefix cache
@@ -25,15 +25,15 @@ class Caller:
     meter      what it is counted by
     """
 
-    tenant: str
+    cache_salt: str
     priority: int
     timeout_s: float | None = None
-    account: str = ""
-    meter: Meter = field(default_factory=Meter)
+    fairness_key: str = ""
+    meter: UsageMeter = field(default_factory=UsageMeter)
 
 
 @dataclass(frozen=True, slots=True)
-class Access:
+class KeyPermissions:
     """What a key opens; without keys, what everybody may do.
 
     account   name of the key; "" without keys
@@ -42,9 +42,9 @@ class Access:
     priority  the best that may be asked for; None: any
     """
 
-    account: str
-    tenant: str
-    meter: Meter
+    fairness_key: str
+    cache_salt: str
+    meter: UsageMeter
     admin: bool = False
     models: tuple[str, ...] | None = None
     priority: int | None = None
@@ -52,7 +52,7 @@ class Access:
     def may_use(self, model: str) -> bool:
         return self.models is None or model in self.models
 
-    def allowed(self, models: Sequence[str]) -> tuple[str, ...]:
+    def allowed_models(self, models: Sequence[str]) -> tuple[str, ...]:
         return tuple(name for name in models if self.may_use(name))
 
     def check_model(self, model: str) -> None:
@@ -65,18 +65,18 @@ class Access:
         if not self.admin:
             raise Forbidden("this key may not use the admin routes")
 
-    def caller(self, priority: int | None = None, timeout_s: float | None = None) -> Caller:
+    def request_context(self, priority: int | None = None, timeout_s: float | None = None) -> RequestContext:
         """Of one request, with what it asks for. Raises Forbidden for a better priority than this key's."""
         best = self.priority
         if best is not None and priority is not None and priority < best:
             raise Forbidden(f"priority: this key may ask for {best} and above, which is served later, got {priority}", "priority")
         chosen = max(0, best or 0) if priority is None else priority
-        return Caller(self.tenant, chosen, timeout_s, self.account, self.meter)
+        return RequestContext(self.cache_salt, chosen, timeout_s, self.fairness_key, self.meter)
 
 
-def _access(request: Request) -> Access:
-    access: Access = request.state.access
+def _get_permissions(request: Request) -> KeyPermissions:
+    access: KeyPermissions = request.state.access
     return access
 
 
-AccessDep = Annotated[Access, Depends(_access)]
+PermissionsDep = Annotated[KeyPermissions, Depends(_get_permissions)]

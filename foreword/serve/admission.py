@@ -8,43 +8,43 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from foreword.errors import InvalidRequest, Overloaded
-from foreword.serve.limits import Meter
+from foreword.serve.limits import UsageMeter
 
-__all__ = ["Admission", "Outflow", "Ticket"]
+__all__ = ["Admission", "DrainRateEstimator", "AdmissionTicket"]
 
-MEMORY_S = 15.0  # what was freed longer ago than this says little of what will be
-SOONEST_S, LATEST_S = 1.0, 60.0
+RATE_WINDOW_S = 15.0  # what was freed longer ago than this says little of what will be
+MIN_RETRY_S, MAX_RETRY_S = 1.0, 60.0
 
 
-class Outflow:
+class DrainRateEstimator:
     """How fast something becomes free, over the last seconds in which any of it was taken."""
 
-    __slots__ = ("_busy_s", "_freed", "_promised_s", "_seen_s")
+    __slots__ = ("_busy_s", "_freed", "_promised_until_s", "_updated_s")
 
     def __init__(self, now: float) -> None:
-        self._seen_s = now
+        self._updated_s = now
         self._busy_s = 0.0
         self._freed = 0.0
-        self._promised_s = now
+        self._promised_until_s = now
 
-    def pass_time(self, now: float, busy: bool) -> None:
+    def advance(self, now: float, busy: bool) -> None:
         """Up to now any was taken, or none: idle time says nothing of the speed."""
         if busy:
-            kept = math.exp((self._seen_s - now) / MEMORY_S)
+            kept = math.exp((self._updated_s - now) / RATE_WINDOW_S)
             self._freed *= kept
-            self._busy_s = self._busy_s * kept + MEMORY_S * (1 - kept)
-        self._seen_s = now
+            self._busy_s = self._busy_s * kept + RATE_WINDOW_S * (1 - kept)
+        self._updated_s = now
 
-    def free(self, amount: int) -> None:
+    def record_freed(self, amount: int) -> None:
         self._freed += amount
 
-    def promise(self, amount: int, now: float) -> float:
+    def retry_after_s(self, amount: int, now: float) -> float:
         """Seconds after which so much should be free, for one who comes behind all that were told so before."""
         if not self._freed or not self._busy_s:
-            return SOONEST_S
-        free_s = max(self._promised_s, now) + amount * self._busy_s / self._freed
-        self._promised_s = min(free_s, now + LATEST_S)
-        return min(max(free_s - now, SOONEST_S), LATEST_S)
+            return MIN_RETRY_S
+        free_s = max(self._promised_until_s, now) + amount * self._busy_s / self._freed
+        self._promised_until_s = min(free_s, now + MAX_RETRY_S)
+        return min(max(free_s - now, MIN_RETRY_S), MAX_RETRY_S)
 
 
 class Admission:
@@ -55,7 +55,7 @@ class Admission:
     on_refusal   is told why: one of the catalog's REJECTIONS
     """
 
-    __slots__ = ("_clock", "_max_requests", "_max_tokens", "_on_refusal", "_requests", "_tokens", "open", "open_tokens")
+    __slots__ = ("_clock", "_max_requests", "_max_tokens", "_on_refusal", "_request_rate", "_token_rate", "num_open", "num_open_tokens")
 
     def __init__(
         self,
@@ -68,12 +68,12 @@ class Admission:
         self._max_tokens = max_tokens
         self._on_refusal = on_refusal
         self._clock = clock
-        self._requests = Outflow(clock())
-        self._tokens = Outflow(clock())
-        self.open = 0
-        self.open_tokens = 0
+        self._request_rate = DrainRateEstimator(clock())
+        self._token_rate = DrainRateEstimator(clock())
+        self.num_open = 0
+        self.num_open_tokens = 0
 
-    def check(self, count: int, meter: Meter) -> None:
+    def check(self, count: int, meter: UsageMeter) -> None:
         """Refuse what needs no reading of the prompt to be refused.
 
         Raises InvalidRequest for more choices than could ever be open, Overloaded for more than can be now, RateLimited for
@@ -81,30 +81,30 @@ class Admission:
         """
         if count > self._max_requests:
             raise InvalidRequest(f"prompts times n is {count}; this server takes at most {self._max_requests} at once", "n")
-        if self.open + count > self._max_requests:
-            wait_s = self._promise(self._requests, count)
+        if self.num_open + count > self._max_requests:
+            wait_s = self._retry_after_s(self._request_rate, count)
             self._on_refusal("queue")
-            raise Overloaded(f"{self.open} requests are open of at most {self._max_requests}; {_again(wait_s)}", None, wait_s)
-        meter.check_open(count, SOONEST_S)
+            raise Overloaded(f"{self.num_open} requests are open of at most {self._max_requests}; {_retry_hint(wait_s)}", None, wait_s)
+        meter.check_concurrency(count, MIN_RETRY_S)
 
     @contextmanager
-    def place(self, count: int, meter: Meter) -> Iterator[None]:
+    def reserve(self, count: int, meter: UsageMeter) -> Iterator[None]:
         """Room for so many choices while their prompt is read, which may take long. They take() their own behind it.
 
         Raises as check().
         """
         self.check(count, meter)
-        self._pass_time()
-        self.open += count
+        self._advance()
+        self.num_open += count
         meter.open += count
         try:
             yield
         finally:
-            self._pass_time()
-            self.open -= count
+            self._advance()
+            self.num_open -= count
             meter.open -= count
 
-    def take(self, count: int, tokens: int, meter: Meter, read_tokens: int | None = None) -> Ticket:
+    def admit(self, count: int, tokens: int, meter: UsageMeter, charged_tokens: int | None = None) -> AdmissionTicket:
         """Let in so many choices; the caller gives the ticket back, whatever happens.
 
         tokens       of their prompts, each choice for itself
@@ -114,69 +114,69 @@ class Admission:
         self.check(count, meter)
         meter.check_tokens()
         self._check_tokens(tokens)
-        self._pass_time()
-        self.open += count
-        self.open_tokens += tokens
+        self._advance()
+        self.num_open += count
+        self.num_open_tokens += tokens
         meter.open += count
-        meter.spend(tokens if read_tokens is None else read_tokens)
-        return Ticket(self, count, tokens, meter)
+        meter.charge(tokens if charged_tokens is None else charged_tokens)
+        return AdmissionTicket(self, count, tokens, meter)
 
     def _check_tokens(self, tokens: int) -> None:
         if tokens > self._max_tokens:
             raise InvalidRequest(
                 f"the prompts of all choices hold {tokens} tokens; this server takes at most {self._max_tokens} at once", "prompt"
             )
-        if self.open_tokens + tokens > self._max_tokens:
-            wait_s = self._promise(self._tokens, tokens)
+        if self.num_open_tokens + tokens > self._max_tokens:
+            wait_s = self._retry_after_s(self._token_rate, tokens)
             self._on_refusal("queue_tokens")
             raise Overloaded(
-                f"the prompts that are open hold {self.open_tokens} tokens of at most {self._max_tokens}; {_again(wait_s)}",
+                f"the prompts that are open hold {self.num_open_tokens} tokens of at most {self._max_tokens}; {_retry_hint(wait_s)}",
                 None,
                 wait_s,
             )
 
-    def _promise(self, outflow: Outflow, amount: int) -> float:
-        self._pass_time()
-        return outflow.promise(amount, self._clock())
+    def _retry_after_s(self, drain_rate: DrainRateEstimator, amount: int) -> float:
+        self._advance()
+        return drain_rate.retry_after_s(amount, self._clock())
 
-    def _pass_time(self) -> None:
-        now, busy = self._clock(), self.open > 0
-        self._requests.pass_time(now, busy)
-        self._tokens.pass_time(now, busy)
+    def _advance(self) -> None:
+        now, busy = self._clock(), self.num_open > 0
+        self._request_rate.advance(now, busy)
+        self._token_rate.advance(now, busy)
 
-    def _free(self, count: int, tokens: int) -> None:
-        self._pass_time()
-        self._requests.free(count)
-        self._tokens.free(tokens)
-        self.open -= count
-        self.open_tokens -= tokens
-        assert self.open >= 0 <= self.open_tokens, "a place was given back twice"
+    def _release(self, count: int, tokens: int) -> None:
+        self._advance()
+        self._request_rate.record_freed(count)
+        self._token_rate.record_freed(tokens)
+        self.num_open -= count
+        self.num_open_tokens -= tokens
+        assert self.num_open >= 0 <= self.num_open_tokens, "a place was given back twice"
 
 
-class Ticket:
+class AdmissionTicket:
     """The places of one HTTP request, until they are given back."""
 
     __slots__ = ("_admission", "_count", "_meter", "_tokens")
 
-    def __init__(self, admission: Admission, count: int, tokens: int, meter: Meter) -> None:
+    def __init__(self, admission: Admission, count: int, tokens: int, meter: UsageMeter) -> None:
         self._admission: Admission | None = admission
         self._count = count
         self._tokens = tokens
         self._meter = meter
 
-    def delivered(self, num_tokens: int) -> None:
+    def charge_generated(self, num_tokens: int) -> None:
         """Tokens of an answer reached the caller."""
-        self._meter.spend(generated_tokens=num_tokens)
+        self._meter.charge(generated_tokens=num_tokens)
 
     def release(self) -> None:
         """Give the places back; doing so twice is allowed."""
         if self._admission is None:
             return
-        self._admission._free(self._count, self._tokens)
+        self._admission._release(self._count, self._tokens)
         self._admission = None
         self._meter.open -= self._count
         assert self._meter.open >= 0, "a choice ended twice"
 
 
-def _again(wait_s: float) -> str:
+def _retry_hint(wait_s: float) -> str:
     return f"try again in {math.ceil(wait_s)} s"

@@ -12,26 +12,26 @@ from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
 from foreword.config import Config, parse_bytes
-from foreword.conversation import Conversations, open_pictures
+from foreword.conversation import ChatInputProcessor, open_image_loader
 from foreword.core.events import StepStats
 from foreword.encoders.client import EncoderClient
-from foreword.encoders.recipe import DECODER_RECIPE, Recipe
+from foreword.encoders.recipe import DECODER_POOLING, PoolingConfig
 from foreword.engine.client import EngineClient
 from foreword.grammar.check import GrammarChecker
-from foreword.media.base import Processor
-from foreword.metrics.recorder import Recorder
+from foreword.media.base import ImageProcessor
+from foreword.metrics.recorder import MetricsRecorder
 from foreword.serve.admission import Admission
-from foreword.serve.auth import Authentication, Keyring
-from foreword.serve.draining import Drain, Draining
+from foreword.serve.auth import AuthenticationMiddleware, Keyring
+from foreword.serve.draining import DrainState, DrainMiddleware
 from foreword.serve.errors import add_error_handlers
-from foreword.serve.gate import Gate
-from foreword.serve.looking import Looking
-from foreword.serve.middleware import BodyLimit, LastResort, RequestIds
-from foreword.serve.picture_memory import PictureMemory
-from foreword.serve.probe import Probe
+from foreword.serve.gate import AdmissionMiddleware
+from foreword.serve.looking import ImageIntake
+from foreword.serve.middleware import BodyLimitMiddleware, ServerErrorMiddleware, RequestIdMiddleware
+from foreword.serve.picture_memory import ImageMemory
+from foreword.serve.probe import EngineProbe
 from foreword.serve.readiness import Health
 from foreword.serve.routes import admin, chat, completions, docs, embeddings, health, metrics, models, rerank, score, tokenize
-from foreword.serve.state import Server
+from foreword.serve.state import ServerContext
 from foreword.text.tokenizer import Tokenizer
 
 __all__ = ["create_app"]
@@ -39,7 +39,7 @@ __all__ = ["create_app"]
 ROUTES = (chat, completions, embeddings, rerank, score, models, tokenize, health, metrics, docs, admin)
 TICK_S = 1.0
 MB = 1_000_000
-EXPOSED = (
+EXPOSED_HEADERS = (
     "X-Request-Id",
     "Retry-After",
     *(f"x-ratelimit-{what}-{of}" for what in ("limit", "remaining", "reset") for of in ("requests", "tokens")),
@@ -50,43 +50,43 @@ def create_app(
     config: Config,
     client: EngineClient,
     tokenizer: Tokenizer,
-    recorder: Recorder,
+    recorder: MetricsRecorder,
     model_name: str,
     encoder: EncoderClient | None = None,
-    recipe: Recipe = DECODER_RECIPE,
-    drain: Drain | None = None,
-    processor: Processor | None = None,
+    pooling_config: PoolingConfig = DECODER_POOLING,
+    drain: DrainState | None = None,
+    processor: ImageProcessor | None = None,
 ) -> FastAPI:
     """The application; starting and closing the clients is the caller's, and so is its end (`drain`).
 
     processor  of pictures, where the model takes some
     Raises CheckpointError for a broken chat template, ConfigError for impossible limits of pictures.
     """
-    drain = drain or Drain()
-    server = Server(
+    drain = drain or DrainState()
+    server = ServerContext(
         config=config,
         client=client,
         tokenizer=tokenizer,
-        conversations=Conversations(tokenizer, processor, config.max_images),
+        chat_processor=ChatInputProcessor(tokenizer, processor, config.max_images),
         recorder=recorder,
-        admission=Admission(config.max_waiting, config.max_waiting_tokens, recorder.rejected),
-        keys=_keyring(config, recorder),
+        admission=Admission(config.max_waiting, config.max_waiting_tokens, recorder.on_reject),
+        keyring=_make_keyring(config, recorder),
         model_name=model_name,
         created=int(time.time()),
-        grammars=GrammarChecker(tokenizer.vocabulary),
+        grammar_checker=GrammarChecker(tokenizer.vocabulary),
         encoder=encoder,
-        recipe=recipe,
-        looking=None if processor is None else _looking(config, processor, recorder),
+        pooling_config=pooling_config,
+        image_intake=None if processor is None else _make_image_intake(config, processor, recorder),
     )
-    probe = Probe(client, server.probe, config.health_probe)
+    probe = EngineProbe(client, server.probe_request, config.health_probe)
 
     def stepped(stats: StepStats) -> None:
-        recorder.step(stats)
-        probe.stepped()
+        recorder.on_step(stats)
+        probe.on_step()
 
     client.on_step = stepped
-    client.on_restart = recorder.restarted
-    recorder.stats_now = lambda: client.stats
+    client.on_restart = recorder.on_restart
+    recorder.get_stats = lambda: client.stats
     app = FastAPI(title="Foreword", docs_url=None, redoc_url=None, lifespan=_lifespan)
     app.state.server = server
     app.state.health = Health(client, encoder, drain, probe)
@@ -97,50 +97,50 @@ def create_app(
     return app
 
 
-def _keyring(config: Config, recorder: Recorder) -> Keyring:
+def _make_keyring(config: Config, recorder: MetricsRecorder) -> Keyring:
     path = Path(config.api_key_file) if config.api_key_file else None
-    return Keyring(config.api_key, path, config.share_prefix_cache, recorder.rejected)
+    return Keyring(config.api_key, path, config.share_prefix_cache, recorder.on_reject)
 
 
-def _looking(config: Config, processor: Processor, recorder: Recorder) -> Looking:
-    memory = PictureMemory(parse_bytes("image_memory", config.image_memory), recorder.rejected)
-    return Looking(open_pictures(config, processor), memory, config.max_waiting, recorder.rejected)
+def _make_image_intake(config: Config, processor: ImageProcessor, recorder: MetricsRecorder) -> ImageIntake:
+    memory = ImageMemory(parse_bytes("image_memory", config.image_memory), recorder.on_reject)
+    return ImageIntake(open_image_loader(config, processor), memory, config.max_waiting, recorder.on_reject)
 
 
-def _add_middleware(app: FastAPI, server: Server, drain: Drain) -> None:
+def _add_middleware(app: FastAPI, server: ServerContext, drain: DrainState) -> None:
     """The last added is the outermost."""
     config = server.config
-    app.add_middleware(BodyLimit, max_bytes=config.max_body_mb * MB, heap=server.heap)
-    app.add_middleware(Gate, admission=server.admission)
-    app.add_middleware(Authentication, keys=server.keys, on_refusal=server.recorder.rejected)
-    app.add_middleware(Draining, drain=drain, on_refusal=server.recorder.rejected)
-    app.add_middleware(LastResort)
+    app.add_middleware(BodyLimitMiddleware, max_bytes=config.max_body_mb * MB, trimmer=server.trimmer)
+    app.add_middleware(AdmissionMiddleware, admission=server.admission)
+    app.add_middleware(AuthenticationMiddleware, keys=server.keyring, on_refusal=server.recorder.on_reject)
+    app.add_middleware(DrainMiddleware, drain=drain, on_refusal=server.recorder.on_reject)
+    app.add_middleware(ServerErrorMiddleware)
     origins = [origin.strip() for origin in config.cors_origins.split(",") if origin.strip()]
     if origins:
         app.add_middleware(
-            CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"], expose_headers=EXPOSED
+            CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"], expose_headers=EXPOSED_HEADERS
         )
-    app.add_middleware(RequestIds)
+    app.add_middleware(RequestIdMiddleware)
 
 
 @contextlib.asynccontextmanager
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
-    server: Server = app.state.server
+    server: ServerContext = app.state.server
     ticking = asyncio.create_task(_tick(server))
     try:
         yield
     finally:
         ticking.cancel()
         await asyncio.gather(ticking, return_exceptions=True)
-        await asyncio.to_thread(server.grammars.close)
-        if server.looking is not None:
-            await asyncio.to_thread(server.looking.close)
+        await asyncio.to_thread(server.grammar_checker.close)
+        if server.image_intake is not None:
+            await asyncio.to_thread(server.image_intake.close)
 
 
-async def _tick(server: Server) -> None:
+async def _tick(server: ServerContext) -> None:
     """Lets the recorder write its periodic log lines, looks whether the keys have changed, and gives memory back."""
     while True:
         await asyncio.sleep(TICK_S)
-        server.recorder.tick()
-        await server.keys.refresh()
-        await server.heap.tidy()
+        server.recorder.log_if_due()
+        await server.keyring.refresh()
+        await server.trimmer.trim()

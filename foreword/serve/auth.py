@@ -15,18 +15,18 @@ from pathlib import Path
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from foreword.errors import ConfigError, ExpiredKey, ForewordError, Unauthorized
-from foreword.serve.access import Access
+from foreword.serve.access import KeyPermissions
 from foreword.serve.errors import error_response
 from foreword.serve.key_file import SALT_BYTES, Key, hash_key, read_key_file
-from foreword.serve.limits import Limits, Meter
+from foreword.serve.limits import KeyLimits, UsageMeter
 
-__all__ = ["OPEN_PATHS", "Authentication", "Keyring", "given_key"]
+__all__ = ["PUBLIC_PATHS", "AuthenticationMiddleware", "Keyring", "key_from_headers"]
 
 logger = logging.getLogger("foreword.serve")
-OPEN_PATHS = frozenset({"/health", "/live", "/metrics", "/version", "/docs", "/openapi.json"})
-LONGEST_KEY = 512  # bytes; what is longer is nobody's, and is not hashed
-Headers = Sequence[tuple[bytes, bytes]]
-Stamp = tuple[int, int, int]
+PUBLIC_PATHS = frozenset({"/health", "/live", "/metrics", "/version", "/docs", "/openapi.json"})
+MAX_KEY_BYTES = 512  # bytes; what is longer is nobody's, and is not hashed
+RawHeaders = Sequence[tuple[bytes, bytes]]
+FileStamp = tuple[int, int, int]
 
 
 class Keyring:
@@ -41,70 +41,70 @@ class Keyring:
 
     def __init__(
         self,
-        plain: str | None,
+        cli_keys: str | None,
         path: Path | None,
-        shared: bool,
+        share_prefix_cache: bool,
         on_refusal: Callable[[str], None] | None = None,
         now: Callable[[], float] = time.time,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Raises ConfigError for a file that cannot be read."""
-        self._plain = _plain_keys(plain)
+        self._cli_keys = _parse_cli_keys(cli_keys)
         self._path = path
-        self._shared = shared
+        self._share_prefix_cache = share_prefix_cache
         self._on_refusal = on_refusal
         self._now = now
         self._clock = clock
-        self._meters: dict[str, Meter] = {}
-        self._nobody = Access("", "", Meter())
-        self._stamp = _stamp(path)
+        self._meters: dict[str, UsageMeter] = {}
+        self._anonymous = KeyPermissions("", "", UsageMeter())
+        self._file_stamp = _file_stamp(path)
         self._keys: tuple[Key, ...] = ()
         self._install(() if path is None else read_key_file(path))
 
     @property
-    def open(self) -> bool:
+    def is_open(self) -> bool:
         """Nobody is asked for a key."""
-        return not self._plain and self._path is None
+        return not self._cli_keys and self._path is None
 
     @property
     def has_admin(self) -> bool:
         return any(key.admin for key in self._keys)
 
     @property
-    def entries(self) -> Sequence[tuple[Key, Meter]]:
+    def entries(self) -> Sequence[tuple[Key, UsageMeter]]:
         return [(key, self._meters[key.name]) for key in self._keys]
 
-    def identify(self, given: bytes | None) -> Access:
+    def identify(self, secret: bytes | None) -> KeyPermissions:
         """What this key opens. Raises Unauthorized, ExpiredKey.
 
         Every entry is compared, so that the time does not tell which of them is nearly right.
         """
-        if self.open:
-            return self._nobody
-        if given is None:
+        if self.is_open:
+            return self._anonymous
+        if secret is None:
             raise Unauthorized("an API key is required: Authorization: Bearer KEY")
-        matches = self._matches(given) if len(given) <= LONGEST_KEY else []
+        matches = self._matches(secret) if len(secret) <= MAX_KEY_BYTES else []
         if True not in matches:
             raise Unauthorized("the API key is not known")
         key = self._keys[matches.index(True)]
         if key.expires is not None and self._now() >= key.expires:
             raise ExpiredKey("the API key has expired")
-        return self._access(key)
+        return self._permissions_of(key)
 
-    def _matches(self, given: bytes) -> list[bool]:
-        digests = {salt: hash_key(given, salt) for salt in self._salts}
+    def _matches(self, secret: bytes) -> list[bool]:
+        digests = {salt: hash_key(secret, salt) for salt in self._salts}
         return [compare_digest(digests[key.salt], key.digest) for key in self._keys]
 
-    def _access(self, key: Key) -> Access:
-        tenant = "" if self._shared else hashlib.sha256(key.digest).hexdigest()[:16]
-        return Access(key.name, tenant, self._meters[key.name], key.admin, key.models, key.priority)
+    def _permissions_of(self, key: Key) -> KeyPermissions:
+        tenant = "" if self._share_prefix_cache else hashlib.sha256(key.digest).hexdigest()[:16]
+        return KeyPermissions(key.name, tenant, self._meters[key.name], key.admin, key.models, key.priority)
 
     async def refresh(self) -> None:
         """Read the file again if it has changed. One that is broken changes nothing, and is told of once."""
         if self._path is None:
             return
-        stamp = await asyncio.to_thread(_stamp, self._path)
-        if stamp != self._stamp:
+        stamp = await asyncio.to_thread(_file_stamp, self._path)
+        if stamp != self._file_stamp:
             try:
                 await self.reload()
             except ConfigError as error:
@@ -113,35 +113,35 @@ class Keyring:
     async def reload(self) -> None:
         """Read the file again. Raises ConfigError; then the keys stay as they were."""
         assert self._path is not None, "no file to read"
-        self._stamp = await asyncio.to_thread(_stamp, self._path)  # before it is read: what changes meanwhile is seen later
+        self._file_stamp = await asyncio.to_thread(_file_stamp, self._path)  # before it is read: what changes meanwhile is seen later
         keys = await asyncio.to_thread(read_key_file, self._path)
-        before, after = ({key.name for key in some} for some in (self._keys[len(self._plain) :], keys))
+        before, after = ({key.name for key in some} for some in (self._keys[len(self._cli_keys) :], keys))
         self._install(keys)
         logger.info("key file read: %d keys, %d of them new, %d gone", len(keys), len(after - before), len(before - after))
 
     def _install(self, keys: Sequence[Key]) -> None:
         """Let these keys of the file hold. What a key has taken it keeps, under its name."""
-        self._keys = (*self._plain, *keys)
+        self._keys = (*self._cli_keys, *keys)
         self._salts = frozenset(key.salt for key in self._keys)
-        self._meters = {key.name: self._metered(key) for key in self._keys}
+        self._meters = {key.name: self._meter_for(key) for key in self._keys}
 
-    def _metered(self, key: Key) -> Meter:
-        limits = Limits(key.requests_per_minute, key.tokens_per_minute, key.max_concurrency)
+    def _meter_for(self, key: Key) -> UsageMeter:
+        limits = KeyLimits(key.requests_per_minute, key.tokens_per_minute, key.max_concurrency)
         meter = self._meters.get(key.name)
         if meter is None:
-            return Meter(limits, self._clock, self._on_refusal)
+            return UsageMeter(limits, self._clock, self._on_refusal)
         meter.limits = limits
         return meter
 
 
-def _plain_keys(text: str | None) -> tuple[Key, ...]:
+def _parse_cli_keys(text: str | None) -> tuple[Key, ...]:
     """The keys of the command line: without limits, and named "#1", "#2" ..., as no entry of a file can be."""
     given = [part.strip().encode() for part in (text or "").split(",") if part.strip()]
     salt = secrets.token_bytes(SALT_BYTES)
     return tuple(Key(f"#{index}", salt, hash_key(key, salt), priority=None) for index, key in enumerate(given, start=1))
 
 
-def _stamp(path: Path | None) -> Stamp | None:
+def _file_stamp(path: Path | None) -> FileStamp | None:
     """Changes when the file does; None while there is none."""
     try:
         found = os.stat(path) if path is not None else None
@@ -150,7 +150,7 @@ def _stamp(path: Path | None) -> Stamp | None:
     return (found.st_mtime_ns, found.st_size, found.st_ino) if found is not None else None
 
 
-def given_key(headers: Headers) -> bytes | None:
+def key_from_headers(headers: RawHeaders) -> bytes | None:
     """The key of `Authorization: Bearer KEY`, or else of `x-api-key`, which Anthropic's clients send; None without either.
 
     Raises Unauthorized for another scheme, and for more than one: a proxy in front may have looked at the other.
@@ -168,7 +168,7 @@ def given_key(headers: Headers) -> bytes | None:
     return given.strip()
 
 
-class Authentication:
+class AuthenticationMiddleware:
     """Refuses callers without a key, and says for the others what they may do: `request.state.access`."""
 
     def __init__(self, app: ASGIApp, keys: Keyring, on_refusal: Callable[[str], None]) -> None:
@@ -177,7 +177,7 @@ class Authentication:
         self._on_refusal = on_refusal
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
+        if scope["type"] == "http" and scope["path"] not in PUBLIC_PATHS:
             try:
                 scope.setdefault("state", {})["access"] = self._identify(scope["headers"])
             except ForewordError as error:
@@ -185,5 +185,5 @@ class Authentication:
                 return await error_response(error)(scope, receive, send)
         await self._app(scope, receive, send)
 
-    def _identify(self, headers: Headers) -> Access:
-        return self._keys.identify(None if self._keys.open else given_key(headers))
+    def _identify(self, headers: RawHeaders) -> KeyPermissions:
+        return self._keys.identify(None if self._keys.is_open else key_from_headers(headers))

@@ -6,80 +6,80 @@ import asyncio
 from collections import deque
 from collections.abc import Sequence
 
-from foreword.core.events import joined
+from foreword.core.events import merge
 from foreword.errors import ForewordError
-from foreword.text.answer import Delta
+from foreword.text.answer import OutputDelta
 
-__all__ = ["Backlog"]
+__all__ = ["DeltaQueue"]
 
-MAX_APART = 64  # deltas of one choice that wait one by one
+MERGE_AFTER = 64  # deltas of one choice that wait one by one
 
 
-class Backlog:
+class DeltaQueue:
     """A queue for each choice, in turn. Deltas that wait long are joined: a slow reader costs what the answer costs, no more.
 
     Told apart they take about a kilobyte a token.
     """
 
-    __slots__ = ("_queues", "_some")
+    __slots__ = ("_queues", "_not_empty")
 
     def __init__(self) -> None:
-        self._queues: dict[int, _Queue] = {}  # by choice, none of them empty; the next to be asked stands first
-        self._some = asyncio.Event()
+        self._queues: dict[int, _ChoiceQueue] = {}  # by choice, none of them empty; the next to be asked stands first
+        self._not_empty = asyncio.Event()
 
     def __len__(self) -> int:
         return sum(len(queue.items) for queue in self._queues.values())
 
-    def put(self, index: int, item: Delta | ForewordError) -> None:
+    def put(self, index: int, item: OutputDelta | ForewordError) -> None:
         """Of a choice; nothing follows an error."""
-        self._queues.setdefault(index, _Queue()).put(item)
-        self._some.set()
+        self._queues.setdefault(index, _ChoiceQueue()).put(item)
+        self._not_empty.set()
 
-    async def take(self) -> tuple[int, Delta | ForewordError]:
+    async def get(self) -> tuple[int, OutputDelta | ForewordError]:
         """Wait for the next of whichever choice has some."""
         while not self._queues:
-            self._some.clear()
-            await self._some.wait()
+            self._not_empty.clear()
+            await self._not_empty.wait()
         index = next(iter(self._queues))
         queue = self._queues.pop(index)
-        item = queue.take()
+        item = queue.get()
         if queue.items:
             self._queues[index] = queue
         return index, item
 
 
-class _Queue:
+class _ChoiceQueue:
     """Of one choice. `apart` of its last items were not joined yet: each is joined once, so that it never takes long."""
 
-    __slots__ = ("apart", "items")
+    __slots__ = ("num_unmerged", "items")
 
     def __init__(self) -> None:
-        self.items: deque[Delta | ForewordError] = deque()
-        self.apart = 0
+        self.items: deque[OutputDelta | ForewordError] = deque()
+        self.num_unmerged = 0
 
-    def put(self, item: Delta | ForewordError) -> None:
+    def put(self, item: OutputDelta | ForewordError) -> None:
         self.items.append(item)
-        self.apart += 1
-        if self.apart == MAX_APART and isinstance(item, Delta):
-            tail = [delta for delta in (self.items.pop() for _ in range(MAX_APART)) if isinstance(delta, Delta)]
-            self.items.append(_joined(tail[::-1]))
-            self.apart = 0
+        self.num_unmerged += 1
+        if self.num_unmerged == MERGE_AFTER and isinstance(item, OutputDelta):
+            tail = [delta for delta in (self.items.pop() for _ in range(MERGE_AFTER)) if isinstance(delta, OutputDelta)]
+            self.items.append(_merge_deltas(tail[::-1]))
+            self.num_unmerged = 0
 
-    def take(self) -> Delta | ForewordError:
+    def get(self) -> OutputDelta | ForewordError:
         item = self.items.popleft()
-        self.apart = min(self.apart, len(self.items))
+        self.num_unmerged = min(self.num_unmerged, len(self.items))
         return item
 
 
-def _joined(deltas: Sequence[Delta]) -> Delta:
+def _merge_deltas(deltas: Sequence[OutputDelta]) -> OutputDelta:
     """Deltas that follow each other as one."""
     last = deltas[-1]
-    return Delta(
+    return OutputDelta(
         "".join(delta.text for delta in deltas),
-        joined([delta.event for delta in deltas]),
+        merge([delta.event for delta in deltas]),
         last.finish_reason,
         last.stop_reason,
-        last.stopped,
+        last.hit_stop_string,
         tuple(token for delta in deltas for token in delta.logprobs),
         tuple(piece for delta in deltas for piece in delta.pieces),
     )

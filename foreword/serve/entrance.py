@@ -7,17 +7,17 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from foreword.errors import EngineDead
 from foreword.serve.errors import add_error_handlers, error_response
-from foreword.serve.middleware import RequestIds
+from foreword.serve.middleware import RequestIdMiddleware
 from foreword.serve.readiness import Health
 from foreword.serve.routes import health
 
-__all__ = ["Entrance", "waiting_room"]
+__all__ = ["SwappableApp", "loading_app"]
 
-METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
+ALL_METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
 RETRY_AFTER_S = 1.0
 
 
-class Entrance:
+class SwappableApp:
     """Leads to `app`, which may be exchanged while the server runs."""
 
     def __init__(self, app: ASGIApp) -> None:
@@ -27,18 +27,18 @@ class Entrance:
         await self.app(scope, receive, send)
 
 
-def waiting_room(state: Health) -> FastAPI:
+def loading_app(state: Health) -> FastAPI:
     """What there is until the engine is ready: its progress in /health, and 503 for everything else."""
     app = FastAPI(title="Foreword", docs_url=None, redoc_url=None, openapi_url=None)
     app.state.health = state
     app.include_router(health.router)
-    app.add_api_route("/{path:path}", _not_yet, methods=METHODS)
+    app.add_api_route("/{path:path}", _still_loading, methods=ALL_METHODS)
     add_error_handlers(app)
-    app.add_middleware(RequestIds)
+    app.add_middleware(RequestIdMiddleware)
     return app
 
 
-async def _not_yet(request: Request) -> Response:
+async def _still_loading(request: Request) -> Response:
     error = EngineDead("the model is still loading; see /health")
     error.retry_after_s = RETRY_AFTER_S
     return error_response(error)

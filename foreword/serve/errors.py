@@ -13,23 +13,23 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from foreword.errors import ForewordError, InvalidRequest, Unauthorized, loggable
+from foreword.errors import ForewordError, InvalidRequest, Unauthorized, safe_message
 from foreword.serve.disconnect import CLIENT_CLOSED
-from foreword.serve.wire import Json
+from foreword.serve.wire import JSONResponse
 
-__all__ = ["add_error_handlers", "envelope", "error_headers", "error_response", "naming"]
+__all__ = ["add_error_handlers", "error_body", "error_headers", "error_response", "rename_field"]
 
 logger = logging.getLogger("foreword.serve")
-SHOWN = 80  # characters of an offending value
+MAX_SHOWN_CHARS = 80  # characters of an offending value
 
 
-def envelope(error: ForewordError) -> dict[str, Any]:
+def error_body(error: ForewordError) -> dict[str, Any]:
     """`{"error": {...}}` of one error."""
-    return {"error": {"message": str(error), "type": error.kind, "param": error.param, "code": error.code}}
+    return {"error": {"message": str(error), "type": error.error_type, "param": error.param, "code": error.code}}
 
 
 def error_response(error: ForewordError) -> Response:
-    return Json(envelope(error), status_code=error.status, headers=error_headers(error))
+    return JSONResponse(error_body(error), status_code=error.status, headers=error_headers(error))
 
 
 def error_headers(error: ForewordError) -> dict[str, str]:
@@ -41,7 +41,7 @@ def error_headers(error: ForewordError) -> dict[str, str]:
 
 
 @contextmanager
-def naming(names: Mapping[str, str]) -> Iterator[None]:
+def rename_field(names: Mapping[str, str]) -> Iterator[None]:
     """Let errors name the field as this route knows it: `names` maps the inner name to the outer."""
     try:
         yield
@@ -54,29 +54,29 @@ def naming(names: Mapping[str, str]) -> Iterator[None]:
 
 
 def add_error_handlers(app: FastAPI) -> None:
-    app.add_exception_handler(ForewordError, _on_ours)
-    app.add_exception_handler(ClientDisconnect, _on_gone)
-    app.add_exception_handler(RequestValidationError, _on_validation)
-    app.add_exception_handler(HTTPException, _on_http)
+    app.add_exception_handler(ForewordError, _on_foreword_error)
+    app.add_exception_handler(ClientDisconnect, _on_disconnect)
+    app.add_exception_handler(RequestValidationError, _on_validation_error)
+    app.add_exception_handler(HTTPException, _on_http_error)
 
 
-async def _on_ours(request: Request, error: Exception) -> Response:
+async def _on_foreword_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ForewordError)
     if error.status >= 500:
-        logger.warning("%s %s: %s", request.method, request.url.path, loggable(error))
+        logger.warning("%s %s: %s", request.method, request.url.path, safe_message(error))
     return error_response(error)
 
 
-async def _on_gone(request: Request, error: Exception) -> Response:
+async def _on_disconnect(request: Request, error: Exception) -> Response:
     return Response(status_code=CLIENT_CLOSED)
 
 
-async def _on_validation(request: Request, error: Exception) -> Response:
+async def _on_validation_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
-    return error_response(_invalid(error.errors()))
+    return error_response(_invalid_request(error.errors()))
 
 
-async def _on_http(request: Request, error: Exception) -> Response:
+async def _on_http_error(request: Request, error: Exception) -> Response:
     """What the framework raises: 404, 405, and bodies that cannot be read."""
     assert isinstance(error, HTTPException)
     message, code = {
@@ -84,37 +84,37 @@ async def _on_http(request: Request, error: Exception) -> Response:
         405: (f"{request.url.path} does not take {request.method}", "method_not_allowed"),
     }.get(error.status_code, (str(error.detail), None))
     body = {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": code}}
-    return Json(body, status_code=error.status_code, headers=dict(error.headers or {}))
+    return JSONResponse(body, status_code=error.status_code, headers=dict(error.headers or {}))
 
 
-def _invalid(errors: Sequence[Mapping[str, Any]]) -> InvalidRequest:
+def _invalid_request(errors: Sequence[Mapping[str, Any]]) -> InvalidRequest:
     """The first field that is wrong, with all that is said about it."""
     first = errors[0]
     if first["type"] == "json_invalid":
         return InvalidRequest(f"the body is not valid JSON: {first['ctx']['error']} at character {first['loc'][-1]}")
-    if _path(first["loc"]) is None:
+    if _field_path(first["loc"]) is None:
         return InvalidRequest("the body must be a JSON object, sent with Content-Type: application/json")
-    first, path = _innermost(errors)
+    first, path = _innermost_error(errors)
     if first["type"] == "extra_forbidden":
         return InvalidRequest(f"unknown field {path!r}", path)
     if first["type"] == "missing":
         return InvalidRequest(f"{path} is required", path)
-    reasons = dict.fromkeys(_reason(error["msg"]) for error in errors if _path(error["loc"]) == path)
-    return InvalidRequest(f"{path} {' or '.join(reasons)}, got {_short(first['input'])}", path)
+    reasons = dict.fromkeys(_reason_text(error["msg"]) for error in errors if _field_path(error["loc"]) == path)
+    return InvalidRequest(f"{path} {' or '.join(reasons)}, got {_shorten(first['input'])}", path)
 
 
-def _innermost(errors: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], str]:
+def _innermost_error(errors: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], str]:
     """The error deepest within the first field that is wrong: of a text or a list, the item of the list that was given."""
-    paths = [_path(error["loc"]) or "" for error in errors]
+    paths = [_field_path(error["loc"]) or "" for error in errors]
     inside = (f"{paths[0]}.", f"{paths[0]}[")
     place = max(range(len(paths)), key=lambda place: len(paths[place]) if paths[place].startswith(inside) else 0)
     return (errors[place], paths[place]) if paths[place].startswith(inside) else (errors[0], paths[0])
 
 
-def _path(place: Sequence[str | int]) -> str | None:
+def _field_path(location: Sequence[str | int]) -> str | None:
     """("body", "messages", 0, "role") becomes "messages[0].role"; names of types, which unions add, are left out."""
     path = ""
-    for part in place[1:]:
+    for part in location[1:]:
         if isinstance(part, int):
             path += f"[{part}]"
         elif part.isidentifier() and part not in ("str", "int", "float", "bool"):
@@ -122,10 +122,10 @@ def _path(place: Sequence[str | int]) -> str | None:
     return path or None
 
 
-def _reason(message: str) -> str:
+def _reason_text(message: str) -> str:
     return message.replace("Input should be", "must be").replace("Value error, ", "")
 
 
-def _short(value: object) -> str:
+def _shorten(value: object) -> str:
     text = repr(value)
-    return text if len(text) <= SHOWN else text[:SHOWN] + "..."
+    return text if len(text) <= MAX_SHOWN_CHARS else text[:MAX_SHOWN_CHARS] + "..."

@@ -6,17 +6,17 @@ from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from foreword.errors import ForewordError
-from foreword.serve.access import Access
+from foreword.serve.access import KeyPermissions
 from foreword.serve.admission import Admission
 from foreword.serve.errors import error_response
-from foreword.serve.limits import Meter
+from foreword.serve.limits import UsageMeter
 
-__all__ = ["Gate"]
+__all__ = ["AdmissionMiddleware"]
 
-QUEUELESS = frozenset({"/tokenize", "/detokenize"})  # the engine is not asked
+NO_ENGINE_PATHS = frozenset({"/tokenize", "/detokenize"})  # the engine is not asked
 
 
-class Gate:
+class AdmissionMiddleware:
     """Counts every POST but those of operators: each costs something. Refused here, one costs next to nothing."""
 
     def __init__(self, app: ASGIApp, admission: Admission) -> None:
@@ -26,19 +26,19 @@ class Gate:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["method"] != "POST" or scope["path"].startswith("/admin/"):
             return await self._app(scope, receive, send)
-        access: Access | None = scope.get("state", {}).get("access")
+        access: KeyPermissions | None = scope.get("state", {}).get("access")
         if access is None:  # a path that is open to everybody, and takes no POST
             return await self._app(scope, receive, send)
         try:
-            if scope["path"] not in QUEUELESS:
+            if scope["path"] not in NO_ENGINE_PATHS:
                 self._admission.check(1, access.meter)
-            access.meter.begin()
+            access.meter.check_request()
         except ForewordError as error:
-            return await error_response(error)(scope, receive, _telling(send, access.meter))
-        await self._app(scope, receive, _telling(send, access.meter))
+            return await error_response(error)(scope, receive, _with_rate_limit_headers(send, access.meter))
+        await self._app(scope, receive, _with_rate_limit_headers(send, access.meter))
 
 
-def _telling(send: Send, meter: Meter) -> Send:
+def _with_rate_limit_headers(send: Send, meter: UsageMeter) -> Send:
     """`send`, with what is left of the key's limits in the head of the answer."""
 
     async def send_telling(message: Message) -> None:

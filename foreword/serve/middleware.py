@@ -16,19 +16,19 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from foreword.errors import ForewordError, Overloaded, PayloadTooLarge, RequestFailed
 from foreword.serve.errors import error_response
-from foreword.serve.heap import Heap
+from foreword.serve.heap import MallocTrimmer
 
-__all__ = ["BodyLimit", "LastResort", "RequestIds", "forget_body"]
+__all__ = ["BodyLimitMiddleware", "ServerErrorMiddleware", "RequestIdMiddleware", "release_body"]
 
 logger = logging.getLogger("foreword.serve")
-REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
-MANY_BODIES = 16  # of the largest size may be in memory at once
+REQUEST_ID_PATTERN = re.compile(r"[\x21-\x7e]{1,128}")
+MAX_BODIES_IN_MEMORY = 16  # of the largest size may be in memory at once
 RETRY_AFTER_S = 1.0
-TOO_MANY = "the bodies of other requests fill the memory that there is for them; try again later"
-DRAIN_S = 10.0  # how long a client may go on sending what was refused
+BODIES_FULL_MESSAGE = "the bodies of other requests fill the memory that there is for them; try again later"
+REJECTED_BODY_TIMEOUT_S = 10.0  # how long a client may go on sending what was refused
 
 
-class RequestIds:
+class RequestIdMiddleware:
     """Every response has an X-Request-Id: the caller's, or a new one."""
 
     def __init__(self, app: ASGIApp) -> None:
@@ -38,7 +38,7 @@ class RequestIds:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         given = Headers(scope=scope).get("x-request-id", "")
-        request_id = given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+        request_id = given if REQUEST_ID_PATTERN.fullmatch(given) else uuid.uuid4().hex
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -48,7 +48,7 @@ class RequestIds:
         await self._app(scope, receive, send_with_id)
 
 
-class LastResort:
+class ServerErrorMiddleware:
     """An exception that nobody expected is logged and answered with a 500 in the envelope."""
 
     def __init__(self, app: ASGIApp) -> None:
@@ -71,67 +71,67 @@ class LastResort:
             await error_response(RequestFailed("the server failed on this request"))(scope, receive, send)
 
 
-class BodyLimit:
+class BodyLimitMiddleware:
     """Reads the body before anyone else does, and refuses it while reading if it grows too large.
 
     held  bytes of all bodies that are being read or worked on
     heap  is told of those that are gone
     """
 
-    def __init__(self, app: ASGIApp, max_bytes: int, heap: Heap) -> None:
+    def __init__(self, app: ASGIApp, max_bytes: int, trimmer: MallocTrimmer) -> None:
         self._app = app
         self._max_bytes = max_bytes
-        self._heap = heap
-        self.held = 0
+        self._trimmer = trimmer
+        self.held_bytes = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["method"] in ("GET", "HEAD", "OPTIONS"):
             return await self._app(scope, receive, send)
         declared = Headers(scope=scope).get("content-length", "0")
         if declared.isdigit() and int(declared) > self._max_bytes:
-            return await self._refuse(self._too_large(), receive, send)
+            return await self._reject(self._too_large(), receive, send)
         body = _Body(receive)
         try:
             async for size in body.read():
-                self.held += size
-                if (error := self._refusal(body.size)) is not None:
-                    self._forget(body)
-                    return await self._refuse(error, receive, send, body.more)
+                self.held_bytes += size
+                if (error := self._size_error(body.size)) is not None:
+                    self._release(body)
+                    return await self._reject(error, receive, send, body.has_more)
             if body.complete:
-                scope.setdefault("state", {}).update(body_bytes=body.size, forget_body=partial(self._forget, body))
+                scope.setdefault("state", {}).update(body_bytes=body.size, forget_body=partial(self._release, body))
                 await self._app(scope, body.replay, send)
         finally:
-            self._forget(body)
+            self._release(body)
 
-    def _forget(self, body: _Body) -> None:
-        num_bytes = body.forget()
-        self.held -= num_bytes
-        self._heap.left(num_bytes)
+    def _release(self, body: _Body) -> None:
+        num_bytes = body.release()
+        self.held_bytes -= num_bytes
+        self._trimmer.add_freed(num_bytes)
 
-    def _refusal(self, size: int) -> ForewordError | None:
+    def _size_error(self, size: int) -> ForewordError | None:
         if size > self._max_bytes:
             return self._too_large()
-        full = self.held > MANY_BODIES * self._max_bytes
-        return Overloaded(TOO_MANY, retry_after_s=RETRY_AFTER_S) if full else None
+        full = self.held_bytes > MAX_BODIES_IN_MEMORY * self._max_bytes
+        return Overloaded(BODIES_FULL_MESSAGE, retry_after_s=RETRY_AFTER_S) if full else None
 
     def _too_large(self) -> PayloadTooLarge:
         return PayloadTooLarge(f"the body is larger than {self._max_bytes} bytes")
 
-    async def _refuse(self, error: ForewordError, receive: Receive, send: Send, more: bool = True) -> None:
+    async def _reject(self, error: ForewordError, receive: Receive, send: Send, has_more: bool = True) -> None:
         """Answer at once, then let the client finish: closing on unread data would lose the answer."""
         response = error_response(error)
         response.headers["Connection"] = "close"
         await send({"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers})
         await send({"type": "http.response.body", "body": response.body, "more_body": True})
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(DRAIN_S):
-                while more:
+            async with asyncio.timeout(REJECTED_BODY_TIMEOUT_S):
+                while has_more:
                     message = await receive()
-                    more = message.get("more_body", False)
+                    has_more = message.get("more_body", False)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-def forget_body(request: Request) -> None:
+def release_body(request: Request) -> None:
     """Nobody needs it any more: a large one is not kept, nor counted, while its answer is waited for."""
     request.state.forget_body()
     for name in ("_body", "_json"):  # where the framework keeps it for as long as the request lasts
@@ -144,29 +144,29 @@ class _Body:
     more  there are parts to come
     """
 
-    __slots__ = ("_parts", "_receive", "complete", "more", "size")
+    __slots__ = ("_parts", "_receive", "complete", "has_more", "size")
 
     def __init__(self, receive: Receive) -> None:
         self._receive = receive
         self._parts: list[bytes] | None = []
         self.size = 0
-        self.more = True
+        self.has_more = True
         self.complete = False
 
     async def read(self) -> AsyncIterator[int]:
         """Bytes of each part; it is complete then, unless the client went away."""
         assert self._parts is not None
-        while self.more:
+        while self.has_more:
             message = await self._receive()
             if message["type"] == "http.disconnect":
                 return
             self._parts.append(message.get("body", b""))
             self.size += len(self._parts[-1])
-            self.more = message.get("more_body", False)
+            self.has_more = message.get("more_body", False)
             yield len(self._parts[-1])
         self.complete = True
 
-    def forget(self) -> int:
+    def release(self) -> int:
         """Nobody wants it; returns its size so far."""
         size, self.size, self._parts = self.size, 0, None
         return size

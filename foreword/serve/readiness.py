@@ -12,16 +12,16 @@ from foreword.core.readiness import Readiness
 from foreword.encoders.client import EncoderClient
 from foreword.engine.client import EngineClient
 from foreword.errors import EngineDead, ForewordError, ShuttingDown
-from foreword.serve.draining import Drain
-from foreword.serve.errors import envelope, error_headers
-from foreword.serve.probe import Probe
-from foreword.serve.wire import Json
+from foreword.serve.draining import DrainState
+from foreword.serve.errors import error_body, error_headers
+from foreword.serve.probe import EngineProbe
+from foreword.serve.wire import JSONResponse
 
 __all__ = ["Health", "HealthBody"]
 
 RETRY_AFTER_S = 1.0
-SILENT = Readiness("unresponsive", "the engine was idle, and gives no answer to a request for one token")
-ENDING = "the server is ending: open answers may finish, new requests are refused"
+UNRESPONSIVE = Readiness("unresponsive", "the engine was idle, and gives no answer to a request for one token")
+DRAINING_MESSAGE = "the server is ending: open answers may finish, new requests are refused"
 
 
 class HealthError(BaseModel):
@@ -55,38 +55,38 @@ class Health:
 
     client: EngineClient
     encoder: EncoderClient | None
-    drain: Drain
-    probe: Probe | None = None
+    drain: DrainState
+    probe: EngineProbe | None = None
 
     async def readiness(self) -> Readiness:
         """The engine's, or "draining" while the server ends."""
         found = self.client.readiness
-        if self.drain.began:
-            return replace(found, status="draining", detail=ENDING)
-        if found.ready and self.probe is not None and not await self.probe.answers():
-            return replace(SILENT, restarts=found.restarts)
+        if self.drain.draining:
+            return replace(found, status="draining", detail=DRAINING_MESSAGE)
+        if found.is_ready and self.probe is not None and not await self.probe.is_responsive():
+            return replace(UNRESPONSIVE, restarts=found.restarts)
         return found
 
     async def response(self) -> Response:
         """A body of the same shape with 200 and 503."""
         found = await self.readiness()
-        error = None if found.ready else _error(found)
+        error = None if found.is_ready else _readiness_error(found)
         body = HealthBody(
             status=found.status,  # type: ignore[arg-type]  # validated
             detail=found.detail,
             progress=found.progress,
             restarts=found.restarts,
             encoder=None if self.encoder is None else "ok" if self.encoder.alive else "down",
-            error=None if error is None else HealthError(**envelope(error)["error"]),
+            error=None if error is None else HealthError(**error_body(error)["error"]),
         )
         if error is None:
-            return Json(body.model_dump())
-        return Json(body.model_dump(), status_code=error.status, headers=error_headers(error))
+            return JSONResponse(body.model_dump())
+        return JSONResponse(body.model_dump(), status_code=error.status, headers=error_headers(error))
 
 
-def _error(found: Readiness) -> ForewordError:
-    if found.status == "draining":
-        return ShuttingDown(found.detail)
-    error = EngineDead(found.detail or f"the engine is {found.status}")
-    error.retry_after_s = None if found.status == "dead" else RETRY_AFTER_S
+def _readiness_error(readiness: Readiness) -> ForewordError:
+    if readiness.status == "draining":
+        return ShuttingDown(readiness.detail)
+    error = EngineDead(readiness.detail or f"the engine is {readiness.status}")
+    error.retry_after_s = None if readiness.status == "dead" else RETRY_AFTER_S
     return error

@@ -10,20 +10,20 @@ from fastapi import Response
 from starlette.types import Receive, Scope, Send
 
 from foreword.core.params import SamplingParams
-from foreword.serve.disconnect import CLIENT_CLOSED, unless_disconnected
+from foreword.serve.disconnect import CLIENT_CLOSED, cancel_on_disconnect
 from foreword.serve.generation import Generation
 from foreword.serve.schema.sampling import SamplingBody
-from foreword.serve.sse import AnswerStream
-from foreword.serve.state import Server
-from foreword.serve.wire import Json
-from foreword.serve.writer import Head, Wanted, Writer
+from foreword.serve.sse import SSEResponse
+from foreword.serve.state import ServerContext
+from foreword.serve.wire import JSONResponse
+from foreword.serve.writer import ResponseHeader, ResponseOptions, ResponseBuilder
 
-__all__ = ["head_of", "respond", "wanted_of"]
+__all__ = ["response_header", "respond", "response_options"]
 
 
-def head_of(server: Server, prefix: str, params: SamplingParams) -> Head:
+def response_header(server: ServerContext, prefix: str, params: SamplingParams) -> ResponseHeader:
     assert params.seed is not None, "parameters that nobody settled"
-    return Head(
+    return ResponseHeader(
         id=f"{prefix}-{uuid.uuid4().hex}",
         created=int(time.time()),
         model=server.model_name,
@@ -32,8 +32,8 @@ def head_of(server: Server, prefix: str, params: SamplingParams) -> Head:
     )
 
 
-def wanted_of(body: SamplingBody, params: SamplingParams) -> Wanted:
-    return Wanted(
+def response_options(body: SamplingBody, params: SamplingParams) -> ResponseOptions:
+    return ResponseOptions(
         logprobs=params.logprobs is not None,
         prompt_logprobs=body.prompt_logprobs is not None,
         metrics=bool(body.metrics),
@@ -43,30 +43,30 @@ def wanted_of(body: SamplingBody, params: SamplingParams) -> Wanted:
     )
 
 
-def respond(generation: Generation, writer: Writer, stream: bool) -> Response:
+def respond(generation: Generation, builder: ResponseBuilder, stream: bool) -> Response:
     """Start the engine's work; what can be refused has been refused before, or is now."""
     generation.start()
-    return AnswerStream(generation, writer) if stream else WholeAnswer(generation, writer)
+    return SSEResponse(generation, builder) if stream else FullResponse(generation, builder)
 
 
-class WholeAnswer(Response):
+class FullResponse(Response):
     """An answer in one piece. It is waited for when its route is over: of what was sent nothing is kept so long."""
 
-    def __init__(self, generation: Generation, writer: Writer) -> None:
+    def __init__(self, generation: Generation, builder: ResponseBuilder) -> None:
         super().__init__()
         self._generation = generation
-        self._writer = writer
+        self._builder = builder
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            body = await unless_disconnected(receive, _whole(self._generation, self._writer))
+            body = await cancel_on_disconnect(receive, _collect_body(self._generation, self._builder))
         finally:
             self._generation.close()
-        response = Response(status_code=CLIENT_CLOSED) if body is None else Json(body)
+        response = Response(status_code=CLIENT_CLOSED) if body is None else JSONResponse(body)
         await response(scope, receive, send)
 
 
-async def _whole(generation: Generation, writer: Writer) -> dict[str, Any]:
+async def _collect_body(generation: Generation, builder: ResponseBuilder) -> dict[str, Any]:
     await generation.collect()
-    writer.returned(len(writer.chosen()))
-    return writer.whole()
+    builder.record_returned(len(builder.returned_choices()))
+    return builder.full()

@@ -7,19 +7,19 @@ from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-__all__ = ["Turns"]
+__all__ = ["FairSemaphore"]
 
 
-class Turns:
+class FairSemaphore:
     """Whoever waits is served in the order of coming within an account; accounts take turns. Used from one event loop.
 
     free  turns that nobody has
     """
 
-    __slots__ = ("_waiting", "free")
+    __slots__ = ("_waiting", "num_free")
 
-    def __init__(self, count: int) -> None:
-        self.free = count
+    def __init__(self, num_permits: int) -> None:
+        self.num_free = num_permits
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # the account that is next comes first
 
     @property
@@ -27,45 +27,45 @@ class Turns:
         return sum(len(queue) for queue in self._waiting.values())
 
     @asynccontextmanager
-    async def turn(self, account: str, timeout_s: float) -> AsyncIterator[None]:
+    async def acquire(self, fairness_key: str, timeout_s: float) -> AsyncIterator[None]:
         """One turn, given back behind it. Raises TimeoutError where none came in time."""
         async with asyncio.timeout(timeout_s):
-            await self._take(account)
+            await self._acquire(fairness_key)
         try:
             yield
         finally:
-            self._give_back()
+            self._release()
 
-    async def _take(self, account: str) -> None:
-        if self.free and not self._waiting:
-            self.free -= 1
+    async def _acquire(self, fairness_key: str) -> None:
+        if self.num_free and not self._waiting:
+            self.num_free -= 1
             return
         given = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(account, deque()).append(given)
+        self._waiting.setdefault(fairness_key, deque()).append(given)
         try:
             await given
         except asyncio.CancelledError:
             if given.cancelled():
-                self._leave(account, given)
+                self._cancel_wait(fairness_key, given)
             else:  # it came at the very moment
-                self._give_back()
+                self._release()
             raise
 
-    def _leave(self, account: str, given: asyncio.Future[None]) -> None:
-        queue = self._waiting.get(account)
-        if queue is not None and given in queue:
-            queue.remove(given)
+    def _cancel_wait(self, fairness_key: str, waiter: asyncio.Future[None]) -> None:
+        queue = self._waiting.get(fairness_key)
+        if queue is not None and waiter in queue:
+            queue.remove(waiter)
             if not queue:
-                del self._waiting[account]
+                del self._waiting[fairness_key]
 
-    def _give_back(self) -> None:
+    def _release(self) -> None:
         while self._waiting:
-            if not (given := self._next()).done():  # else whoever waited is about to leave
+            if not (given := self._next_waiter()).done():  # else whoever waited is about to leave
                 given.set_result(None)
                 return
-        self.free += 1
+        self.num_free += 1
 
-    def _next(self) -> asyncio.Future[None]:
+    def _next_waiter(self) -> asyncio.Future[None]:
         """Of the account whose turn it is, which is the last from now on."""
         account = next(iter(self._waiting))
         queue = self._waiting.pop(account)

@@ -7,7 +7,7 @@ from typing import Any
 
 from fastapi import Response
 
-__all__ = ["Json", "json_bytes"]
+__all__ = ["JSONResponse", "json_bytes"]
 
 
 def json_bytes(value: Any) -> bytes:
@@ -16,7 +16,7 @@ def json_bytes(value: Any) -> bytes:
     return text.encode("utf-8", "backslashreplace")
 
 
-class Json(Response):
+class JSONResponse(Response):
     """A JSON response."""
 
     media_type = "application/json"

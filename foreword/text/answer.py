@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-from foreword.core.events import TokenLogprob, Tokens, cut
+from foreword.core.events import TokenLogprob, TokenEvent, truncate
 from foreword.core.request import Request
 from foreword.text.detokenizer import Detokenizer
 from foreword.text.stops import StopStrings
 from foreword.text.tokenizer import Tokenizer
 
-__all__ = ["Answer", "Delta", "ShownToken"]
+__all__ = ["ChoiceOutput", "OutputDelta", "TokenLogprobText"]
 
 
 @dataclass(frozen=True, slots=True)
-class ShownToken:
+class TokenLogprobText:
     """A token with its log-probabilities, as a caller wants to see it.
 
     text    of the token alone, U+FFFD for part of a character
@@ -30,7 +30,7 @@ class ShownToken:
 
 
 @dataclass(frozen=True, slots=True)
-class Delta:
+class OutputDelta:
     """What one event adds to an answer.
 
     text           characters that are certain now
@@ -43,21 +43,21 @@ class Delta:
     """
 
     text: str
-    event: Tokens
+    event: TokenEvent
     finish_reason: str | None = None
     stop_reason: str | int | None = None
-    stopped: bool = False
-    logprobs: tuple[ShownToken, ...] = ()
+    hit_stop_string: bool = False
+    logprobs: tuple[TokenLogprobText, ...] = ()
     pieces: tuple[tuple[str, bool], ...] = ()
 
 
-class Answer:
+class ChoiceOutput:
     """A growing answer. Feed it the engine's events in order until it is finished."""
 
     __slots__ = (
         "_detokenizer",
         "_length",
-        "_parts",
+        "_text_parts",
         "_pending",
         "_stops",
         "_tokenizer",
@@ -74,7 +74,7 @@ class Answer:
         params = request.params
         self.request = request
         self.token_ids: list[int] = []
-        self.logprobs: list[ShownToken] = []
+        self.logprobs: list[TokenLogprobText] = []
         self.prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
         self.num_cached = 0
         self.finish_reason: str | None = None
@@ -82,13 +82,13 @@ class Answer:
         self._tokenizer = tokenizer
         self._detokenizer = Detokenizer(tokenizer, params.skip_special_tokens)
         self._stops = StopStrings(params.stop, params.include_stop_str_in_output)
-        self._parts: list[str] = []
+        self._text_parts: list[str] = []
         self._length = 0  # characters of all tokens so far, those held back included
         self._pending: deque[tuple[str, bool]] = deque()  # held-back text by token
 
     @property
     def text(self) -> str:
-        return "".join(self._parts)
+        return "".join(self._text_parts)
 
     @property
     def num_tokens(self) -> int:
@@ -98,27 +98,27 @@ class Answer:
     def finished(self) -> bool:
         return self.finish_reason is not None
 
-    def feed(self, event: Tokens) -> Delta:
+    def feed(self, event: TokenEvent) -> OutputDelta:
         """Take the next event; tokens behind a stop string never happened."""
         assert not self.finished, "an event after the end"
         assert event.index == self.num_tokens, "a gap between events"
-        text, offsets, stop = self._scan(event)
+        text, offsets, stop = self._detokenize(event)
         if stop is not None:
-            event = cut(event, len(offsets), "stop")
+            event = truncate(event, len(offsets), "stop")
             self.stop_reason = stop
         elif event.finish_reason is not None:
             text += self._flush()
             self.stop_reason = event.stop_id if event.stop_id in self.request.params.stop_token_ids else None
-        return self._keep(text, event, offsets, stop is not None)
+        return self._append(text, event, offsets, stop is not None)
 
-    def _scan(self, event: Tokens) -> tuple[str, list[int], str | None]:
+    def _detokenize(self, event: TokenEvent) -> tuple[str, list[int], str | None]:
         """Text that became certain, the offset of each token kept, and the stop string found in the last of them."""
         released: list[str] = []
         offsets: list[int] = []
-        accepted = event.draft.accepted if event.draft else 0
+        accepted = event.draft.num_accepted if event.draft else 0
         for i, token_id in enumerate(event.token_ids):
             offsets.append(self._length)
-            piece = "" if self._hidden(event, i) else self._detokenizer.feed(token_id)
+            piece = "" if self._is_stop_token_hidden(event, i) else self._detokenizer.feed(token_id)
             self._length += len(piece)
             self._pending.append((piece, i < accepted))
             search = event.index + i >= self.request.params.min_tokens
@@ -128,7 +128,7 @@ class Answer:
                 return "".join(released), offsets, stop
         return "".join(released), offsets, None
 
-    def _hidden(self, event: Tokens, i: int) -> bool:
+    def _is_stop_token_hidden(self, event: TokenEvent, i: int) -> bool:
         """The token that ended the answer is counted, but its text is shown only on request."""
         if event.stop_id is None or i < len(event.token_ids) - 1:
             return False
@@ -140,21 +140,21 @@ class Answer:
         self._pending.append((rest, False))
         return self._stops.flush() + rest
 
-    def _keep(self, text: str, event: Tokens, offsets: list[int], stopped: bool) -> Delta:
-        shown = tuple(self._show(token, offset) for token, offset in zip(event.logprobs, offsets, strict=False))
+    def _append(self, text: str, event: TokenEvent, offsets: list[int], hit_stop_string: bool) -> OutputDelta:
+        shown = tuple(self._format_logprob(token, offset) for token, offset in zip(event.logprobs, offsets, strict=False))
         self.token_ids.extend(event.token_ids)
         self.logprobs.extend(shown)
         self.prompt_logprobs = self.prompt_logprobs or event.prompt_logprobs
         self.num_cached = max(self.num_cached, event.num_cached)
         self.finish_reason = event.finish_reason
-        self._parts.append(text)
-        return Delta(text, event, event.finish_reason, self.stop_reason, stopped, shown, self._take(len(text)))
+        self._text_parts.append(text)
+        return OutputDelta(text, event, event.finish_reason, self.stop_reason, hit_stop_string, shown, self._take_pieces(len(text)))
 
-    def _show(self, token: TokenLogprob, offset: int) -> ShownToken:
+    def _format_logprob(self, token: TokenLogprob, offset: int) -> TokenLogprobText:
         raw = self._tokenizer.token_bytes(token.token_id)
-        return ShownToken(raw.decode("utf-8", "replace"), raw, offset, token)
+        return TokenLogprobText(raw.decode("utf-8", "replace"), raw, offset, token)
 
-    def _take(self, length: int) -> tuple[tuple[str, bool], ...]:
+    def _take_pieces(self, length: int) -> tuple[tuple[str, bool], ...]:
         """The next `length` characters of the pending pieces."""
         taken: list[tuple[str, bool]] = []
         while length > 0:

@@ -12,24 +12,24 @@ from jinja2.utils import Namespace
 
 from foreword.text.growth import MAX_BITS
 
-__all__ = ["Budget", "TooMuch", "Watched", "check_numbers", "product", "weight"]
+__all__ = ["TemplateBudget", "TemplateBudgetExceeded", "MeteredIterable", "check_int_size", "repeat_size", "mem_size"]
 
 MAX_STEPS = 2_000_000
 MAX_SECONDS = 2.0  # of this thread's processor time: a busy machine makes no template worse
 MAX_CHARACTERS = 4_000_000  # made in all, beside what the input allows
-PER_INPUT_CHARACTER = 32
-MAX_BY_INPUT = 128_000_000
-MEASURED_BETWEEN_LOOKS = 4096  # values
-LOOK_EVERY = 16  # steps between looks at the clock, which cost more than a step
-ITEM = 16  # characters' worth of memory of an item of a list
-OPAQUE = 100  # characters of what is written as its type's name
+CHARACTERS_PER_INPUT_CHARACTER = 32
+MAX_INPUT_ALLOWANCE = 128_000_000
+VALUES_PER_TIME_CHECK = 4096  # values
+STEPS_PER_TIME_CHECK = 16  # steps between looks at the clock, which cost more than a step
+ITEM_CHARACTERS = 16  # characters' worth of memory of an item of a list
+OPAQUE_CHARACTERS = 100  # characters of what is written as its type's name
 
 
-class TooMuch(jinja2.TemplateRuntimeError):
+class TemplateBudgetExceeded(jinja2.TemplateRuntimeError):
     """The template takes more than it may."""
 
 
-class Budget:
+class TemplateBudget:
     """What one rendering may still use.
 
     characters  that it may still make, in all texts and lists together
@@ -43,40 +43,40 @@ class Budget:
         self.characters = characters
 
     @classmethod
-    def of(cls, given: object) -> Budget:
+    def from_input(cls, value: object) -> TemplateBudget:
         """For a rendering of these messages and options: the more they are, the more it may do."""
-        allowed = cls(MAX_BY_INPUT // PER_INPUT_CHARACTER)
+        allowed = cls(MAX_INPUT_ALLOWANCE // CHARACTERS_PER_INPUT_CHARACTER)
         try:
-            size = allowed.measure(given)
-        except TooMuch:
+            size = allowed.measure(value)
+        except TemplateBudgetExceeded:
             size = allowed.characters
-        return cls(MAX_CHARACTERS + PER_INPUT_CHARACTER * size)
+        return cls(MAX_CHARACTERS + CHARACTERS_PER_INPUT_CHARACTER * size)
 
     def step(self) -> None:
         self._steps -= 1
         if self._steps < 0:
-            raise TooMuch(f"it takes more than {MAX_STEPS} steps")
-        if self._steps % LOOK_EVERY == 0:
-            self.look()
+            raise TemplateBudgetExceeded(f"it takes more than {MAX_STEPS} steps")
+        if self._steps % STEPS_PER_TIME_CHECK == 0:
+            self.check_time()
 
-    def look(self) -> None:
+    def check_time(self) -> None:
         """At the clock."""
         if time.thread_time() > self._end_s:
-            raise TooMuch(f"it takes more than {MAX_SECONDS:g} s")
+            raise TemplateBudgetExceeded(f"it takes more than {MAX_SECONDS:g} s")
 
-    def check(self, characters: int) -> None:
+    def check_size(self, characters: int) -> None:
         """Raises if so many are too many."""
         if characters > self.characters:
-            raise TooMuch("it makes too much text")
+            raise TemplateBudgetExceeded("it makes too much text")
 
     def charge(self, value: object) -> None:
         """A value was made."""
-        self.spend(weight(value))
+        self.spend(mem_size(value))
 
     def spend(self, characters: int) -> None:
         self.characters -= characters
         if self.characters < 0:
-            raise TooMuch("it makes too much text")
+            raise TemplateBudgetExceeded("it makes too much text")
 
     def measure(self, value: Any) -> int:
         """Characters of a value that is written out. Raises if they are too many."""
@@ -95,21 +95,21 @@ class Budget:
                 waiting += one
                 waiting += one.values()
             else:
-                size += _written_size(one)
-                waiting += _parts(one)
+                size += _repr_size(one)
+                waiting += _children(one)
             if size > self.characters:
-                raise TooMuch("it uses a value that is too large")
-            if count % MEASURED_BETWEEN_LOOKS == 0:
-                self.look()
+                raise TemplateBudgetExceeded("it uses a value that is too large")
+            if count % VALUES_PER_TIME_CHECK == 0:
+                self.check_time()
         return size
 
 
-class Watched:
+class MeteredIterable:
     """What a loop runs over: each turn is a step."""
 
     __slots__ = ("_budget", "_values")
 
-    def __init__(self, values: Any, budget: Budget) -> None:
+    def __init__(self, values: Any, budget: TemplateBudget) -> None:
         self._values = values
         self._budget = budget
 
@@ -123,31 +123,31 @@ class Watched:
             yield value
 
 
-def check_numbers(operator: str, left: int, right: int) -> None:
+def check_int_size(operator: str, left: int, right: int) -> None:
     """Whole numbers of any size are a way to compute for hours."""
     bits = left.bit_length() * max(right, 1) if operator == "**" else left.bit_length() + right.bit_length()
     if bits > MAX_BITS:
-        raise TooMuch("it computes with numbers that are too large")
+        raise TemplateBudgetExceeded("it computes with numbers that are too large")
 
 
-def product(left: Any, right: Any) -> int:
+def repeat_size(left: Any, right: Any) -> int:
     """Weight of a text or a list repeated so many times; 0 for what is none."""
     for value, count in ((left, right), (right, left)):
         if isinstance(count, int) and isinstance(value, str | bytes | list | tuple):
-            return weight(value) * max(count, 0)
+            return mem_size(value) * max(count, 0)
     return 0
 
 
-def weight(value: object) -> int:
+def mem_size(value: object) -> int:
     """Memory of a value itself, in characters; what its items take was counted when they were made."""
     if isinstance(value, str | bytes):
         return len(value)
     if isinstance(value, int):
         return value.bit_length() // 8
-    return ITEM * len(value) if isinstance(value, list | tuple | dict | set) else 0
+    return ITEM_CHARACTERS * len(value) if isinstance(value, list | tuple | dict | set) else 0
 
 
-def _written_size(value: object) -> int:
+def _repr_size(value: object) -> int:
     """Characters of one value, without those of its parts."""
     if isinstance(value, list | tuple | str | bytes):
         return 2 * len(value) + 2
@@ -156,11 +156,11 @@ def _written_size(value: object) -> int:
     if isinstance(value, jinja2.Undefined):
         return 0
     if isinstance(value, Namespace):
-        raise TooMuch("it uses a namespace as a value")
-    return 2 * len(value) + 2 if isinstance(value, Collection) and not isinstance(value, range) else OPAQUE
+        raise TemplateBudgetExceeded("it uses a namespace as a value")
+    return 2 * len(value) + 2 if isinstance(value, Collection) and not isinstance(value, range) else OPAQUE_CHARACTERS
 
 
-def _parts(value: object) -> Iterable[object]:
+def _children(value: object) -> Iterable[object]:
     if isinstance(value, list | tuple):
         return value
     if isinstance(value, Mapping):

@@ -11,12 +11,12 @@ from typing import Any
 
 from foreword.errors import CheckpointError
 
-__all__ = ["ADDED_FLAGS", "MAX_TOKENS", "SPECIAL_NAMES", "TokenizerFiles", "is_unicode", "read_files"]
+__all__ = ["ADDED_TOKEN_FLAGS", "MAX_TOKENS", "SPECIAL_TOKEN_NAMES", "TokenizerFiles", "is_utf8_encodable", "read_tokenizer_files"]
 
 MAX_TOKENS = 1 << 24  # more than any vocabulary has
-ID = re.compile(r"[0-9]{1,8}")
-ADDED_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
-SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+TOKEN_ID_PATTERN = re.compile(r"[0-9]{1,8}")
+ADDED_TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,23 +31,23 @@ class TokenizerFiles:
     """
 
     special_tokens: Mapping[str, str] = field(default_factory=dict)
-    extra_special: tuple[str, ...] = ()
+    extra_special_tokens: tuple[str, ...] = ()
     added_tokens: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
-    eos_ids: tuple[int, ...] = ()
+    eos_token_ids: tuple[int, ...] = ()
     chat_template: str | None = None
 
 
-def read_files(path: Path) -> TokenizerFiles:
+def read_tokenizer_files(path: Path) -> TokenizerFiles:
     """Read what stands beside tokenizer.json in `path`; every file may be missing. Raises CheckpointError."""
     config = _read_json(path / "tokenizer_config.json")
     special = _read_json(path / "special_tokens_map.json") | config
-    named = {name: text for name in SPECIAL_NAMES if (text := _token_text(special.get(name))) is not None}
+    named = {name: text for name in SPECIAL_TOKEN_NAMES if (text := _token_text(special.get(name))) is not None}
     return TokenizerFiles(
         special_tokens=named,
-        extra_special=_extra_special(special),
-        added_tokens=_added_tokens(path, config),
-        eos_ids=_eos_ids(path),
-        chat_template=_chat_template(path, config),
+        extra_special_tokens=_read_extra_special_tokens(special),
+        added_tokens=_read_added_tokens(path, config),
+        eos_token_ids=_read_eos_token_ids(path),
+        chat_template=_read_chat_template(path, config),
     )
 
 
@@ -75,15 +75,15 @@ def _read_text(file: Path) -> str:
 def _token_text(value: object) -> str | None:
     if isinstance(value, Mapping):
         value = value.get("content")
-    return value if isinstance(value, str) and value and is_unicode(value) else None
+    return value if isinstance(value, str) and value and is_utf8_encodable(value) else None
 
 
-def is_unicode(text: str) -> bool:
+def is_utf8_encodable(text: str) -> bool:
     """Whether UTF-8 can spell it; half of a surrogate pair it cannot."""
     return not any("\ud800" <= char <= "\udfff" for char in text)
 
 
-def _extra_special(special: Mapping[str, Any]) -> tuple[str, ...]:
+def _read_extra_special_tokens(special: Mapping[str, Any]) -> tuple[str, ...]:
     """Unnamed special tokens: a list, or a mapping of names that no template asks for."""
     texts: list[str] = []
     for key in ("additional_special_tokens", "extra_special_tokens"):
@@ -95,10 +95,10 @@ def _extra_special(special: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(texts)
 
 
-def _added_tokens(path: Path, config: Mapping[str, Any]) -> dict[int, Mapping[str, Any]]:
+def _read_added_tokens(path: Path, config: Mapping[str, Any]) -> dict[int, Mapping[str, Any]]:
     """`added_tokens_decoder`, whose properties are a text and flags."""
     given = config.get("added_tokens_decoder") or {}
-    if isinstance(given, Mapping) and all(ID.fullmatch(key) and _is_token(value) for key, value in given.items()):
+    if isinstance(given, Mapping) and all(TOKEN_ID_PATTERN.fullmatch(key) and _is_token(value) for key, value in given.items()):
         return {int(key): value for key, value in given.items()}
     raise CheckpointError(
         f"{path / 'tokenizer_config.json'}: added_tokens_decoder must hold a token for each id, got {given!r:.80}"
@@ -109,11 +109,11 @@ def _is_token(value: object) -> bool:
     return (
         isinstance(value, Mapping)
         and _token_text(value) is not None
-        and all(isinstance(value[flag], bool) for flag in ADDED_FLAGS if flag in value)
+        and all(isinstance(value[flag], bool) for flag in ADDED_TOKEN_FLAGS if flag in value)
     )
 
 
-def _eos_ids(path: Path) -> tuple[int, ...]:
+def _read_eos_token_ids(path: Path) -> tuple[int, ...]:
     """generation_config.json knows best: chat models end turns with tokens that are not the tokenizer's eos."""
     for name in ("generation_config.json", "config.json"):
         value = _read_json(path / name).get("eos_token_id")
@@ -126,7 +126,7 @@ def _eos_ids(path: Path) -> tuple[int, ...]:
     return ()
 
 
-def _chat_template(path: Path, config: Mapping[str, Any]) -> str | None:
+def _read_chat_template(path: Path, config: Mapping[str, Any]) -> str | None:
     jinja = path / "chat_template.jinja"
     if jinja.is_file():
         return _read_text(jinja)

@@ -24,7 +24,7 @@ class Detokenizer:
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True, at_start: bool = False) -> None:
         self._tokenizer = tokenizer
         self._skip_special = skip_special_tokens
-        self._strip = at_start and tokenizer.strips_start
+        self._strip = at_start and tokenizer.strips_leading_space
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def feed(self, token_id: int) -> str:

@@ -6,21 +6,21 @@ import time
 from collections.abc import Sequence
 
 from foreword.core.params import SamplingParams
-from foreword.core.request import POOLINGS, Request
+from foreword.core.request import POOLING_TYPES, Request
 from foreword.errors import ContextLengthExceeded, InvalidRequest
 
-__all__ = ["check_input", "embedding_requests"]
+__all__ = ["check_input", "make_embedding_requests"]
 
-NOTHING_SAMPLED = SamplingParams()
+NO_SAMPLING_PARAMS = SamplingParams()
 
 
-def embedding_requests(
+def make_embedding_requests(
     inputs: Sequence[Sequence[int]],
     pooling: str,
     request_id: str,
-    tenant: str = "",
+    cache_salt: str = "",
     priority: int = 0,
-    placeholder: int | None = None,
+    image_token_id: int | None = None,
 ) -> list[Request]:
     """One for each input, which check_input() has seen: ids "X-0", "X-1", ...
 
@@ -28,20 +28,20 @@ def embedding_requests(
     placeholder  the id that stands for pictures, of which there are none here
     Raises InvalidRequest.
     """
-    if pooling not in POOLINGS:
-        raise InvalidRequest(f"pooling must be one of {', '.join(POOLINGS)}, got {pooling!r:.80}", "pooling")
+    if pooling not in POOLING_TYPES:
+        raise InvalidRequest(f"pooling must be one of {', '.join(POOLING_TYPES)}, got {pooling!r:.80}", "pooling")
     for index, ids in enumerate(inputs):
-        if placeholder is not None and placeholder in ids:
-            raise InvalidRequest(f"input[{index}] has the token {placeholder} in it, which stands for a picture", "input")
+        if image_token_id is not None and image_token_id in ids:
+            raise InvalidRequest(f"input[{index}] has the token {image_token_id} in it, which stands for a picture", "input")
     now = time.monotonic()
     return [
         Request(
             id=f"{request_id}-{index}",
             prompt_ids=tuple(ids),
-            params=NOTHING_SAMPLED,
+            params=NO_SAMPLING_PARAMS,
             seed=0,
             priority=priority,
-            tenant=tenant,
+            cache_salt=cache_salt,
             pooling=pooling,
             arrival_s=now,
         )

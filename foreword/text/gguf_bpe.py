@@ -12,13 +12,13 @@ from types import MappingProxyType
 import tokenizers
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
 
-from foreword.text.gguf_vocabulary import Metadata, Vocabulary
+from foreword.text.gguf_vocabulary import TokenizerMetadata, GGUFVocab
 
-__all__ = ["byte_level_backend", "prepends_bos"]
+__all__ = ["build_byte_level_backend", "prepends_bos"]
 
 
 @dataclass(frozen=True, slots=True)
-class Splitting:
+class PreTokenizerConfig:
     """What a name in `tokenizer.ggml.pre` stands for.
 
     patterns       each splits what the ones before it left whole; matches stand alone
@@ -31,7 +31,7 @@ class Splitting:
 
     patterns: tuple[str, ...] = ()
     gpt2_pattern: bool = False
-    digits: bool = False
+    split_digits: bool = False
     nfc: bool = False
     ignore_merges: bool = False
     add_bos: bool = False
@@ -40,53 +40,53 @@ class Splitting:
 CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 WORD = r"[^\r\n\p{L}\p{N}]?\p{L}+"
-SIGNS = r" ?[^\s\p{L}\p{N}]+[\r\n]*"
-PATH_SIGNS = r" ?[^\s\p{L}\p{N}]+[\r\n/]*"
+PUNCTUATION = r" ?[^\s\p{L}\p{N}]+[\r\n]*"
+PUNCTUATION_OR_SLASH = r" ?[^\s\p{L}\p{N}]+[\r\n/]*"
 UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-LEAD = r"[^\r\n\p{L}\p{N}]?"
-CL100K = rf"{CONTRACTIONS}|{WORD}|\p{{N}}{{1,3}}|{SIGNS}|{SPACES}"
-QWEN = rf"{CONTRACTIONS}|{WORD}|\p{{N}}|{SIGNS}|{SPACES}"
-O200K = rf"{LEAD}{UPPER}*{LOWER}+{CONTRACTIONS}?|{LEAD}{UPPER}+{LOWER}*{CONTRACTIONS}?|\p{{N}}{{1,3}}|{PATH_SIGNS}|{SPACES}"
-TEKKEN = rf"{LEAD}{UPPER}*{LOWER}+|{LEAD}{UPPER}+{LOWER}*|\p{{N}}|{PATH_SIGNS}|{SPACES}"
+LEADING_CHAR = r"[^\r\n\p{L}\p{N}]?"
+CL100K = rf"{CONTRACTIONS}|{WORD}|\p{{N}}{{1,3}}|{PUNCTUATION}|{SPACES}"
+QWEN = rf"{CONTRACTIONS}|{WORD}|\p{{N}}|{PUNCTUATION}|{SPACES}"
+O200K = rf"{LEADING_CHAR}{UPPER}*{LOWER}+{CONTRACTIONS}?|{LEADING_CHAR}{UPPER}+{LOWER}*{CONTRACTIONS}?|\p{{N}}{{1,3}}|{PUNCTUATION_OR_SLASH}|{SPACES}"
+TEKKEN = rf"{LEADING_CHAR}{UPPER}*{LOWER}+|{LEADING_CHAR}{UPPER}+{LOWER}*|\p{{N}}|{PUNCTUATION_OR_SLASH}|{SPACES}"
 DEEPSEEK_V3 = (
     r"\p{N}{1,3}",
     "[一-龥぀-ゟ゠-ヿ]+",
     r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|" + SPACES,
 )
 DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+")
-LLAMA3 = Splitting((CL100K,), ignore_merges=True, add_bos=True)
-QWEN2 = Splitting((QWEN,), nfc=True)
-DIGITS_FIRST = Splitting(gpt2_pattern=True, digits=True)
+LLAMA3 = PreTokenizerConfig((CL100K,), ignore_merges=True, add_bos=True)
+QWEN2 = PreTokenizerConfig((QWEN,), nfc=True)
+DIGITS_FIRST = PreTokenizerConfig(gpt2_pattern=True, split_digits=True)
 
-SPLITTINGS: Mapping[str, Splitting] = MappingProxyType(
+PRE_TOKENIZERS: Mapping[str, PreTokenizerConfig] = MappingProxyType(
     {
         "llama-bpe": LLAMA3,
         "llama3": LLAMA3,
         "llama-v3": LLAMA3,
         "qwen2": QWEN2,
         "deepseek-r1-qwen": QWEN2,
-        "gpt-2": Splitting(gpt2_pattern=True),
+        "gpt-2": PreTokenizerConfig(gpt2_pattern=True),
         "smollm": DIGITS_FIRST,
         "starcoder": DIGITS_FIRST,
         "refact": DIGITS_FIRST,
-        "dbrx": Splitting((CL100K,)),
-        "gpt-4o": Splitting((O200K,)),
-        "tekken": Splitting((TEKKEN,), ignore_merges=True, add_bos=True),
-        "deepseek-v3": Splitting(DEEPSEEK_V3),
-        "deepseek-coder": Splitting(DEEPSEEK_CODER, digits=True),
+        "dbrx": PreTokenizerConfig((CL100K,)),
+        "gpt-4o": PreTokenizerConfig((O200K,)),
+        "tekken": PreTokenizerConfig((TEKKEN,), ignore_merges=True, add_bos=True),
+        "deepseek-v3": PreTokenizerConfig(DEEPSEEK_V3),
+        "deepseek-coder": PreTokenizerConfig(DEEPSEEK_CODER, split_digits=True),
     }
 )
 
 
-def prepends_bos(metadata: Metadata) -> bool:
+def prepends_bos(metadata: TokenizerMetadata) -> bool:
     """Whether a text begins with the BOS token where `add_bos_token` does not say."""
-    return _splitting(metadata).add_bos
+    return _read_pre_tokenizer(metadata).add_bos
 
 
-def byte_level_backend(metadata: Metadata, vocabulary: Vocabulary) -> tokenizers.Tokenizer:
+def build_byte_level_backend(metadata: TokenizerMetadata, vocabulary: GGUFVocab) -> tokenizers.Tokenizer:
     """Without post-processor and added tokens. Raises CheckpointError for a splitting that is not known."""
-    splitting = _splitting(metadata)
-    merges = [_pair(merge, metadata) for merge in metadata.texts("merges")]
+    splitting = _read_pre_tokenizer(metadata)
+    merges = [_parse_merge(merge, metadata) for merge in metadata.get_strs("merges")]
     try:
         model = models.BPE(vocab=dict(vocabulary.ids), merges=merges, ignore_merges=splitting.ignore_merges)
     except Exception as error:  # the library raises bare Exception
@@ -94,30 +94,30 @@ def byte_level_backend(metadata: Metadata, vocabulary: Vocabulary) -> tokenizers
     backend = tokenizers.Tokenizer(model)
     if splitting.nfc:
         backend.normalizer = normalizers.NFC()
-    backend.pre_tokenizer = _pre_tokenizer(splitting)
+    backend.pre_tokenizer = _build_pre_tokenizer(splitting)
     backend.decoder = decoders.ByteLevel()
     return backend
 
 
-def _splitting(metadata: Metadata) -> Splitting:
-    name = metadata.text("pre")
-    if name not in SPLITTINGS:
-        raise metadata.error("pre", f"{name!r:.60} is not supported; known: {', '.join(sorted(SPLITTINGS))}")
-    return SPLITTINGS[name]
+def _read_pre_tokenizer(metadata: TokenizerMetadata) -> PreTokenizerConfig:
+    name = metadata.get_str("pre")
+    if name not in PRE_TOKENIZERS:
+        raise metadata.error("pre", f"{name!r:.60} is not supported; known: {', '.join(sorted(PRE_TOKENIZERS))}")
+    return PRE_TOKENIZERS[name]
 
 
-def _pair(merge: str, metadata: Metadata) -> tuple[str, str]:
+def _parse_merge(merge: str, metadata: TokenizerMetadata) -> tuple[str, str]:
     left, space, right = merge.partition(" ")
     if not space or not left or not right:
         raise metadata.error("merges", f"holds {merge!r:.60}, which is no pair")
     return left, right
 
 
-def _pre_tokenizer(splitting: Splitting) -> pre_tokenizers.PreTokenizer:
+def _build_pre_tokenizer(config: PreTokenizerConfig) -> pre_tokenizers.PreTokenizer:
     steps: list[pre_tokenizers.PreTokenizer] = [
-        pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in splitting.patterns
+        pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in config.patterns
     ]
-    if splitting.digits:
+    if config.split_digits:
         steps.append(pre_tokenizers.Digits(individual_digits=True))
-    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=splitting.gpt2_pattern))
+    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=config.gpt2_pattern))
     return pre_tokenizers.Sequence(steps)

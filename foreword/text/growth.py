@@ -12,81 +12,81 @@ from typing import Any
 
 import jinja2
 
-__all__ = ["FILTERS", "MAX_BITS", "METHODS", "formatted"]
+__all__ = ["FILTER_SIZES", "MAX_BITS", "METHOD_SIZES", "formatted_size"]
 
 MAX_BITS = 16_384  # of a whole number
 MAX_WIDTH = 9_999  # of a field of a format
-MAX_STRIPPED = 1_000  # different characters that may be cut off an end
+MAX_STRIP_CHARACTERS = 1_000  # different characters that may be cut off an end
 MAX_PRECISION = 300
 MAX_SEARCH = 200_000_000  # comparisons of a search from behind
 LINE_WIDTH, TAB_WIDTH, INDENT = 80, 8, 4  # the defaults of `center`, `expandtabs` and `indent`
 NUMBERS = re.compile(r"\d+")
-COMPUTED_WIDTH = {"%": re.compile(r"%(\([^)]*\))?[^%a-zA-Z]*\*"), "{": re.compile(r"\{[^{}]*:[^{}]*\{")}
+COMPUTED_WIDTH_PATTERNS = {"%": re.compile(r"%(\([^)]*\))?[^%a-zA-Z]*\*"), "{": re.compile(r"\{[^{}]*:[^{}]*\{")}
 
 
-def formatted(pattern: str | bytes, size: int, sign: str) -> int:
+def formatted_size(pattern: str | bytes, size: int, marker: str) -> int:
     """Of a pattern whose fields begin with `sign`, "%" or "{", filled in with values of `size` characters in all."""
     text = pattern if isinstance(pattern, str) else pattern.decode("latin-1")
-    text = text.replace("{{", "").replace("}}", "") if sign == "{" else text.replace("%%", "")
+    text = text.replace("{{", "").replace("}}", "") if marker == "{" else text.replace("%%", "")
     widths = [int(number[:9]) for number in NUMBERS.findall(text)]
-    if max(widths, default=0) > MAX_WIDTH or COMPUTED_WIDTH[sign].search(text):
+    if max(widths, default=0) > MAX_WIDTH or COMPUTED_WIDTH_PATTERNS[marker].search(text):
         raise jinja2.TemplateRuntimeError("it writes values in fields that are too wide")
-    return len(text) + text.count(sign) * size + sum(widths)
+    return len(text) + text.count(marker) * size + sum(widths)
 
 
 def _length(value: object) -> int:
     return len(value) if isinstance(value, Sized) else 1
 
 
-def _widened(text: object, width: int = LINE_WIDTH, *_: Any) -> int:
+def _padded_size(text: object, width: int = LINE_WIDTH, *_: Any) -> int:
     return _length(text) + width
 
 
-def _expanded(text: str | bytes, tabsize: int = TAB_WIDTH) -> int:
+def _expandtabs_size(text: str | bytes, tabsize: int = TAB_WIDTH) -> int:
     return len(text) * tabsize
 
 
-def _replaced(text: Any, old: Any, new: Any, *_: Any, **__: Any) -> int:
+def _replaced_size(text: Any, old: Any, new: Any, *_: Any, **__: Any) -> int:
     text, old = (text, old) if isinstance(text, bytes) else (str(text), str(old))
     return len(text) + int(text.count(old)) * _length(new)
 
 
-def _joined_by(separator: Any, values: Any) -> int:
+def _str_join_size(separator: Any, values: Any) -> int:
     """Beside the values, which were measured."""
     return _length(separator) * _length(values)
 
 
-def _joined(values: Any, d: Any = "", *_: Any, **__: Any) -> int:
-    return _joined_by(d, values)
+def _join_filter_size(values: Any, d: Any = "", *_: Any, **__: Any) -> int:
+    return _str_join_size(d, values)
 
 
-def _translated(text: str | bytes, table: Any, *_: Any, **__: Any) -> int:
+def _translated_size(text: str | bytes, table: Any, *_: Any, **__: Any) -> int:
     longest = max((_length(value) for value in table.values()), default=1) if isinstance(table, Mapping) else 1
     return len(text) * longest
 
 
-def _stripped(text: Any, chars: Any = None) -> int:
-    if _length(chars) > MAX_STRIPPED:
-        raise jinja2.TemplateRuntimeError(f"it cuts off more than {MAX_STRIPPED} different characters")
+def _check_strip(text: Any, chars: Any = None) -> int:
+    if _length(chars) > MAX_STRIP_CHARACTERS:
+        raise jinja2.TemplateRuntimeError(f"it cuts off more than {MAX_STRIP_CHARACTERS} different characters")
     return 0
 
 
-def _searched(text: Any, part: Any = None, *_: Any, **__: Any) -> int:
+def _check_search(text: Any, part: Any = None, *_: Any, **__: Any) -> int:
     if len(text) * _length(part) > MAX_SEARCH:
         raise jinja2.TemplateRuntimeError("it searches a long text from behind")
     return 0
 
 
-def _numbers_bytes(_: Any, length: int = 1, *__: Any, **___: Any) -> int:
+def _to_bytes_size(_: Any, length: int = 1, *__: Any, **___: Any) -> int:
     return length
 
 
-def _indented(text: Any, width: Any = INDENT, *_: Any, **__: Any) -> int:
+def _indented_size(text: Any, width: Any = INDENT, *_: Any, **__: Any) -> int:
     text = str(text)
     return len(text) + (int(text.count("\n")) + 1) * (len(width) if isinstance(width, str) else int(width))
 
 
-def _written_json(
+def _json_size(
     value: Any, ensure_ascii: Any = False, indent: Any = None, separators: Any = None, sort_keys: Any = False
 ) -> int:
     """What stands between the values, which were measured: at most so much in front of each, by its depth."""
@@ -101,56 +101,56 @@ def _written_json(
     return size
 
 
-def _filled(pattern: Any, *args: Any, **kwargs: Any) -> int:
-    return formatted(str(pattern), len(str(args)) + len(str(kwargs)), "%")
+def _format_filter_size(pattern: Any, *args: Any, **kwargs: Any) -> int:
+    return formatted_size(str(pattern), len(str(args)) + len(str(kwargs)), "%")
 
 
-def _counted(*_: Any, **__: Any) -> int:
+def _no_growth(*_: Any, **__: Any) -> int:
     """Looks at each item, all of which were measured."""
     return 0
 
 
-def _parts(_: Any, count: int, *__: Any) -> int:
+def _batches_size(_: Any, count: int, *__: Any) -> int:
     return 16 * count
 
 
-def _rounded(_: Any, precision: int = 0, *__: Any) -> int:
+def _check_round(_: Any, precision: int = 0, *__: Any) -> int:
     if abs(precision) > MAX_PRECISION:
         raise jinja2.TemplateRuntimeError(f"it rounds to more than {MAX_PRECISION} digits")
     return 0
 
 
-def _summed(_: Any, attribute: Any = None, start: Any = 0) -> int:
+def _check_sum(_: Any, attribute: Any = None, start: Any = 0) -> int:
     if not isinstance(start, int | float):
         raise jinja2.TemplateRuntimeError("it adds up what are no numbers")
     return 0
 
 
-METHODS: Mapping[str, Callable[..., int]] = MappingProxyType(
+METHOD_SIZES: Mapping[str, Callable[..., int]] = MappingProxyType(
     {
-        **dict.fromkeys(("center", "ljust", "rjust", "zfill"), _widened),
-        **dict.fromkeys(("count", "index"), _counted),
-        **dict.fromkeys(("lstrip", "rstrip", "strip"), _stripped),
-        **dict.fromkeys(("rfind", "rindex", "rpartition", "rsplit"), _searched),
-        "expandtabs": _expanded,
-        "join": _joined_by,
-        "replace": _replaced,
-        "to_bytes": _numbers_bytes,
-        "translate": _translated,
+        **dict.fromkeys(("center", "ljust", "rjust", "zfill"), _padded_size),
+        **dict.fromkeys(("count", "index"), _no_growth),
+        **dict.fromkeys(("lstrip", "rstrip", "strip"), _check_strip),
+        **dict.fromkeys(("rfind", "rindex", "rpartition", "rsplit"), _check_search),
+        "expandtabs": _expandtabs_size,
+        "join": _str_join_size,
+        "replace": _replaced_size,
+        "to_bytes": _to_bytes_size,
+        "translate": _translated_size,
     }
 )
-FILTERS: Mapping[str, Callable[..., int]] = MappingProxyType(
+FILTER_SIZES: Mapping[str, Callable[..., int]] = MappingProxyType(
     {
-        "batch": _parts,
-        "center": _widened,
-        "format": _filled,
-        "indent": _indented,
-        "join": _joined,
-        "replace": _replaced,
-        "round": _rounded,
-        "slice": _parts,
-        "sum": _summed,
-        "tojson": _written_json,
-        "trim": _stripped,
+        "batch": _batches_size,
+        "center": _padded_size,
+        "format": _format_filter_size,
+        "indent": _indented_size,
+        "join": _join_filter_size,
+        "replace": _replaced_size,
+        "round": _check_round,
+        "slice": _batches_size,
+        "sum": _check_sum,
+        "tojson": _json_size,
+        "trim": _check_strip,
     }
 )

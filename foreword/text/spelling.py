@@ -6,37 +6,37 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
-__all__ = ["Spelling"]
+__all__ = ["TokenSearch"]
 
-REMEMBERED = 256  # texts; most callers ask for the same few
+MAX_CACHED = 256  # texts; most callers ask for the same few
 
 
-class Spelling:
+class TokenSearch:
     """All tokens of a vocabulary, laid end to end, so that one search goes through them all.
 
     tokens  bytes of each id
     """
 
-    __slots__ = ("_found", "_starts", "_text")
+    __slots__ = ("_cache", "_starts", "_text")
 
     def __init__(self, tokens: Sequence[bytes]) -> None:
         self._text = b"".join(tokens)
         self._starts = list(accumulate(map(len, tokens), initial=0))
-        self._found: dict[bytes, tuple[int, ...]] = {}
+        self._cache: dict[bytes, tuple[int, ...]] = {}
 
-    def holding(self, part: bytes) -> tuple[int, ...]:
+    def containing(self, part: bytes) -> tuple[int, ...]:
         """Ids of the tokens that have `part` in them, ascending."""
-        found = self._found.get(part)
+        found = self._cache.get(part)
         if found is None:
             found = tuple(self._search(part))
-            if len(self._found) >= REMEMBERED:
-                self._found.clear()
-            self._found[part] = found
+            if len(self._cache) >= MAX_CACHED:
+                self._cache.clear()
+            self._cache[part] = found
         return found
 
-    def ending(self, part: bytes) -> Iterator[int]:
+    def ending_with(self, part: bytes) -> Iterator[int]:
         """Ids of the tokens that end with `part`, ascending."""
-        for token_id in self.holding(part):
+        for token_id in self.containing(part):
             if self._text.endswith(part, self._starts[token_id], self._starts[token_id + 1]):
                 yield token_id
 

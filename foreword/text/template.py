@@ -17,22 +17,22 @@ from jinja2.nodes import Node
 from jinja2.parser import Parser
 
 from foreword.errors import CheckpointError, InvalidRequest
-from foreword.text.budget import Budget
-from foreword.text.messages import IMAGE, check_texts, listed_messages, plain_messages
+from foreword.text.budget import TemplateBudget
+from foreword.text.messages import IMAGE_PART, check_no_placeholder, to_content_lists, to_text_messages
 from foreword.text.sandbox import GuardedEnvironment
 from foreword.text.tokenizer import Tokenizer
 
 __all__ = ["ChatTemplate"]
 
 END_MARK = "CONTINUE_FINAL_MESSAGE_TAG "  # the space shows whether the template trims
-PROBE = "Foreword asks"
-MAX_SOURCE = 131_072  # characters
-MAX_REASON = 500  # characters of what a template says against messages
-MAX_DATE = 1_000  # characters of a pattern, whose fields may be wide
+PROBE_TEXT = "Foreword asks"
+MAX_SOURCE_CHARACTERS = 131_072  # characters
+MAX_REASON_CHARACTERS = 500  # characters of what a template says against messages
+MAX_DATE_CHARACTERS = 1_000  # characters of a pattern, whose fields may be wide
 SLOW_S = 0.005  # of processor time: more than others should wait for one rendering
-REMEMBERED = 0.99  # of the longest rendering so far, after each one: a second counts for some five hundred
-WIDE = re.compile(r"\d{3}")
-RESERVED = frozenset({"messages", "add_generation_prompt", "tools", "documents"})
+WORST_TIME_DECAY = 0.99  # of the longest rendering so far, after each one: a second counts for some five hundred
+WIDE_FIELD = re.compile(r"\d{3}")
+RESERVED_VARIABLES = frozenset({"messages", "add_generation_prompt", "tools", "documents"})
 
 
 class ChatTemplate:
@@ -43,23 +43,23 @@ class ChatTemplate:
     placeholder  what stands for a picture in prompts; None: the model takes no pictures
     """
 
-    __slots__ = ("_environment", "_placeholder", "_template", "_variables", "_walks_parts", "_worst_s")
+    __slots__ = ("_environment", "_placeholder", "_template", "_variables", "_takes_content_lists", "_worst_s")
 
     def __init__(self, source: str | None, variables: Mapping[str, str], placeholder: str | None = None) -> None:
-        self._environment = _environment()
-        self._template = None if source is None else _compile(self._environment, source)
+        self._environment = _make_environment()
+        self._template = None if source is None else _compile_template(self._environment, source)
         self._variables = dict(variables)
         self._placeholder = placeholder
-        self._walks_parts = placeholder is not None and self._finds_pictures(placeholder)
+        self._takes_content_lists = placeholder is not None and self._detect_content_lists(placeholder)
         self._worst_s = math.inf  # what it takes is not known yet
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer, placeholder: str | None = None) -> ChatTemplate:
+    def from_tokenizer(cls, tokenizer: Tokenizer, placeholder: str | None = None) -> ChatTemplate:
         """The template that came with the tokenizer."""
         return cls(tokenizer.chat_template, tokenizer.special_tokens, placeholder)
 
     @property
-    def slow(self) -> bool:
+    def is_slow(self) -> bool:
         """It has lately taken long, or was never tried: where others wait, it should be rendered in a thread."""
         return self._worst_s > SLOW_S
 
@@ -83,62 +83,62 @@ class ChatTemplate:
         if self._template is None:
             raise InvalidRequest("this model has no chat template; use /v1/completions, or --raw on the command line", "messages")
         _check_options(options or {}, add_generation_prompt and continue_final_message)
-        given = self._messages(messages)
+        given = self._convert_messages(messages)
         if continue_final_message:
-            _leave_open(given[-1])
+            _mark_end(given[-1])
         try:
-            with self._timed():
-                text = self._rendered(given, add_generation_prompt, options or {})
+            with self._measure_time():
+                text = self._render(given, add_generation_prompt, options or {})
         except Exception as error:  # a template may fail in any way on messages that it did not expect
-            reason = str(error)[:MAX_REASON] or type(error).__name__
+            reason = str(error)[:MAX_REASON_CHARACTERS] or type(error).__name__
             raise InvalidRequest(f"the model's chat template refuses these messages: {reason}", "messages") from None
         return _cut_at_mark(text) if continue_final_message else text
 
-    def _messages(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    def _convert_messages(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """As the template knows them."""
         if self._placeholder is None:
-            return plain_messages(messages)
-        listed = listed_messages(messages)
-        check_texts(listed, self._placeholder)
-        return listed if self._walks_parts else plain_messages(messages, self._placeholder)
+            return to_text_messages(messages)
+        listed = to_content_lists(messages)
+        check_no_placeholder(listed, self._placeholder)
+        return listed if self._takes_content_lists else to_text_messages(messages, self._placeholder)
 
-    def _rendered(self, messages: list[dict[str, Any]], add_generation_prompt: bool, options: Mapping[str, Any]) -> str:
+    def _render(self, messages: list[dict[str, Any]], add_generation_prompt: bool, options: Mapping[str, Any]) -> str:
         assert self._template is not None
         given = {**self._variables, "tools": None, "documents": None, **options}
-        with self._environment.within(Budget.of((messages, given))):
+        with self._environment.use_budget(TemplateBudget.from_input((messages, given))):
             return self._template.render(messages=messages, add_generation_prompt=add_generation_prompt, **given)
 
-    def _finds_pictures(self, placeholder: str) -> bool:
+    def _detect_content_lists(self, placeholder: str) -> bool:
         """Whether the template walks through lists of parts, or knows texts only: some do not say, so one is tried."""
-        probe = {"role": "user", "content": [IMAGE, {"type": "text", "text": PROBE}]}
+        probe = {"role": "user", "content": [IMAGE_PART, {"type": "text", "text": PROBE_TEXT}]}
         try:
-            text = "" if self._template is None else self._rendered([probe], True, {})
+            text = "" if self._template is None else self._render([probe], True, {})
         except Exception:  # as in render()
             return False
         written_out = "'type'" in text or '"type"' in text
-        return text.count(placeholder) == 1 and PROBE in text and not written_out
+        return text.count(placeholder) == 1 and PROBE_TEXT in text and not written_out
 
     @contextmanager
-    def _timed(self) -> Iterator[None]:
+    def _measure_time(self) -> Iterator[None]:
         began_s = time.thread_time()
         try:
             yield
         finally:
             before_s = self._worst_s if math.isfinite(self._worst_s) else 0.0
-            self._worst_s = max(time.thread_time() - began_s, before_s * REMEMBERED)
+            self._worst_s = max(time.thread_time() - began_s, before_s * WORST_TIME_DECAY)
 
 
-def _check_options(options: Mapping[str, Any], both_ends: bool) -> None:
-    if both_ends:
+def _check_options(options: Mapping[str, Any], conflicting: bool) -> None:
+    if conflicting:
         raise InvalidRequest(
             "continue_final_message and add_generation_prompt exclude each other; set one to false", "continue_final_message"
         )
     for name in options:
-        if name in RESERVED:
+        if name in RESERVED_VARIABLES:
             raise InvalidRequest(f"chat_template_kwargs must not set {name!r}", "chat_template_kwargs")
 
 
-def _leave_open(message: dict[str, Any]) -> None:
+def _mark_end(message: dict[str, Any]) -> None:
     """Mark the end of its text."""
     content = message["content"]
     if isinstance(content, str):
@@ -167,7 +167,7 @@ class _Generation(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-def _environment() -> GuardedEnvironment:
+def _make_environment() -> GuardedEnvironment:
     environment = GuardedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
     environment.set_filter("tojson", _to_json)
     environment.globals["raise_exception"] = _raise_exception
@@ -175,12 +175,12 @@ def _environment() -> GuardedEnvironment:
     return environment
 
 
-def _compile(environment: GuardedEnvironment, source: str) -> jinja2.Template:
+def _compile_template(environment: GuardedEnvironment, source: str) -> jinja2.Template:
     """Raises CheckpointError."""
-    if len(source) > MAX_SOURCE:
-        raise CheckpointError(f"the chat template has {len(source)} characters, of at most {MAX_SOURCE}", "chat_template")
+    if len(source) > MAX_SOURCE_CHARACTERS:
+        raise CheckpointError(f"the chat template has {len(source)} characters, of at most {MAX_SOURCE_CHARACTERS}", "chat_template")
     try:
-        with environment.within(Budget.of(source)):
+        with environment.use_budget(TemplateBudget.from_input(source)):
             return environment.from_string(source)
     except jinja2.TemplateSyntaxError as error:
         raise CheckpointError(f"the chat template has a syntax error in line {error.lineno}: {error}", "chat_template") from None
@@ -193,7 +193,7 @@ def _raise_exception(message: str) -> NoReturn:
 
 
 def _strftime_now(pattern: str) -> str:
-    if len(pattern) > MAX_DATE or WIDE.search(pattern):
+    if len(pattern) > MAX_DATE_CHARACTERS or WIDE_FIELD.search(pattern):
         raise jinja2.TemplateError("strftime_now writes a date")
     return datetime.now().strftime(pattern)
 

@@ -12,14 +12,14 @@ from tokenizers import AddedToken
 
 from foreword.core.vocabulary import Vocabulary
 from foreword.errors import CheckpointError, ForewordError, InvalidRequest, RequestFailed
-from foreword.text.checkpoint import ADDED_FLAGS, MAX_TOKENS, TokenizerFiles, read_files
-from foreword.text.decoding import Decoding, parse_decoder
-from foreword.text.spelling import Spelling
+from foreword.text.checkpoint import ADDED_TOKEN_FLAGS, MAX_TOKENS, TokenizerFiles, read_tokenizer_files
+from foreword.text.decoding import ByteDecoder, parse_decoder
+from foreword.text.spelling import TokenSearch
 
-__all__ = ["Tokenizer", "library_errors"]
+__all__ = ["Tokenizer", "translate_errors"]
 
-PROBE = "a \ue000"  # the second character is nobody's
-PANIC = "PanicException"  # of libraries written in Rust: no Exception, and without a module to import it from
+PROBE_TEXT = "a \ue000"  # the second character is nobody's
+PANIC_TYPE_NAME = "PanicException"  # of libraries written in Rust: no Exception, and without a module to import it from
 
 
 class Tokenizer:
@@ -33,17 +33,17 @@ class Tokenizer:
 
     __slots__ = (
         "_backend",
-        "_bytes",
-        "_decoding",
+        "_bytes_by_id",
+        "_byte_decoder",
         "_special_ids",
-        "_spelling",
+        "_token_search",
         "chat_template",
         "eos_token_ids",
         "special_tokens",
         "vocab_size",
     )
 
-    def __init__(self, backend: tokenizers.Tokenizer, files: TokenizerFiles | None = None, decodes: bool = True) -> None:
+    def __init__(self, backend: tokenizers.Tokenizer, files: TokenizerFiles | None = None, can_decode: bool = True) -> None:
         """decodes  False: only to encode; then the way back need not be known"""
         files = files or TokenizerFiles()
         backend.no_truncation()
@@ -52,11 +52,11 @@ class Tokenizer:
         self._backend = backend
         # Only the decoder is wanted: without its vocabulary the description is short.
         decoder = json.loads(backend.decoder.__getstate__()) if backend.decoder else None
-        self._decoding = parse_decoder(decoder) if decodes else Decoding()
+        self._byte_decoder = parse_decoder(decoder) if can_decode else ByteDecoder()
         added = backend.get_added_tokens_decoder()
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
-        self._bytes: dict[int, bytes] = {}
-        self._spelling: Spelling | None = None
+        self._bytes_by_id: dict[int, bytes] = {}
+        self._token_search: TokenSearch | None = None
         self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         if self.vocab_size > MAX_TOKENS:
             raise CheckpointError(
@@ -64,10 +64,10 @@ class Tokenizer:
             )
         self.special_tokens = dict(files.special_tokens)
         self.chat_template = files.chat_template
-        self.eos_token_ids = self._eos_ids(files)
+        self.eos_token_ids = self._find_eos_token_ids(files)
 
     @classmethod
-    def from_directory(cls, path: str | Path, decodes: bool = True) -> Tokenizer:
+    def from_directory(cls, path: str | Path, can_decode: bool = True) -> Tokenizer:
         """Load from a checkpoint directory. Raises CheckpointError where it has no usable tokenizer.json."""
         file = Path(path) / "tokenizer.json"
         if not file.is_file():
@@ -76,15 +76,15 @@ class Tokenizer:
                 "writes one from older formats",
                 "model",
             )
-        with library_errors(lambda why: CheckpointError(f"{file} cannot be read: {why}", "model")):
+        with translate_errors(lambda why: CheckpointError(f"{file} cannot be read: {why}", "model")):
             backend = tokenizers.Tokenizer.from_file(str(file))
-            backend.encode(PROBE)  # a vocabulary without its unknown token is noticed only then
-        return cls(backend, read_files(Path(path)), decodes)
+            backend.encode(PROBE_TEXT)  # a vocabulary without its unknown token is noticed only then
+        return cls(backend, read_tokenizer_files(Path(path)), can_decode)
 
     @property
-    def strips_start(self) -> bool:
+    def strips_leading_space(self) -> bool:
         """Whether a space at the very beginning of a text is dropped by `decode`."""
-        return self._decoding.strip_start
+        return self._byte_decoder.strip_leading_space
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Ids of `text`; special tokens written in it become their ids.
@@ -96,11 +96,11 @@ class Tokenizer:
         """
         _check_unicode(text)
         # Of the two, encode_batch is the one that releases the interpreter's lock.
-        with library_errors(_fails):
+        with translate_errors(_encode_error):
             ids: list[int] = self._backend.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
         return ids
 
-    def encode_cut(
+    def encode_truncated(
         self, text: str, pair: str | None, max_tokens: int | None, add_special_tokens: bool = True
     ) -> tuple[list[int], list[int]]:
         """Ids and type ids of a text, or of a pair of texts, as encoders want them.
@@ -111,34 +111,34 @@ class Tokenizer:
         """
         for part in (text, pair or ""):
             _check_unicode(part)
-        with library_errors(_fails):
-            return self._cut(text, pair, max_tokens, add_special_tokens)
+        with translate_errors(_encode_error):
+            return self._encode_truncated(text, pair, max_tokens, add_special_tokens)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of `ids`. Bytes that are no UTF-8 become U+FFFD; ids that no token has are skipped."""
         raw = b"".join(self.token_bytes(i) for i in ids if not (skip_special_tokens and i in self._special_ids))
-        if self.strips_start:
+        if self.strips_leading_space:
             raw = raw.removeprefix(b" ")
         return raw.decode("utf-8", "replace")
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes of one token; empty if no token has the id."""
-        known = self._bytes.get(token_id)
+        known = self._bytes_by_id.get(token_id)
         if known is None:
             token = self._backend.id_to_token(token_id)
-            known = self._bytes[token_id] = b"" if token is None else self._decoding.token_bytes(token)
+            known = self._bytes_by_id[token_id] = b"" if token is None else self._byte_decoder.token_bytes(token)
         return known
 
     def token_text(self, token_id: int) -> str:
         """The text of one token alone, U+FFFD for what is only part of a character."""
         return self.token_bytes(token_id).decode("utf-8", "replace")
 
-    def token(self, token_id: int) -> str | None:
+    def id_to_token(self, token_id: int) -> str | None:
         """The token as the vocabulary spells it, or None."""
         token: str | None = self._backend.id_to_token(token_id)
         return token
 
-    def token_id(self, token: str) -> int | None:
+    def token_to_id(self, token: str) -> int | None:
         """The id of a token as the vocabulary spells it, or None."""
         token_id: int | None = self._backend.token_to_id(token)
         return token_id
@@ -151,30 +151,30 @@ class Tokenizer:
         tokens = tuple(self.token_bytes(token_id) for token_id in range(self.vocab_size))
         return Vocabulary(tokens, tuple(sorted(self._special_ids)), self.eos_token_ids)
 
-    def spelling(self) -> Spelling:
+    def token_search(self) -> TokenSearch:
         """To find the tokens that have a text in them; made once."""
-        if self._spelling is None:
-            self._spelling = Spelling(self.vocabulary().tokens)
-        return self._spelling
+        if self._token_search is None:
+            self._token_search = TokenSearch(self.vocabulary().tokens)
+        return self._token_search
 
-    def unused_ids(self, model_vocab_size: int) -> tuple[int, ...]:
+    def unassigned_ids(self, model_vocab_size: int) -> tuple[int, ...]:
         """Ids below the model's vocabulary that no token has: rows of padding, never to be sampled."""
         used = set(self._backend.get_vocab(with_added_tokens=True).values())
         return tuple(token_id for token_id in range(model_vocab_size) if token_id not in used)
 
-    def first_difference(self, other: Tokenizer, extra_special: bool = False) -> str | None:
+    def diff(self, other: Tokenizer, allow_extra_special: bool = False) -> str | None:
         """The first id that means something else in `other`, in words; None if the tokenizers agree.
 
         What is a special token may differ: a GGUF file calls some so that tokenizer.json does not.
         extra_special  special tokens for which `other` has none are no difference
         """
         for token_id in range(max(self.vocab_size, other.vocab_size)):
-            here, there = self.token(token_id), other.token(token_id)
-            if here != there and not (extra_special and there is None and self.is_special(token_id)):
-                return f"id {token_id} is {_named(here)} in the one and {_named(there)} in the other"
+            here, there = self.id_to_token(token_id), other.id_to_token(token_id)
+            if here != there and not (allow_extra_special and there is None and self.is_special(token_id)):
+                return f"id {token_id} is {_describe_token(here)} in the one and {_describe_token(there)} in the other"
         return None
 
-    def _cut(self, text: str, pair: str | None, max_tokens: int | None, add_special_tokens: bool) -> tuple[list[int], list[int]]:
+    def _encode_truncated(self, text: str, pair: str | None, max_tokens: int | None, add_special_tokens: bool) -> tuple[list[int], list[int]]:
         """See `encode_cut`."""
         whole = self._backend.encode_batch([text if pair is None else (text, pair)], add_special_tokens=add_special_tokens)[0]
         if max_tokens is None or len(whole.ids) <= max_tokens:
@@ -185,34 +185,34 @@ class Tokenizer:
             raise InvalidRequest(
                 f"truncate_prompt_tokens {max_tokens} leaves no room for {special} special tokens", "truncate_prompt_tokens"
             )
-        lengths = _shares([len(encoding.ids) for encoding in encodings], max_tokens - special)
+        lengths = _truncated_lengths([len(encoding.ids) for encoding in encodings], max_tokens - special)
         for encoding, length in zip(encodings, lengths, strict=True):
             encoding.truncate(length)
         cut = self._backend.post_process(encodings[0], encodings[1] if pair is not None else None, add_special_tokens)
         return cut.ids, cut.type_ids
 
-    def _eos_ids(self, files: TokenizerFiles) -> tuple[int, ...]:
-        ids = list(files.eos_ids)
-        named = self.token_id(files.special_tokens.get("eos_token", ""))
+    def _find_eos_token_ids(self, files: TokenizerFiles) -> tuple[int, ...]:
+        ids = list(files.eos_token_ids)
+        named = self.token_to_id(files.special_tokens.get("eos_token", ""))
         if named is not None and named not in ids:
             ids.append(named)
         return tuple(ids)
 
 
 @contextmanager
-def library_errors(as_ours: Callable[[str], ForewordError]) -> Iterator[None]:
+def translate_errors(make_error: Callable[[str], ForewordError]) -> Iterator[None]:
     """What the tokenizers library raises, a bare Exception or a panic, becomes what `as_ours` makes of its words."""
     try:
         yield
     except ForewordError:
         raise
     except BaseException as error:
-        if not isinstance(error, Exception) and type(error).__name__ != PANIC:
+        if not isinstance(error, Exception) and type(error).__name__ != PANIC_TYPE_NAME:
             raise
-        raise as_ours(str(error)) from None
+        raise make_error(str(error)) from None
 
 
-def _fails(_: str) -> ForewordError:
+def _encode_error(_: str) -> ForewordError:
     """What the library says may quote the text, and this error is logged."""
     return RequestFailed("the tokenizer fails on this text")
 
@@ -224,19 +224,19 @@ def _check_unicode(text: str) -> None:
         raise InvalidRequest(f"prompt is not valid Unicode: a lone surrogate at character {error.start}", "prompt") from None
 
 
-def _shares(lengths: Sequence[int], room: int) -> list[int]:
+def _truncated_lengths(lengths: Sequence[int], max_tokens: int) -> list[int]:
     """What is left of one or two texts that do not fit into `room` tokens: the shorter one stays whole if half is enough."""
     if len(lengths) == 1:
-        return [room]
+        return [max_tokens]
     short = min(lengths)
-    if short > room // 2:
-        short, long = room // 2, room - room // 2
+    if short > max_tokens // 2:
+        short, long = max_tokens // 2, max_tokens - max_tokens // 2
     else:
-        long = room - short
+        long = max_tokens - short
     return [short, long] if lengths[0] <= lengths[1] else [long, short]
 
 
-def _named(token: str | None) -> str:
+def _describe_token(token: str | None) -> str:
     return "no token" if token is None else repr(token)
 
 
@@ -245,13 +245,13 @@ def _add_tokens(backend: tokenizers.Tokenizer, files: TokenizerFiles) -> None:
     known = {token.content: token for token in backend.get_added_tokens_decoder().values()}
     named = set(files.special_tokens.values())
     for _, properties in sorted(files.added_tokens.items()):
-        flags = {flag: properties[flag] for flag in ADDED_FLAGS if flag in properties}
+        flags = {flag: properties[flag] for flag in ADDED_TOKEN_FLAGS if flag in properties}
         flags["special"] = flags.get("special", False) or properties["content"] in named
         token = AddedToken(properties["content"], **flags)
         if repr(known.get(token.content)) != repr(token):
             backend.add_tokens([token])
             known[token.content] = token
-    for text in (*files.special_tokens.values(), *files.extra_special):
+    for text in (*files.special_tokens.values(), *files.extra_special_tokens):
         if text not in known:
             known[text] = AddedToken(text, special=True)
             backend.add_special_tokens([known[text]])

@@ -10,9 +10,9 @@ from random import Random
 import pytest
 
 from benchmarks import fuzz_parsers, fuzz_worker
-from benchmarks.fuzz_mutate import MOST_BYTES, change_bytes, change_json, change_lines, change_safetensors, shrink
-from benchmarks.fuzz_parsers import Tally, main
-from benchmarks.fuzz_targets import Target
+from benchmarks.fuzz_mutate import MAX_BYTES, change_bytes, change_json, change_lines, change_safetensors, shrink
+from benchmarks.fuzz_parsers import ParserTally, main
+from benchmarks.fuzz_targets import FuzzTarget
 from benchmarks.fuzz_worker import TARGETS, fuzz
 from foreword.errors import CheckpointError
 
@@ -29,8 +29,8 @@ def test_nothing_but_success_or_refusal(name: str, tmp_path: Path) -> None:
     assert report.accepted and lines.seen, "a sound input is taken, and its way is seen"
 
 
-def planted(run: Callable[[bytes, Path], None]) -> Target:
-    return Target([b"a sound input"], run, (CheckpointError,), ("errors.py",))
+def planted(run: Callable[[bytes, Path], None]) -> FuzzTarget:
+    return FuzzTarget([b"a sound input"], run, (CheckpointError,), ("errors.py",))
 
 
 def found(run: Callable[[bytes, Path], None], tmp_path: Path) -> dict[str, bytes]:
@@ -101,8 +101,8 @@ def test_a_process_that_ends_is_a_finding_with_its_input(tmp_path: Path, monkeyp
 
 
 def test_memory_that_grows_is_told() -> None:
-    assert Tally(memory=(100 << 20, 200 << 20, 201 << 20)).growth == 1.0, "little"
-    assert Tally(memory=(100 << 20, 200 << 20, 300 << 20)).growth == 1.5
+    assert ParserTally(memory=(100 << 20, 200 << 20, 201 << 20)).growth == 1.0, "little"
+    assert ParserTally(memory=(100 << 20, 200 << 20, 300 << 20)).growth == 1.5
 
 
 @pytest.mark.parametrize("change", [change_bytes, change_json, change_lines, change_safetensors])
@@ -110,7 +110,7 @@ def test_changes_of_anything(change: Callable[[Random, bytes, bytes], bytes]) ->
     random, inputs = Random(3), [b"", b"{", b"[]", b'{"a": [1, {"b": null}]}', b"x\n{}", (2).to_bytes(8, "little") + b"{}ab"]
     for _ in range(2000):
         data = change(random, random.choice(inputs), random.choice(inputs))
-        assert len(data) <= MOST_BYTES + 64
+        assert len(data) <= MAX_BYTES + 64
         inputs.append(data[:200])
 
 

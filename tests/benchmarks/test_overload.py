@@ -6,17 +6,17 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from benchmarks.overload import Findings, Load, _body, proportional_bytes, verdicts
-from benchmarks.raw_http import Broken, Connection
-from benchmarks.soak import Reading
+from benchmarks.overload import OverloadFindings, LoadGenerator, _body, proportional_bytes, verdicts
+from benchmarks.raw_http import ConnectionBroken, RawConnection
+from benchmarks.soak import SoakReading
 from foreword.config import Config
 
 Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
-def good() -> Findings:
-    readings = [Reading(size, 0, 0) for size in (50, 90, 100, 100, 100, 104)]
-    return Findings(asked=900, answered=90, refused=700, seconds=10, first_s=[0.1, 11.0], health_s=[0.1], readings=readings)
+def good() -> OverloadFindings:
+    readings = [SoakReading(size, 0, 0) for size in (50, 90, 100, 100, 100, 104)]
+    return OverloadFindings(asked=900, answered=90, refused=700, seconds=10, first_s=[0.1, 11.0], health_s=[0.1], readings=readings)
 
 
 def test_all_is_well() -> None:
@@ -31,7 +31,7 @@ def test_all_is_well() -> None:
         ("answered or refused with 429", {"refused": 0}),
         ("first token in time", {"first_s": [15.1]}),
         ("/health says yes", {"unhealthy": Counter({"status 503": 1})}),
-        ("memory flat", {"readings": [Reading(size, 0, 0) for size in (50, 90, 100, 100, 106, 107)]}),
+        ("memory flat", {"readings": [SoakReading(size, 0, 0) for size in (50, 90, 100, 100, 106, 107)]}),
     ],
 )
 def test_what_fails(name: str, changed: dict[str, object]) -> None:
@@ -60,7 +60,7 @@ def streamed(*pieces: bytes) -> bytes:
     return b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + chunks + b"0\r\n\r\n"
 
 
-async def asked(*replies: bytes) -> Findings:
+async def asked(*replies: bytes) -> OverloadFindings:
     """What a client finds that gets these replies in turn, each for one request."""
     left = list(replies)
 
@@ -76,15 +76,15 @@ async def asked(*replies: bytes) -> Findings:
         writer.close()
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
-    load = Load.__new__(Load)
-    load._found, load._config, load._model = Findings(), Config(), "m"
-    connection = Connection(*server.sockets[0].getsockname()[:2])
+    load = LoadGenerator.__new__(LoadGenerator)
+    load._findings, load._config, load._model = OverloadFindings(), Config(), "m"
+    connection = RawConnection(*server.sockets[0].getsockname()[:2])
     for number in range(len(replies)):
         await load._ask(connection, 2 * number)  # even ones are streams
     connection.close()
     server.close()
     await server.wait_closed()
-    return load._found
+    return load._findings
 
 
 EVENT = b'data: {"choices": [{"delta": {"content": "a"}, "finish_reason": %s}]}\n\n'
@@ -120,5 +120,5 @@ async def test_nobody_there() -> None:
     port = server.sockets[0].getsockname()[1]
     server.close()
     await server.wait_closed()
-    with pytest.raises((Broken, OSError)):
-        await Connection("127.0.0.1", port).ask("GET", "/health")
+    with pytest.raises((ConnectionBroken, OSError)):
+        await RawConnection("127.0.0.1", port).request("GET", "/health")

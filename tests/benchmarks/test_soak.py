@@ -8,21 +8,21 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.soak import Findings, Reading, _endless, acceptance_change, memory_growth, resident_bytes, verdicts
-from foreword.cli.bench_speculate_prompts import Room
+from benchmarks.soak import SoakFindings, SoakReading, _endless, acceptance_change, memory_growth, resident_bytes, verdicts
+from foreword.cli.bench_speculate_prompts import PromptBudget
 
 ROOT = Path(__file__).parents[2]
-ROOM = Room(200, 16, 3.0, 4.0, range(10, 60), ("def f(value):\n    return value",))
+ROOM = PromptBudget(200, 16, 3.0, 4.0, range(10, 60), ("def f(value):\n    return value",))
 
 
-def readings(memory: list[int], share: list[float]) -> list[Reading]:
+def readings(memory: list[int], share: list[float]) -> list[SoakReading]:
     """100 tokens drafted between two readings, of which a share is accepted."""
     accepted = itertools.accumulate(int(100 * one) for one in share)
-    return [Reading(size, 100 * (i + 1), got) for i, (size, got) in enumerate(zip(memory, accepted, strict=True))]
+    return [SoakReading(size, 100 * (i + 1), got) for i, (size, got) in enumerate(zip(memory, accepted, strict=True))]
 
 
-def good() -> Findings:
-    return Findings(answered=9, compared=3, readings=readings([50, 90, 100, 100, 100, 101], [0.5] * 6))
+def good() -> SoakFindings:
+    return SoakFindings(answered=9, compared=3, readings=readings([50, 90, 100, 100, 100, 101], [0.5] * 6))
 
 
 def test_all_is_well() -> None:
@@ -37,7 +37,7 @@ def test_all_is_well() -> None:
         ("no other token", {"compared": 0}),
         ("memory flat", {"readings": readings([50, 90, 100, 100, 110, 110], [0.5] * 6)}),
         ("acceptance not decaying", {"readings": readings([100] * 6, [0.5, 0.5, 0.5, 0.4, 0.4, 0.4])}),
-        ("acceptance not decaying", {"readings": [Reading(100, 0, 0)] * 6}),
+        ("acceptance not decaying", {"readings": [SoakReading(100, 0, 0)] * 6}),
     ],
 )
 def test_what_fails(name: str, changed: dict[str, object]) -> None:
@@ -49,7 +49,7 @@ def test_what_fails(name: str, changed: dict[str, object]) -> None:
 
 def test_too_short_is_not_flat() -> None:
     assert memory_growth([]) is None and acceptance_change([]) is None
-    assert not verdicts(Findings(answered=1, compared=1))["memory flat"][0]
+    assert not verdicts(SoakFindings(answered=1, compared=1))["memory flat"][0]
 
 
 def test_memory_of_a_process_and_all_below_it() -> None:

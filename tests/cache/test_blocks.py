@@ -35,9 +35,9 @@ def test_references_are_those_of_the_holders(num_blocks: int, actions: list[tupl
         elif action == "withdraw" and held:
             block = held[number % len(held)]
             content = {d: b for d, b in content.items() if b != block}
-            pool.withdraw([block])
+            pool.invalidate([block])
         elif action == "share":
-            found = pool.share(digest)
+            found = pool.acquire(digest)
             assert found == content.get(digest)
             if found is not None:
                 held.append(found)
@@ -51,10 +51,10 @@ def test_content_is_kept_until_the_block_is_needed() -> None:
     pool.release([first])
     other = pool.allocate()
     assert other != first, "blocks without content go first"
-    assert pool.share(b"x") == first
+    assert pool.acquire(b"x") == first
     pool.release([first])
     assert pool.allocate() == first
-    assert pool.share(b"x") is None
+    assert pool.acquire(b"x") is None
 
 
 def test_beginnings_outlive_their_continuations() -> None:
@@ -64,7 +64,7 @@ def test_beginnings_outlive_their_continuations() -> None:
         pool.publish(block, digest)
     pool.release(blocks)
     pool.allocate()
-    assert pool.holds(b"a") and pool.holds(b"b") and not pool.holds(b"c")
+    assert pool.contains(b"a") and pool.contains(b"b") and not pool.contains(b"c")
 
 
 def test_releasing_twice_is_noticed() -> None:

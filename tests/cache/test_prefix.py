@@ -8,16 +8,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from foreword.cache.prefix import extend_hashes
-from foreword.core.pictures import Picture
+from foreword.core.pictures import PromptImage
 
 PLACEHOLDER = 9
 
 
-def picture(digest: int, start: int, num_tokens: int = 6) -> Picture:
-    return Picture(bytes([digest]) * 16, num_tokens, (1, 1, num_tokens), (1, 1), (1, 3, 1, 1), None, start)
+def picture(digest: int, start: int, num_tokens: int = 6) -> PromptImage:
+    return PromptImage(bytes([digest]) * 16, num_tokens, (1, 1, num_tokens), (1, 1), (1, 3, 1, 1), None, start)
 
 
-def names(tokens: Sequence[int], pictures: Sequence[Picture] = (), tenant: str = "", size: int = 4) -> list[bytes]:
+def names(tokens: Sequence[int], pictures: Sequence[PromptImage] = (), tenant: str = "", size: int = 4) -> list[bytes]:
     hashes: list[bytes] = []
     extend_hashes(hashes, tokens, size, tenant, pictures)
     return hashes
@@ -68,10 +68,10 @@ def test_equal_names_mean_equal_beginnings(
         assert (one == two) == (both[0][0][:end] == both[1][0][:end])
 
 
-def _seen(parts: Sequence[tuple[int, int, int]]) -> tuple[list[tuple[int, int] | None], list[Picture]]:
+def _seen(parts: Sequence[tuple[int, int, int]]) -> tuple[list[tuple[int, int] | None], list[PromptImage]]:
     """Per token, which picture and where in it; and the pictures."""
     seen: list[tuple[int, int] | None] = []
-    shown: list[Picture] = []
+    shown: list[PromptImage] = []
     for which, length, text in parts:
         shown.append(picture(which, len(seen), length))
         seen += [(which, place) for place in range(length)] + [None] * text

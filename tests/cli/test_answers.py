@@ -6,7 +6,7 @@ from collections.abc import Callable
 import httpx
 import pytest
 
-from foreword.cli.answers import Answer, Piece, Remote, request_body
+from foreword.cli.answers import ChatResult, ChatPiece, HTTPBackend, request_body
 from foreword.core.params import SamplingParams, Speculation
 from foreword.errors import ForewordError
 
@@ -14,8 +14,8 @@ MESSAGES = [{"role": "user", "content": "hello"}]
 Handler = Callable[[httpx.Request], httpx.Response]
 
 
-def remote(handler: Handler, **more: str | None) -> Remote:
-    return Remote("http://box/v1/", more.get("api_key"), more.get("model", "m"), httpx.MockTransport(handler))
+def remote(handler: Handler, **more: str | None) -> HTTPBackend:
+    return HTTPBackend("http://box/v1/", more.get("api_key"), more.get("model", "m"), httpx.MockTransport(handler))
 
 
 def stream_of(*chunks: dict[str, object]) -> httpx.Response:
@@ -31,13 +31,13 @@ def test_chat_stream() -> None:
         empty: dict[str, object] = {"choices": [{"delta": {"role": "assistant"}}]}
         return stream_of(empty, {"choices": [{"delta": {"content": "a"}}]}, {"choices": [{"delta": {"content": "b"}}]})
 
-    assert list(remote(handler).stream(MESSAGES, SamplingParams())) == [Piece("a"), Piece("b")]
+    assert list(remote(handler).stream(MESSAGES, SamplingParams())) == [ChatPiece("a"), ChatPiece("b")]
 
 
 def test_one_of_ours_tells_what_was_guessed() -> None:
     chunk: dict[str, object] = {"choices": [{"delta": {"content": "abc"}, "tokens": [["a", False], ["bc", True], ["", True]]}]}
     got = remote(lambda _: stream_of(chunk)).stream(MESSAGES, SamplingParams())
-    assert list(got) == [Piece("a"), Piece("bc", guessed=True)]
+    assert list(got) == [ChatPiece("a"), ChatPiece("bc", is_drafted=True)]
 
 
 def test_completion_stream() -> None:
@@ -45,7 +45,7 @@ def test_completion_stream() -> None:
         assert request.url.path == "/v1/completions"
         return stream_of({"choices": [{"text": "x"}]}, {"choices": [{"text": "", "finish_reason": "repetition"}]})
 
-    assert list(remote(handler).stream("once", SamplingParams())) == [Piece("x"), Piece("", finish_reason="repetition")]
+    assert list(remote(handler).stream("once", SamplingParams())) == [ChatPiece("x"), ChatPiece("", finish_reason="repetition")]
 
 
 def test_whole_answer() -> None:
@@ -53,7 +53,7 @@ def test_whole_answer() -> None:
         choice = {"message": {"content": "hi"}, "finish_reason": "stop"}
         return httpx.Response(200, json={"choices": [choice], "metrics": {"seed": 1}})
 
-    assert remote(handler).answer(MESSAGES, SamplingParams()) == Answer("hi", "stop", None, {"seed": 1})
+    assert remote(handler).answer(MESSAGES, SamplingParams()) == ChatResult("hi", "stop", None, {"seed": 1})
 
 
 def test_model_and_key() -> None:

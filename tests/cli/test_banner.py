@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from foreword.cli.banner import (
-    address,
-    banner,
+    local_url,
+    banner_lines,
     curl_line,
     device_line,
     loading_line,
@@ -19,9 +19,9 @@ from foreword.cli.banner import (
 )
 from foreword.config import Config
 from foreword.demo import MODEL, VISION_MODEL
-from foreword.resolve import EngineInfo, Resolved
+from foreword.resolve import EngineInfo, ResolvedConfig
 
-RESOLVED = Resolved(
+RESOLVED = ResolvedConfig(
     device="cpu", dtype="bfloat16", weight_dtype="bfloat16", quantization=None, weight_format="bfloat16",
     kv_cache_dtype="bfloat16", cpu_isa="auto",
     threads=2, max_model_len=1024, max_num_seqs=64, max_num_batched_tokens=512, block_size=16,
@@ -45,7 +45,7 @@ def test_the_curl_line_is_one_command_with_valid_json() -> None:
 
 
 def test_the_key_is_never_printed() -> None:
-    lines = banner(Config(api_key="hush"), INFO, "demo", URL, 2.0)
+    lines = banner_lines(Config(api_key="hush"), INFO, "demo", URL, 2.0)
     assert not any("hush" in line for line in lines)
     assert any("Authorization: Bearer $FOREWORD_API_KEY" in line for line in lines)
 
@@ -64,7 +64,7 @@ def test_drafters_bound_and_the_way_out() -> None:
 
 
 def test_all_of_it() -> None:
-    lines = banner(Config(), INFO, "demo", URL, 2.0)
+    lines = banner_lines(Config(), INFO, "demo", URL, 2.0)
     assert lines[0] == "loaded: demo (llama, 4.8 M parameters, reference) in 2.00 s (start 0.25 s, import 1.50 s, weights 0.25 s)"
     assert lines[1].startswith("memory: weights 9.0 MiB in bfloat16, KV cache 3.0 MiB in bfloat16 for 4096 tokens; context 1024")
     assert lines[3].startswith(f"address: {URL} ")
@@ -80,7 +80,7 @@ def test_stages_can_be_read_back() -> None:
     ("host", "url"), [("127.0.0.1", URL), ("0.0.0.0", URL), ("::", "http://[::1]:8000"), ("box", "http://box:8000")]
 )
 def test_address(host: str, url: str) -> None:
-    assert address(host, 8000) == url
+    assert local_url(host, 8000) == url
 
 
 def test_model_name() -> None:
@@ -96,16 +96,16 @@ def test_model_name() -> None:
     [("0.0.0.0", None, True), ("0.0.0.0", "k", False), ("127.0.0.1", None, False), ("10.0.0.5", None, True)],
 )
 def test_an_open_door_is_said(host: str, key: str | None, warned: bool) -> None:
-    lines = banner(Config(host=host, api_key=key), INFO, "demo", URL, 2.0)
+    lines = banner_lines(Config(host=host, api_key=key), INFO, "demo", URL, 2.0)
     assert any("--api-key" in line for line in lines) == warned
 
 
 def test_a_gpu_is_told_with_its_graphs() -> None:
     seconds = {"weights": 4.0, "memory": 1.0, "graphs": 3.25}
-    info = replace(INFO, gpu="NVIDIA X (compute capability 9.0)", backend="triton", num_graphs=24, load_seconds=seconds)
-    lines = banner(Config(), info, "demo", URL, 9.0)
+    info = replace(INFO, gpu="NVIDIA X (compute capability 9.0)", backend="triton", num_cuda_graphs=24, load_seconds=seconds)
+    lines = banner_lines(Config(), info, "demo", URL, 9.0)
     assert lines[1] == "device: NVIDIA X (compute capability 9.0); triton, 24 CUDA graphs in 3.25 s"
-    eager = replace(info, num_graphs=0, resolved=replace(RESOLVED, enforce_eager=True))
+    eager = replace(info, num_cuda_graphs=0, resolved=replace(RESOLVED, enforce_eager=True))
     assert device_line(eager).endswith("; triton, no CUDA graphs (--enforce-eager)")
-    assert device_line(replace(info, backend="reference", num_graphs=0)).endswith("; reference, no CUDA graphs")
-    assert not any(line.startswith("device:") for line in banner(Config(), INFO, "demo", URL, 2.0))
+    assert device_line(replace(info, backend="reference", num_cuda_graphs=0)).endswith("; reference, no CUDA graphs")
+    assert not any(line.startswith("device:") for line in banner_lines(Config(), INFO, "demo", URL, 2.0))

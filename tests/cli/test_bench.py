@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from foreword.cli import bench_startup, bench_step
-from foreword.cli.bench_common import Example
-from foreword.cli.bench_latency import Sample, by_kind
+from foreword.cli.bench_common import PromptExample
+from foreword.cli.bench_latency import ModeSamples, figures_by_category
 from foreword.cli.main import main
 from foreword.config import Config
 from tests.checkpoints import write_checkpoint
@@ -73,15 +73,15 @@ def test_serve(common: list[str], capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_start_up(common: list[str]) -> None:
-    spans = bench_startup.start_up_seconds(Config(model=common[1], kv_cache_memory="8000tokens"))
+    spans = bench_startup.measure_startup_s(Config(model=common[1], kv_cache_memory="8000tokens"))
     assert spans["total"] == pytest.approx(spans["until ready"] + spans["first token"])
     assert 0 <= spans["engine: weights"] < spans["until ready"]
 
 
 def test_figures_by_kind_are_of_the_same_prompts() -> None:
-    plain, fast = Sample(seconds=[2.0, 4.0], tokens=12), Sample(seconds=[1.0, 2.0], tokens=12, drafted=8, accepted=6.0)
+    plain, fast = ModeSamples(seconds=[2.0, 4.0], tokens=12), ModeSamples(seconds=[1.0, 2.0], tokens=12, drafted=8, accepted=6.0)
     fast.verify_steps, fast.emitted = 4, 10.0
-    assert by_kind({"edit": {"off": plain, "ngram": fast}}, ("off", "ngram")) == {
+    assert figures_by_category({"edit": {"off": plain, "ngram": fast}}, ("off", "ngram")) == {
         "edit": {
             "off": {"tokens_per_second": 2.0, "ratio": 1.0},
             "ngram": {"tokens_per_second": 4.0, "ratio": 2.0, "acceptance": 0.75, "mean_acceptance_length": 2.5},
@@ -92,7 +92,7 @@ def test_figures_by_kind_are_of_the_same_prompts() -> None:
 def test_step_overhead_leaves_the_forward_pass_out(common: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_step, "STEPS", 3)
     config = Config(model=common[1], kv_cache_memory="8000tokens")
-    spans = bench_step.step_overhead(config, [Example("a", "the thing")], 2)
+    spans = bench_step.measure_step_overhead(config, [PromptExample("a", "the thing")], 2)
     assert "forward" not in spans
     assert all(math.isfinite(span) and span >= 0 for span in spans.values())
     assert spans["total"] >= max(span for stage, span in spans.items() if stage != "total") / 2

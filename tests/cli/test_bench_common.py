@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 
 from foreword.cli.bench_common import (
-    Example,
+    PromptExample,
     modes,
     percentile,
     ratio,
     read_examples,
-    rotated,
-    show,
-    show_json,
+    rotate,
+    print_table,
+    print_json,
     with_all_drafters,
 )
 from foreword.config import Config
@@ -36,7 +36,7 @@ def test_ratio_is_the_median_of_pairs() -> None:
 
 
 def test_every_mode_goes_first_once() -> None:
-    assert [rotated("abc", by) for by in range(4)] == [tuple("abc"), tuple("bca"), tuple("cab"), tuple("abc")]
+    assert [rotate("abc", by) for by in range(4)] == [tuple("abc"), tuple("bca"), tuple("cab"), tuple("abc")]
 
 
 def test_modes() -> None:
@@ -54,7 +54,7 @@ def test_the_demo_brings_its_drafter() -> None:
 def test_prompts(tmp_path: Path) -> None:
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"kind": "k", "prompt": "p"}\n\n{"prompt": "q"}\n')
-    assert read_examples(argparse.Namespace(prompts=str(file))) == (Example("k", "p"), Example("all", "q"))
+    assert read_examples(argparse.Namespace(prompts=str(file))) == (PromptExample("k", "p"), PromptExample("all", "q"))
     assert len(read_examples(argparse.Namespace(prompts=None))) == len(EXAMPLES)
 
 
@@ -67,8 +67,8 @@ def test_prompts_that_are_none(tmp_path: Path, text: str) -> None:
 
 
 def test_a_table_and_then_one_json_line(capsys: pytest.CaptureFixture[str]) -> None:
-    show("title", ("a", "b"), [["1", "2"]])
-    show_json({"bench": "x"})
+    print_table("title", ("a", "b"), [["1", "2"]])
+    print_json({"bench": "x"})
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("title")
     assert json.loads(lines[-1])["bench"] == "x"
@@ -76,4 +76,4 @@ def test_a_table_and_then_one_json_line(capsys: pytest.CaptureFixture[str]) -> N
 
 def test_a_nan_is_never_printed() -> None:
     with pytest.raises(ValueError, match="not JSON compliant"):
-        show_json({"ratio": float("nan")})
+        print_json({"ratio": float("nan")})

@@ -14,20 +14,20 @@ import pytest
 import torch
 
 from foreword.cli import bench_gpu
-from foreword.cli.bench_gpu_bed import Answered, Yard, questions
-from foreword.cli.bench_gpu_checks import Checks
-from foreword.cli.bench_gpu_device import Device, idle_of
-from foreword.cli.bench_gpu_engines import Engines, Told, population
-from foreword.cli.bench_gpu_findings import Findings, Part, Section, run_sections
-from foreword.cli.bench_gpu_scale import FULL, QUICK, REHEARSAL, SECTIONS
-from foreword.cli.bench_gpu_steps import prompt_operations, weight_values
-from foreword.cli.bench_gpu_targets import targets, verdicts
+from foreword.cli.bench_gpu_bed import BenchResult, EngineFactory, make_requests
+from foreword.cli.bench_gpu_checks import OpChecks
+from foreword.cli.bench_gpu_device import BenchDevice, idle_shares
+from foreword.cli.bench_gpu_engines import ExactnessChecks, ExpectedOutputs, make_population
+from foreword.cli.bench_gpu_findings import Report, Measurement, BenchSection, run_sections
+from foreword.cli.bench_gpu_scale import FULL, QUICK, DRY_RUN, SECTIONS
+from foreword.cli.bench_gpu_steps import prompt_flops, count_weight_values
+from foreword.cli.bench_gpu_targets import make_thresholds, judge
 from foreword.cli.main import main
 from foreword.engine import load
-from foreword.kernels.fast_math import FastMath
+from foreword.kernels.fast_math import FastMathOps
 from foreword.kernels.ops import Ops
-from tests.kernels.triton.interpreted import INTERPRETED, exact_dots
-from tests.recordable import Recordable
+from tests.kernels.triton.interpreted import IS_INTERPRETED, exact_dot
+from tests.recordable import GraphCapturableOps
 
 LIMIT_S = 480.0  # of the whole command
 KERNELS = ("ceilings", "checks", "kernels")
@@ -40,12 +40,12 @@ def rehearse(path: Path, *sections: str) -> tuple[int, dict[str, Any]]:
 
 def recordable(device: str, fast_math: bool = False, *options: Any, **named: Any) -> Ops:
     """In place of the CPU's kernels: what puts passes into graphs and runs ahead of the host."""
-    return FastMath() if fast_math else Recordable()
+    return FastMathOps() if fast_math else GraphCapturableOps()
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="kernels are compiled here: there is nothing to rehearse")
+@pytest.mark.skipif(not IS_INTERPRETED, reason="kernels are compiled here: there is nothing to rehearse")
 def test_kernels_in_rehearsal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with exact_dots():
+    with exact_dot():
         code, found = rehearse(tmp_path / "found.json", *KERNELS)
     assert (code, found["broken"], found["skipped"], found["rehearsal"]) == (0, {}, {}, True)
     checks = found["figures"]["checks"]
@@ -65,7 +65,7 @@ def test_kernels_in_rehearsal(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 
 def test_engines_in_rehearsal(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(load, "select", recordable)
+    monkeypatch.setattr(load, "select_backend", recordable)
     sections = [name for name in SECTIONS if name not in KERNELS]
     code, found = rehearse(tmp_path / "found.json", *sections)
     assert (code, found["broken"], found["skipped"]) == (0, {}, {})
@@ -119,24 +119,24 @@ def test_what_does_not_fit_is_skipped_and_what_breaks_costs_nothing_else(tmp_pat
     clock, path = Clock(), tmp_path / "found.json"
     written: list[set[str]] = []
 
-    def first() -> Iterator[Part]:
-        yield Part("quick", clock.working(1.0, us=1.0))
-        yield Part("broken", lambda: {"us": 1 / 0})
+    def first() -> Iterator[Measurement]:
+        yield Measurement("quick", clock.working(1.0, us=1.0))
+        yield Measurement("broken", lambda: {"us": 1 / 0})
         written.append(set(json.loads(path.read_text())["figures"]["first"]))
-        yield Part("long", clock.working(1.0), needs_s=20.0)
-        yield Part("last", clock.working(8.5, ok=False))
-        yield Part("late", clock.working(1.0))
+        yield Measurement("long", clock.working(1.0), needs_s=20.0)
+        yield Measurement("last", clock.working(8.5, ok=False))
+        yield Measurement("late", clock.working(1.0))
         raise AssertionError("more was loaded when the time was over")
 
-    def second() -> Iterator[Part]:
+    def second() -> Iterator[Measurement]:
         raise RuntimeError("nothing can be loaded")
         yield
 
-    def third() -> Iterator[Part]:
-        yield Part("the rest", clock.working(1.0, us=2.0), needs_s=15.0)
+    def third() -> Iterator[Measurement]:
+        yield Measurement("the rest", clock.working(1.0, us=2.0), needs_s=15.0)
 
-    findings = Findings({"rehearsal": False}, path)
-    sections = [Section("first", first, 10.0), Section("second", second, 10.0), Section("third", third, 10.0)]
+    findings = Report({"rehearsal": False}, path)
+    sections = [BenchSection("first", first, 10.0), BenchSection("second", second, 10.0), BenchSection("third", third, 10.0)]
     run_sections(sections, findings, clock)
     found = json.loads(path.read_text())
     assert written == [{"quick"}]
@@ -148,33 +148,33 @@ def test_what_does_not_fit_is_skipped_and_what_breaks_costs_nothing_else(tmp_pat
 
 
 def test_targets_are_met_missed_or_not_measured() -> None:
-    findings = Findings({})
+    findings = Report({})
     findings.figures = {"steps": {"large decode": {"1 of bandwidth": 0.9, "8 step over 1": 1.06, "64 step over 1": math.nan}}}
-    told = {row.what: row.verdict for row in verdicts(findings, FULL)}
+    told = {row.what: row.verdict for row in judge(findings, FULL)}
     assert told["llama-3.1-8b, 1 stream: share of bandwidth"] == "met"
     assert told["llama-3.1-8b: step of 8 rows over 1"] == "missed"
     assert told["llama-3.1-8b: step of 64 rows over 1"] == "not measured"
-    assert len(told) == len(targets(FULL))
+    assert len(told) == len(make_thresholds(FULL))
 
 
 def test_idle_time_is_what_lies_between_intervals() -> None:
-    idle = idle_of([(10.0, 20.0), (0.0, 10.0), (21.0, 30.0), (12.0, 15.0), (40.0, 50.0)])
+    idle = idle_shares([(10.0, 20.0), (0.0, 10.0), (21.0, 30.0), (12.0, 15.0), (40.0, 50.0)])
     assert idle is not None
     assert (idle.span_us, idle.kernels) == (50.0, 5)
     assert idle.between == pytest.approx(10 / 50)
     assert idle.all == pytest.approx(11 / 50)
-    assert idle_of([]) is None
+    assert idle_shares([]) is None
 
 
 def test_a_token_or_a_bit_that_differs_is_told() -> None:
-    told = Told()
-    assert told.compare(Answered([(1, 2), (3,)], [(7, 8), (9,)]))["compared"] == 0
-    found = told.compare(Answered([(1, 2), (3,), (4,)], [(7, 9), (9,), (1,)]))
+    told = ExpectedOutputs()
+    assert told.compare(BenchResult([(1, 2), (3,)], [(7, 8), (9,)]))["compared"] == 0
+    found = told.compare(BenchResult([(1, 2), (3,), (4,)], [(7, 9), (9,), (1,)]))
     assert (found["ok"], found["tokens_differ"], found["bits_differ"], found["compared"]) == (False, [], [0], 2)
-    assert told.compare(Answered([(1, 3)], [(7, 8)]))["tokens_differ"] == [0]
+    assert told.compare(BenchResult([(1, 3)], [(7, 8)]))["tokens_differ"] == [0]
 
 
-class Crooked(Recordable):
+class Crooked(GraphCapturableOps):
     """A linear layer whose bits tell how many rows there are."""
 
     def linear(self, x: torch.Tensor, *options: Any) -> torch.Tensor:
@@ -184,15 +184,15 @@ class Crooked(Recordable):
 
 def test_checks_of_kernels_catch_what_depends_on_the_crowd(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("foreword.cli.bench_gpu_checks.backend", lambda device: Crooked())
-    (part,) = [part for part in Checks(REHEARSAL).parts() if part.name == "linear small qkv"]
+    (part,) = [part for part in OpChecks(DRY_RUN).parts() if part.name == "linear small qkv"]
     found = part.run()
     assert (found["ok"], found["close"]) == (False, False)
     assert {"1", "2"} <= set(found["differ"])
 
 
 def test_checks_of_engines_catch_what_depends_on_the_crowd(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(load, "select", lambda *options, **named: Crooked())
-    engines = Engines(Yard(REHEARSAL, Device("cpu"), tmp_path))
+    monkeypatch.setattr(load, "select_backend", lambda *options, **named: Crooked())
+    engines = ExactnessChecks(EngineFactory(DRY_RUN, BenchDevice("cpu"), tmp_path))
     parts = engines.parts()
     assert next(parts).run()["ok"]
     assert not next(parts).run()["ok"]
@@ -201,27 +201,27 @@ def test_checks_of_engines_catch_what_depends_on_the_crowd(monkeypatch: pytest.M
 
 def test_an_engine_leaves_nothing_behind(tmp_path: Path) -> None:
     """The next one needs its memory, although parts that are over still refer to the bed."""
-    with Yard(REHEARSAL, Device("cpu"), tmp_path).bed("small") as bed:
-        bed.answer(questions(1, 4, 3, REHEARSAL.small.vocab))
+    with EngineFactory(DRY_RUN, BenchDevice("cpu"), tmp_path).bed("small") as bed:
+        bed.answer(make_requests(1, 4, 3, DRY_RUN.small.vocab))
         client = weakref.ref(bed.client)
-        engine = weakref.ref(bed.client._engine.runner)
+        engine = weakref.ref(bed.client._engine.model_runner)
     assert bed is not None and client() is None and engine() is None
 
 
 def test_questions_are_the_same_in_every_run_and_fit_the_vocabulary() -> None:
-    assert questions(3, 5, 7, 64) == questions(3, 5, 7, 64)
-    asked = population(replace(REHEARSAL, population=40, prompt=20))
-    assert all(32 <= token < REHEARSAL.small.vocab for question in asked for token in question.prompt_ids)
+    assert make_requests(3, 5, 7, 64) == make_requests(3, 5, 7, 64)
+    asked = make_population(replace(DRY_RUN, num_requests=40, prompt=20))
+    assert all(32 <= token < DRY_RUN.small.vocab for question in asked for token in question.prompt_ids)
     assert len({question.prompt_ids for question in asked}) == 40
     assert {question.temperature for question in asked} == {0.0, 0.7, 1.0}
 
 
 def test_shares_are_of_what_the_shape_needs() -> None:
     """Llama-3.1-8B reads 7.5 billion weights a token; a prompt costs about two operations for each of them and token."""
-    assert weight_values(FULL.large) == 7_504_658_432
+    assert count_weight_values(FULL.large) == 7_504_658_432
     length = 1000
     attention = 4 * 32 * 32 * 128 * length * length / 2
-    assert prompt_operations(FULL.large, length) == pytest.approx(2 * 6_979_321_856 * length + attention, rel=1e-3)
+    assert prompt_flops(FULL.large, length) == pytest.approx(2 * 6_979_321_856 * length + attention, rel=1e-3)
 
 
 def test_a_run_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,4 +230,4 @@ def test_a_run_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_gpu.faulthandler, "dump_traceback_later", lambda seconds, **options: calls.append(seconds))
     monkeypatch.setattr(bench_gpu.faulthandler, "cancel_dump_traceback_later", lambda: calls.append("cancelled"))
     assert main(["bench", "gpu", "--device", "cpu", "--only", "ceilings"]) == 0
-    assert calls == [REHEARSAL.budgets["ceilings"] + bench_gpu.GRACE_S, "cancelled"]
+    assert calls == [DRY_RUN.budgets["ceilings"] + bench_gpu.GRACE_S, "cancelled"]

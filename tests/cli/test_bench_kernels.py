@@ -7,22 +7,22 @@ import pytest
 import torch
 
 from foreword.cli import bench_kernels
-from foreword.cli.bench_cases import Case, Cases
-from foreword.cli.bench_kernels import Measured, Sizes
-from foreword.cli.bench_machine import PEAKS, Memory, product_rate
-from foreword.cli.bench_shapes import KINDS, SHAPES, Shape, WeightMatrix, read_shape
+from foreword.cli.bench_cases import KernelCase, KernelCases
+from foreword.cli.bench_kernels import CaseTimings, KernelBenchSizes
+from foreword.cli.bench_machine import MATMUL_MAKERS, MemoryReader, matmul_rate
+from foreword.cli.bench_shapes import WEIGHT_FORMATS, SHAPES, ModelShape, WeightMatrix, read_shape
 from foreword.cli.main import main
 from foreword.errors import ConfigError
-from foreword.kernels.registry import select
+from foreword.kernels.registry import select_backend
 
-TINY = Shape("tiny", (WeightMatrix("down", 48, 256, 2), WeightMatrix("head", 100, 32, 1)), 2, 32, 64, 4, 2, 8, 100)
-SIZES = Sizes(1 << 20, 32, contexts=(40,), prompts=(20,), attention_rows=(1, 3), row_counts=(1, 2), sampler_rows=(1, 2))
+TINY = ModelShape("tiny", (WeightMatrix("down", 48, 256, 2), WeightMatrix("head", 100, 32, 1)), 2, 32, 64, 4, 2, 8, 100)
+SIZES = KernelBenchSizes(1 << 20, 32, contexts=(40,), prompts=(20,), attention_rows=(1, 3), row_counts=(1, 2), sampler_rows=(1, 2))
 
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few bytes, and torch's threads as they are."""
-    monkeypatch.setattr(bench_kernels, "Sizes", lambda: SIZES)
+    monkeypatch.setattr(bench_kernels, "KernelBenchSizes", lambda: SIZES)
     monkeypatch.setattr(bench_kernels, "read_shape", lambda text, working_set: TINY if text == "tiny" else read_shape(text, 1))
     monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
 
@@ -77,29 +77,29 @@ def test_shapes_are_those_of_the_models() -> None:
     assert sizes == {"qwen2.5-0.5b": 493_961_216, "llama-3.2-1b": 1_235_746_816, "llama-3.1-8b": 7_504_658_432}
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", WEIGHT_FORMATS)
 def test_weights_of_every_kind_are_finite(name: str) -> None:
     """A random float16 scale would be inf or NaN once in 32 blocks."""
-    shape = Shape("one", (WeightMatrix("w", 64, 512, 1),))
-    (case,) = Cases(select("cpu", False, 1, "reference"), shape).linear(name, [2])
+    shape = ModelShape("one", (WeightMatrix("w", 64, 512, 1),))
+    (case,) = KernelCases(select_backend("cpu", False, 1, "reference"), shape).linear(name, [2])
     assert torch.isfinite(case.call(None)).all()
 
 
 def test_shares_are_of_what_was_measured_beside() -> None:
-    case = Case("linear", "int8", 2, lambda _: None, 1, num_bytes=100.0, operations=10.0)
-    done = Measured(case, seconds=[1.0, 2.0, 4.0], bandwidths=[200.0, 200.0, 50.0])
-    assert done.of_bandwidth == 0.5
-    assert done.rate == 5.0
-    assert done.ratio(Measured(case, seconds=[1.0, 1.0, 1.0])) == 2.0
+    case = KernelCase("linear", "int8", 2, lambda _: None, 1, num_bytes=100.0, num_ops=10.0)
+    done = CaseTimings(case, seconds=[1.0, 2.0, 4.0], bandwidths=[200.0, 200.0, 50.0])
+    assert done.bandwidth_share == 0.5
+    assert done.ops_per_s == 5.0
+    assert done.ratio(CaseTimings(case, seconds=[1.0, 1.0, 1.0])) == 2.0
 
 
 def test_a_case_prepares_outside_the_time_and_counts_one_operation() -> None:
     seen: list[torch.Tensor | None] = []
-    case = Case("x", "y", 1, seen.append, times=4, prepare=lambda: torch.ones(1))
-    assert case.seconds() >= 0
+    case = KernelCase("x", "y", 1, seen.append, repeats=4, prepare=lambda: torch.ones(1))
+    assert case.time_op() >= 0
     assert seen == [torch.ones(1)]
 
 
 def test_what_the_machine_allows() -> None:
-    assert Memory(1 << 16).read() > 0
-    assert all(product_rate(kind, 32, 1) > 0 for kind in PEAKS)
+    assert MemoryReader(1 << 16).read_bandwidth() > 0
+    assert all(matmul_rate(kind, 32, 1) > 0 for kind in MATMUL_MAKERS)

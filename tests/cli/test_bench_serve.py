@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from foreword.cli.bench_serve import Call, Round, measure_round, summary
+from foreword.cli.bench_serve import ClientResult, ServeRepetition, measure_repetition, summary
 
 BODY = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
 ARGS = argparse.Namespace(rounds=1, num_requests=2, concurrency=2, temperature=0.0)
@@ -23,16 +23,16 @@ def sse(*chunks: dict[str, Any]) -> httpx.Response:
     return httpx.Response(200, text="".join(f"data: {json.dumps(one)}\n\n" for one in chunks) + "data: [DONE]\n\n")
 
 
-async def one_call(response: httpx.Response) -> Call:
+async def one_call(response: httpx.Response) -> ClientResult:
     async with httpx.AsyncClient(base_url="http://box", transport=httpx.MockTransport(lambda _: response)) as http:
-        return (await measure_round(http, [BODY], 1)).calls[0]
+        return (await measure_repetition(http, [BODY], 1)).results[0]
 
 
 async def test_a_full_answer() -> None:
     call = await one_call(sse(chunk("ab"), chunk("c"), chunk(reason="stop"), chunk(usage=5)))
     assert (call.text, call.num_tokens, call.error) == ("abc", 5, None)
-    assert call.first_s is not None and len(call.gaps_s) == 1
-    assert 0 < call.first_s <= call.total_s
+    assert call.ttft_s is not None and len(call.inter_token_s) == 1
+    assert 0 < call.ttft_s <= call.total_s
 
 
 @pytest.mark.parametrize(
@@ -59,13 +59,13 @@ async def test_no_more_at_once_than_asked_for() -> None:
         return sse(chunk("a", "stop"))
 
     async with httpx.AsyncClient(base_url="http://box", transport=httpx.MockTransport(handler)) as http:
-        got = await measure_round(http, [BODY] * 9, 3)
-    assert len(got.calls) == 9
+        got = await measure_repetition(http, [BODY] * 9, 3)
+    assert len(got.results) == 9
     assert most == 3
 
 
-def round_of(*texts: str, seconds: float = 1.0, error: str | None = None) -> Round:
-    return Round(tuple(Call(text, 10, 0.1, [0.01], 0.5, error) for text in texts), seconds)
+def round_of(*texts: str, seconds: float = 1.0, error: str | None = None) -> ServeRepetition:
+    return ServeRepetition(tuple(ClientResult(text, 10, 0.1, [0.01], 0.5, error) for text in texts), seconds)
 
 
 def test_summary() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from foreword.cli import bench_speculate
 from foreword.cli.bench_speculate_local import LocalEngine
-from foreword.cli.bench_speculate_round import Round
+from foreword.cli.bench_speculate_round import BenchRepetition
 from foreword.cli.main import main
 from tests.checkpoints import write_checkpoint
 
@@ -67,10 +67,10 @@ def test_answers_that_differ_are_a_failure(
 ) -> None:
     run = LocalEngine.run
 
-    def wrong(self: LocalEngine, *given: Any) -> Round:
+    def wrong(self: LocalEngine, *given: Any) -> BenchRepetition:
         found = run(self, *given)
         if given[1].name == "auto":
-            found.calls[0].output = (1, 2, 3)
+            found.results[0].output = (1, 2, 3)
         return found
 
     monkeypatch.setattr(LocalEngine, "run", wrong)

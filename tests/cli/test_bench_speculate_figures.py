@@ -4,29 +4,29 @@ import math
 
 import pytest
 
-from foreword.cli.bench_speculate_figures import best_fixed, mode_figures, pooled, ratio_of
-from foreword.cli.bench_speculate_round import Call, Pair, Round, drafting_since
+from foreword.cli.bench_speculate_figures import best_fixed, mode_figures, merge_draft_stats, geometric_mean_ratio
+from foreword.cli.bench_speculate_round import RequestResult, PairedRun, BenchRepetition, drafting_since
 from foreword.core.events import DraftingStats
-from foreword.metrics.tally import DraftTally
+from foreword.metrics.tally import SpecDecodeStats
 
 
-def round_of(seconds: float, *calls: Call, tallies: dict[str, DraftTally] | None = None) -> Round:
-    return Round(calls, seconds, {"forward": seconds / 2, "draft": seconds / 10}, tallies or {})
+def round_of(seconds: float, *calls: RequestResult, tallies: dict[str, SpecDecodeStats] | None = None) -> BenchRepetition:
+    return BenchRepetition(calls, seconds, {"forward": seconds / 2, "draft": seconds / 10}, tallies or {})
 
 
-def call(number: int, first: float, total: float, gaps: list[tuple[float, int]], output: tuple[int, ...] = (1, 2, 3, 4)) -> Call:
-    return Call(number, 0, output=output, num_tokens=len(output), first_s=first, total_s=total, gaps=gaps)
+def call(number: int, first: float, total: float, gaps: list[tuple[float, int]], output: tuple[int, ...] = (1, 2, 3, 4)) -> RequestResult:
+    return RequestResult(number, 0, output=output, num_tokens=len(output), ttft_s=first, total_s=total, gaps=gaps)
 
 
-def tally(*drafts: tuple[int, int]) -> DraftTally:
-    found = DraftTally()
+def tally(*drafts: tuple[int, int]) -> SpecDecodeStats:
+    found = SpecDecodeStats()
     for drafted, accepted in drafts:
         found.add(drafted, accepted, accepted + 1)
     return found
 
 
 def test_an_interval_is_students() -> None:
-    ratio = ratio_of([math.exp(x) for x in (0.0, 0.1, 0.2)])
+    ratio = geometric_mean_ratio([math.exp(x) for x in (0.0, 0.1, 0.2)])
     assert ratio is not None and ratio.low is not None and ratio.high is not None
     assert ratio.value == pytest.approx(math.exp(0.1))
     reach = 4.303 * 0.1 / math.sqrt(3)  # two degrees of freedom
@@ -34,15 +34,15 @@ def test_an_interval_is_students() -> None:
 
 
 def test_one_round_has_no_interval_and_none_no_ratio() -> None:
-    one = ratio_of([2.0])
+    one = geometric_mean_ratio([2.0])
     assert one is not None and one.as_dict() == {"ratio": pytest.approx(2.0)}
-    assert ratio_of([]) is None
+    assert geometric_mean_ratio([]) is None
 
 
 def test_figures_of_a_mode() -> None:
     plain = round_of(4.0, call(0, 0.2, 2.0, [(0.6, 1)] * 3), call(1, 0.4, 4.0, [(1.2, 1)] * 3))
     other = round_of(2.0, call(0, 0.2, 1.0, [(0.8, 3)]), call(1, 0.1, 4.0, [(1.2, 3)]), tallies={"suffix": tally((4, 2), (2, 2))})
-    figures = mode_figures([Pair(plain, other)])
+    figures = mode_figures([PairedRun(plain, other)])
     assert figures["throughput"] == {"ratio": pytest.approx(2.0)}
     assert figures["first_token"]["ratio"] == pytest.approx(2.0), "the geometric mean of 1 and 4"
     assert figures["slowest_request"]["ratio"] == pytest.approx(1.0), "the second gained nothing"
@@ -59,18 +59,18 @@ def test_figures_of_a_mode() -> None:
 
 def test_what_differs_is_said() -> None:
     plain, other = (round_of(1.0, call(0, 0.1, 1.0, [], output)) for output in ((1, 2), (1, 3)))
-    assert mode_figures([Pair(plain, plain), Pair(plain, other)])["equal"] is False
+    assert mode_figures([PairedRun(plain, plain), PairedRun(plain, other)])["equal"] is False
 
 
 def test_nothing_drafted_is_absent() -> None:
     one = round_of(1.0, call(0, 0.1, 1.0, []))
-    figures = mode_figures([Pair(one, one)])
+    figures = mode_figures([PairedRun(one, one)])
     assert not {"acceptance", "system_efficiency", "token_p99"} & set(figures)
 
 
 def test_the_best_fixed_length_is_that_of_the_cell() -> None:
-    def pairs(seconds: float) -> list[Pair]:
-        return [Pair(round_of(4.0, call(0, 0.1, 1.0, [])), round_of(seconds, call(0, 0.1, 1.0, [])))] * 2
+    def pairs(seconds: float) -> list[PairedRun]:
+        return [PairedRun(round_of(4.0, call(0, 0.1, 1.0, [])), round_of(seconds, call(0, 0.1, 1.0, [])))] * 2
 
     of = {"auto": pairs(2.0), "fixed 1": pairs(3.0), "fixed 4": pairs(1.0)}
     against = best_fixed(of, "auto", ("fixed 1", "fixed 4"))
@@ -83,16 +83,16 @@ def test_the_best_fixed_length_is_that_of_the_cell() -> None:
 
 
 def test_tallies_of_all_rounds() -> None:
-    found = pooled([{"a": tally((3, 1))}, {"a": tally((1, 1)), "b": tally((2, 0))}])
-    assert (found["a"].drafted, found["a"].accepted, found["a"].verify_steps) == (4, 2, 2)
-    assert found["a"].acceptance_at == (1.0, 0.0, 0.0)
-    assert found["b"].acceptance_at == (0.0, 0.0)
+    found = merge_draft_stats([{"a": tally((3, 1))}, {"a": tally((1, 1)), "b": tally((2, 0))}])
+    assert (found["a"].num_drafted, found["a"].num_accepted, found["a"].num_verify_steps) == (4, 2, 2)
+    assert found["a"].acceptance_per_position == (1.0, 0.0, 0.0)
+    assert found["b"].acceptance_per_position == (0.0, 0.0)
 
 
 def test_decisions_of_one_round() -> None:
     before = DraftingStats({"suffix": {4: 2}}, {"asleep": 5}, 1.0, 1.0, 0.1)
     after = DraftingStats({"suffix": {4: 2, 8: 3}, "draft": {1: 1}}, {"asleep": 7}, 2.0, 3.0, 0.1)
     since = drafting_since(before, after)
-    assert since.lengths == {"suffix": {8: 3}, "draft": {1: 1}}
-    assert since.none == {"asleep": 2}
+    assert since.draft_length_counts == {"suffix": {8: 3}, "draft": {1: 1}}
+    assert since.no_draft_counts == {"asleep": 2}
     assert (since.predicted_seconds, since.realised_seconds, since.exploring_seconds) == (1.0, 2.0, 0.0)

@@ -5,13 +5,13 @@ from pathlib import Path
 import pytest
 
 from foreword.cli.bench_speculate_local import LocalEngine, LocalTarget
-from foreword.cli.bench_speculate_prompts import Script
-from foreword.cli.bench_speculate_round import ADAPTIVE, AUTO, OFF, Cell
+from foreword.cli.bench_speculate_prompts import Conversation
+from foreword.cli.bench_speculate_round import ADAPTIVE, AUTO, OFF, SpecCase
 from foreword.config import Config
 from tests.checkpoints import write_checkpoint
 
-TALK = Script(("the thing in the thing in the thing in the thing", "and on and on", "and the end"), max_tokens=6, ignore_eos=True)
-NOISE = Script(prompt_ids=tuple(range(10, 50)), max_tokens=9, temperature=100.0, ignore_eos=True, seed=5)
+TALK = Conversation(("the thing in the thing in the thing in the thing", "and on and on", "and the end"), max_tokens=6, ignore_eos=True)
+NOISE = Conversation(prompt_ids=tuple(range(10, 50)), max_tokens=9, temperature=100.0, ignore_eos=True, seed=5)
 
 
 @pytest.fixture(scope="module")
@@ -27,30 +27,30 @@ def engine(config: Config) -> LocalEngine:
 
 def test_what_a_round_counts(engine: LocalEngine) -> None:
     found = engine.run((TALK, NOISE), AUTO, 2, "a")
-    assert [call.key for call in found.calls] == [(0, 0), (0, 1), (0, 2), (1, 0)]
-    assert [call.num_tokens for call in found.calls] == [6, 6, 6, 9]
-    for call in found.calls:
-        assert call.first_s is not None and 0 < call.first_s <= call.total_s < found.seconds
+    assert [call.key for call in found.results] == [(0, 0), (0, 1), (0, 2), (1, 0)]
+    assert [call.num_tokens for call in found.results] == [6, 6, 6, 9]
+    for call in found.results:
+        assert call.ttft_s is not None and 0 < call.ttft_s <= call.total_s < found.seconds
         assert 1 <= call.num_tokens - sum(count for _, count in call.gaps) <= call.num_tokens
     assert found.stages["forward"] > 0
-    assert found.tallies["ngram"].drafted > 0
+    assert found.draft_stats["ngram"].num_drafted > 0
     assert found.num_tokens == 27
 
 
 def test_a_later_turn_holds_all_before_it(engine: LocalEngine) -> None:
-    calls = engine.run((TALK,), OFF, 1, "b").calls
+    calls = engine.run((TALK,), OFF, 1, "b").results
     texts = [engine.tokenizer.decode(call.prompt_ids, skip_special_tokens=False) for call in calls]
     answer = engine.tokenizer.decode([token for token in calls[0].output if isinstance(token, int)])
     assert TALK.turns[0] in texts[2] and TALK.turns[1] in texts[2] and answer in texts[2]
 
 
 def test_a_conversation_ends_where_the_context_does(engine: LocalEngine) -> None:
-    long = Script(("on and " * 20,) * 3, max_tokens=6, ignore_eos=True)
-    assert 0 < len(engine.run((long,), OFF, 1, "c").calls) < 3
+    long = Conversation(("on and " * 20,) * 3, max_tokens=6, ignore_eos=True)
+    assert 0 < len(engine.run((long,), OFF, 1, "c").results) < 3
 
 
 def test_tenants_find_nothing_of_each_other(engine: LocalEngine) -> None:
-    talk = (Script(TALK.turns[:1], max_tokens=4),)
+    talk = (Conversation(TALK.turns[:1], max_tokens=4),)
     hits = []
     for tenant in ("d", "e", "e"):
         before = engine.stats.prefix_cache_hits_total
@@ -72,11 +72,11 @@ def test_rounds_take_turns_and_each_has_a_tenant(config: Config, monkeypatch: py
         return run(self, *given)  # type: ignore[arg-type]
 
     monkeypatch.setattr(LocalEngine, "run", watched)
-    cell = Cell("talk", 1, lambda variant: (TALK, NOISE))
-    pairs = [target.pairs(cell, (AUTO,), number)["auto"] for number in range(2)]
+    cell = SpecCase("talk", 1, lambda variant: (TALK, NOISE))
+    pairs = [target.run_pairs(cell, (AUTO,), number)["auto"] for number in range(2)]
     assert order == ["off", "auto", "auto", "off"]
     assert len(tenants) == 4
-    assert all(pair.equal for pair in pairs)
+    assert all(pair.has_equal_outputs for pair in pairs)
 
 
 def test_the_ids_of_random_prompts_are_plain(engine: LocalEngine) -> None:
@@ -86,6 +86,6 @@ def test_the_ids_of_random_prompts_are_plain(engine: LocalEngine) -> None:
 
 def test_preemptions_are_those_of_the_round(config: Config, tmp_path: Path) -> None:
     small = LocalEngine(Config(model=config.model, speculate="off", kv_cache_memory="80tokens"))
-    many = tuple(Script(TALK.turns[:1], max_tokens=24, ignore_eos=True, seed=seed) for seed in range(4))
+    many = tuple(Conversation(TALK.turns[:1], max_tokens=24, ignore_eos=True, seed=seed) for seed in range(4))
     first, second = (small.run(many, OFF, 4, tenant).preemptions for tenant in "ab")
     assert first == second > 0

@@ -6,16 +6,16 @@ from pathlib import Path
 import httpx
 import pytest
 
-from foreword.cli.bench_speculate_prompts import Room, scripts_of
-from foreword.cli.bench_speculate_remote import RemoteTarget, tallies_since
-from foreword.cli.bench_speculate_round import AUTO, Cell
+from foreword.cli.bench_speculate_prompts import PromptBudget, make_conversations
+from foreword.cli.bench_speculate_remote import RemoteTarget, draft_stats_since
+from foreword.cli.bench_speculate_round import AUTO, SpecCase
 from foreword.cli.main import main
 from foreword.cli.server_process import ServerProcess
 from foreword.config import Config
 from foreword.errors import ForewordError
 from tests.checkpoints import write_checkpoint
 
-ROOM = Room(40, 8, 1.0, 1.0, range(10, 60), ("def f(value):\n    return value",))
+ROOM = PromptBudget(40, 8, 1.0, 1.0, range(10, 60), ("def f(value):\n    return value",))
 METRICS = """# TYPE foreword_spec_drafts_total counter
 foreword_spec_drafts_total{drafter="suffix"} 3
 """
@@ -59,10 +59,10 @@ def answering(status: int, lines: str) -> httpx.MockTransport:
 )
 def test_what_is_not_an_answer_is_an_error(status: int, lines: str, part: str) -> None:
     target = RemoteTarget("http://box/v1", None, answering(status, lines))
-    assert (target.model, target.reach, target.drafters) == ("m", 100, ("suffix",))
-    cell = Cell("chat", 2, lambda variant: scripts_of("chat", 2, variant, ROOM))
-    pair = target.pairs(cell, (AUTO,), 0)["auto"]
-    assert all(part in str(call.error) for call in pair.other.calls)
+    assert (target.model, target.max_len, target.drafters) == ("m", 100, ("suffix",))
+    cell = SpecCase("chat", 2, lambda variant: make_conversations("chat", 2, variant, ROOM))
+    pair = target.run_pairs(cell, (AUTO,), 0)["auto"]
+    assert all(part in str(call.error) for call in pair.other.results)
 
 
 def test_no_server_is_one_line() -> None:
@@ -84,9 +84,9 @@ def test_every_pair_has_prompts_of_its_own() -> None:
         return httpx.Response(200, text='data: {"choices": [{"token_ids": [1], "finish_reason": "stop"}]}\n\n')
 
     target = RemoteTarget("http://box", None, httpx.MockTransport(handle))
-    cell = Cell("json", 1, lambda variant: scripts_of("json", 1, variant, ROOM))
+    cell = SpecCase("json", 1, lambda variant: make_conversations("json", 1, variant, ROOM))
     for number in range(2):
-        target.pairs(cell, (AUTO,), number)
+        target.run_pairs(cell, (AUTO,), number)
     first, second = asked[:3], asked[3:]
     assert [method for method, _ in first] == ["off", "off", "auto"], "primed, then the pair"
     assert [method for method, _ in second] == ["off", "auto", "off"], "the other way round"
@@ -110,7 +110,7 @@ def test_counts_between_two_readings() -> None:
         ("spec_draft_tokens_per_position_total", "a", "10"): 1.0,
         ("spec_accepted_tokens_per_position_total", "a", "0"): 2.0,
     }
-    found = tallies_since(before, after)
+    found = draft_stats_since(before, after)
     assert set(found) == {"a"}
-    assert (found["a"].verify_steps, found["a"].drafted, found["a"].accepted, found["a"].emitted) == (2, 5, 2, 4)
-    assert (found["a"].drafted_at, found["a"].accepted_at) == ([2, 2, 1], [2])
+    assert (found["a"].num_verify_steps, found["a"].num_drafted, found["a"].num_accepted, found["a"].num_emitted) == (2, 5, 2, 4)
+    assert (found["a"].drafted_per_position, found["a"].accepted_per_position) == ([2, 2, 1], [2])

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from foreword.cli import chat
-from foreword.cli.answers import Answer, Message, Piece
+from foreword.cli.answers import ChatResult, Message, ChatPiece
 from foreword.cli.main import main
 from foreword.core.params import SamplingParams
 from foreword.errors import ContextLengthExceeded
@@ -27,18 +27,18 @@ class Echo:
     def __init__(self) -> None:
         self.asked: list[list[Message]] = []
 
-    def stream(self, prompt: str | Sequence[Message], params: SamplingParams) -> Iterator[Piece]:
+    def stream(self, prompt: str | Sequence[Message], params: SamplingParams) -> Iterator[ChatPiece]:
         assert not isinstance(prompt, str)
         self.asked.append(list(prompt))
         if prompt[-1]["content"] == "long":
             raise ContextLengthExceeded("too long")
-        yield Piece(f"{len(prompt)} ")
+        yield ChatPiece(f"{len(prompt)} ")
         content = prompt[-1]["content"]
-        yield Piece(content if isinstance(content, str) else content[-1]["text"], guessed=True)
-        yield Piece("", finish_reason="repetition" if prompt[-1]["content"] == "loop" else "stop")
+        yield ChatPiece(content if isinstance(content, str) else content[-1]["text"], is_drafted=True)
+        yield ChatPiece("", finish_reason="repetition" if prompt[-1]["content"] == "loop" else "stop")
 
-    def answer(self, prompt: str | Sequence[Message], params: SamplingParams) -> Answer:
-        return Answer("".join(piece.text for piece in self.stream(prompt, params)), "stop", None, None)
+    def answer(self, prompt: str | Sequence[Message], params: SamplingParams) -> ChatResult:
+        return ChatResult("".join(piece.text for piece in self.stream(prompt, params)), "stop", None, None)
 
 
 def talk(*lines: str, color: bool = False, system: Sequence[Message] = (), images: Sequence[str] = ()) -> tuple[str, Echo]:
@@ -101,7 +101,7 @@ def test_guessed_tokens_are_coloured_and_there_is_a_legend() -> None:
 
 
 def test_piped_input(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(chat, "open_source", lambda args: nullcontext(Echo()))
+    monkeypatch.setattr(chat, "open_backend", lambda args: nullcontext(Echo()))
     monkeypatch.setattr("sys.stdin", io.StringIO("one\n/exit\n"))
     assert main(["chat", "--system", "be kind"]) == 0
     assert capsys.readouterr().out == "2 one\n"

@@ -11,7 +11,7 @@ from foreword.cli.main import main
 from foreword.config import Config
 from foreword.demo import DRAFTER, MODEL
 from foreword.errors import ConfigError
-from foreword.resolve import Machine
+from foreword.resolve import HardwareInfo
 from tests.checkpoints import write_checkpoint
 from tests.gguf_files import Kind, write_gguf
 from tests.vision_checkpoints import write_vision_checkpoint
@@ -106,10 +106,10 @@ def test_no_such_directory(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def missing(config: Config) -> Machine:
+    def missing(config: Config) -> HardwareInfo:
         raise ConfigError("no NVIDIA GPU", "device")
 
-    monkeypatch.setattr(command, "this_machine", missing)
+    monkeypatch.setattr(command, "detect_hardware", missing)
     code, text = check(capsys, "demo", "--device", "cuda")
     assert code == 1 and "no   memory: no NVIDIA GPU" in text
 
@@ -117,9 +117,9 @@ def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch, capsys: pytest
 @pytest.mark.parametrize("reason", [None, "Triton is not installed"])
 def test_what_a_gpu_would_hold(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], reason: str | None) -> None:
     """An old card, too: the estimate, float16 for bfloat16, and why Triton does not compute."""
-    gpu = Machine("cuda", 4, 15 << 30, False, "triton", 16 << 30, "Tesla T4", (7, 5))
-    monkeypatch.setattr(command, "this_machine", lambda config: gpu)
-    monkeypatch.setattr(command, "why_not_native", lambda device: reason)
+    gpu = HardwareInfo("cuda", 4, 15 << 30, False, "triton", 16 << 30, "Tesla T4", (7, 5))
+    monkeypatch.setattr(command, "detect_hardware", lambda config: gpu)
+    monkeypatch.setattr(command, "native_unavailable_reason", lambda device: reason)
     code, text = check(capsys, "demo")
     assert code == 0
     assert "note device: dtype bfloat16 is not to be had on Tesla T4 (compute capability 7.5): float16 instead" in text
@@ -129,8 +129,8 @@ def test_what_a_gpu_would_hold(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
 
 
 def test_what_the_estimate_doubts_is_a_note(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    tiny = Machine("cuda", 4, 1 << 30, True, "triton", 1100 << 20, "NVIDIA X", (8, 6))
-    monkeypatch.setattr(command, "this_machine", lambda config: tiny)
-    monkeypatch.setattr(command, "why_not_native", lambda device: None)
+    tiny = HardwareInfo("cuda", 4, 1 << 30, True, "triton", 1100 << 20, "NVIDIA X", (8, 6))
+    monkeypatch.setattr(command, "detect_hardware", lambda config: tiny)
+    monkeypatch.setattr(command, "native_unavailable_reason", lambda device: None)
     code, text = check(capsys, "demo", "--max-num-batched-tokens", "60000", "--max-num-seqs", "8")
     assert code == 0 and "note by this estimate it does not fit; whether it does is measured when it is loaded" in text

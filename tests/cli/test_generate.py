@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 
 from foreword.cli import generate
-from foreword.cli.answers import Answer
+from foreword.cli.answers import ChatResult
 from foreword.cli.main import main
 from foreword.core.params import SamplingParams
 from tests.cli.test_chat import Echo
-from tests.pictures import png, url
+from tests.pictures import png, data_url
 
 
 @pytest.fixture(autouse=True)
 def echo(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generate, "open_source", lambda args: nullcontext(Echo()))
+    monkeypatch.setattr(generate, "open_backend", lambda args: nullcontext(Echo()))
 
 
 def test_the_answer_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
@@ -43,14 +43,14 @@ def test_pictures_are_parts_in_front_of_the_prompt(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     heard: list[Any] = []
-    monkeypatch.setattr(Echo, "answer", lambda self, prompt, params: heard.append(prompt) or Answer("", "stop", None, None))
+    monkeypatch.setattr(Echo, "output", lambda self, prompt, params: heard.append(prompt) or ChatResult("", "stop", None, None))
     first, second = tmp_path / "a.png", tmp_path / "b.jpg"
     first.write_bytes(png("red"))
     second.write_bytes(b"no picture; the server will say so")
     assert main(["generate", "what is it?", "--json", "--image", str(first), "--image", str(second)]) == 0
     ((message,),) = heard
     assert [part["type"] for part in message["content"]] == ["image_url", "image_url", "text"]
-    assert message["content"][0]["image_url"]["url"] == url(png("red"))
+    assert message["content"][0]["image_url"]["url"] == data_url(png("red"))
     assert message["content"][1]["image_url"]["url"].startswith("data:image/jpeg;base64,")
     capsys.readouterr()
     assert main(["generate", "x", "--image", str(tmp_path / "nowhere")]) == 1
@@ -68,7 +68,7 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_prediction_is_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     heard: list[SamplingParams] = []
-    monkeypatch.setattr(Echo, "answer", lambda self, prompt, params: heard.append(params) or Answer("", "stop", None, None))
+    monkeypatch.setattr(Echo, "output", lambda self, prompt, params: heard.append(params) or ChatResult("", "stop", None, None))
     (tmp_path / "old.txt").write_text("old text\n")
     assert main(["generate", "hello", "--json", "--prediction", str(tmp_path / "old.txt")]) == 0
     assert heard[0].prediction == "old text\n"

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from foreword.cli.local import Local
+from foreword.cli.local import LocalBackend
 from foreword.cli.main import main
 from foreword.config import Config
 from foreword.core.params import SamplingParams
@@ -21,17 +21,17 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def local(tiny: Path) -> Local:
-    return Local(Config(model=str(tiny), kv_cache_memory="2000tokens"))
+def local(tiny: Path) -> LocalBackend:
+    return LocalBackend(Config(model=str(tiny), kv_cache_memory="2000tokens"))
 
 
-def test_who_answers(local: Local) -> None:
+def test_who_answers(local: LocalBackend) -> None:
     assert local.name == "tiny"
     assert str(local.speculation).startswith("speculation: grammar, prediction, suffix; as much as pays, at most 32")
 
 
 @pytest.mark.parametrize("prompt", [PROMPT, [{"role": "user", "content": PROMPT}]])
-def test_pieces_make_the_answer(local: Local, prompt: str | list[dict[str, str]]) -> None:
+def test_pieces_make_the_answer(local: LocalBackend, prompt: str | list[dict[str, str]]) -> None:
     whole = local.answer(prompt, PARAMS)
     assert "".join(piece.text for piece in local.stream(prompt, PARAMS)) == whole.text
     assert whole.finish_reason == "length"

@@ -26,7 +26,7 @@ def fake_command(monkeypatch: pytest.MonkeyPatch, error: BaseException | None = 
     module = types.ModuleType("fake_command")
     module.add_arguments, module.run = add_arguments, run  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "fake_command", module)
-    monkeypatch.setattr(cli, "COMMANDS", (cli.Command("fake", "fake_command", "pretend"),))
+    monkeypatch.setattr(cli, "COMMANDS", (cli.Subcommand("fake", "fake_command", "pretend"),))
 
 
 @pytest.mark.parametrize("words", [[], ["--help"], ["--version"], ["nonsense"]])

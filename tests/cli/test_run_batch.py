@@ -14,13 +14,13 @@ import httpx
 import pytest
 
 from foreword.cli import backends
-from foreword.cli.batch_file import URLS, Bad, Job, Output, read_lines
+from foreword.cli.batch_file import SUPPORTED_URLS, InvalidLine, BatchLine, BatchOutput, read_lines
 from foreword.cli.main import main
-from foreword.cli.run_batch import Caller, Tally, answer_all
+from foreword.cli.run_batch import BatchClient, BatchSummary, answer_all
 from foreword.errors import ConfigError, EngineDead
-from tests.fakes import FakeClient, Script
+from tests.fakes import FakeEngineClient, FakeOutput
 from tests.pictures import image_part
-from tests.serve.conftest import running
+from tests.serve.conftest import run_server
 from tests.vision_checkpoints import write_vision_checkpoint
 
 CHAT = "/v1/chat/completions"
@@ -63,20 +63,20 @@ def records(path: Path) -> dict[str, dict[str, Any]]:
 )
 def test_lines_that_are_no_requests(tmp_path: Path, text: Any, reason: str) -> None:
     (bad,) = read_lines(write(tmp_path / "in", text))
-    assert isinstance(bad, Bad) and reason in bad.reason and bad.line == 1
+    assert isinstance(bad, InvalidLine) and reason in bad.reason and bad.line_number == 1
 
 
 def test_lines_are_counted_and_ids_stand_once(tmp_path: Path) -> None:
-    items = list(read_lines(write(tmp_path / "in", chat("a"), "", chat("b"), chat("a"), *(line(url, url) for url in URLS))))
-    assert items[0] == Job(1, "a", CHAT, chat("a")["body"])
-    assert [item.line for item in items] == [1, 3, 4, 5, 6, 7, 8, 9]
-    assert isinstance(items[2], Bad) and "earlier line" in items[2].reason
-    assert [item.custom_id for item in items[3:]] == list(URLS)
+    items = list(read_lines(write(tmp_path / "in", chat("a"), "", chat("b"), chat("a"), *(line(url, url) for url in SUPPORTED_URLS))))
+    assert items[0] == BatchLine(1, "a", CHAT, chat("a")["body"])
+    assert [item.line_number for item in items] == [1, 3, 4, 5, 6, 7, 8, 9]
+    assert isinstance(items[2], InvalidLine) and "earlier line" in items[2].reason
+    assert [item.custom_id for item in items[3:]] == list(SUPPORTED_URLS)
 
 
 def test_bytes_that_are_no_text(tmp_path: Path) -> None:
     (tmp_path / "in").write_bytes(b'\xff\xfe\n{"custom_id": "a\xff"}\n')
-    assert all(isinstance(item, Bad) for item in read_lines(tmp_path / "in"))
+    assert all(isinstance(item, InvalidLine) for item in read_lines(tmp_path / "in"))
     with pytest.raises(ConfigError, match="nowhere"):
         list(read_lines(tmp_path / "nowhere"))
 
@@ -85,15 +85,15 @@ def replies(status: int) -> Callable[[httpx.Request], httpx.Response]:
     return lambda request: httpx.Response(status, json={"usage": {"prompt_tokens": 2, "completion_tokens": 3}})
 
 
-def answer(path: Path, output: Path, handler: Any, patience_s: float = 0.0) -> Tally:
-    tally = Tally()
+def answer(path: Path, output: Path, handler: Any, patience_s: float = 0.0) -> BatchSummary:
+    tally = BatchSummary()
 
     async def ask() -> None:
         async with httpx.AsyncClient(transport=httpx.MockTransport(handler), base_url="http://box") as http:
-            await answer_all(Caller(http, patience_s), items, opened, tally, 4)
+            await answer_all(BatchClient(http, patience_s), items, opened, tally, 4)
 
-    with Output(output) as opened:
-        items = (item for item in read_lines(path) if not opened.has(item))
+    with BatchOutput(output) as opened:
+        items = (item for item in read_lines(path) if not opened.contains(item))
         asyncio.run(ask())
     return tally
 
@@ -103,10 +103,10 @@ def test_what_is_answered_is_not_asked_again(tmp_path: Path) -> None:
     tally = answer(source, output, replies(200))
     assert (tally.ok, tally.failed, tally.prompt_tokens, tally.generated_tokens) == (20, 2, 40, 60)
     before = output.read_bytes()
-    assert answer(source, output, replies(500)) == Tally(started_s=pytest.approx(0, abs=1e9))
+    assert answer(source, output, replies(500)) == BatchSummary(started_s=pytest.approx(0, abs=1e9))
     assert output.read_bytes() == before
-    with Output(output) as opened:
-        assert opened.errors == 2
+    with BatchOutput(output) as opened:
+        assert opened.num_errors == 2
 
 
 def test_torn_lines_and_errors_of_the_server_are_asked_again(tmp_path: Path) -> None:
@@ -177,12 +177,12 @@ def test_a_server_that_is_gone_ends_the_run_and_not_the_file(tmp_path: Path, mon
 def test_a_file_of_something_else_is_left_alone(tmp_path: Path) -> None:
     write(tmp_path / "notes", "not an answer")
     with pytest.raises(ConfigError, match="no answer of a batch"):
-        Output(tmp_path / "notes")
+        BatchOutput(tmp_path / "notes")
     assert (tmp_path / "notes").read_text() == "not an answer\n"
-    with Output(tmp_path / "out"), pytest.raises(ConfigError, match="another run"):
-        Output(tmp_path / "out")
+    with BatchOutput(tmp_path / "out"), pytest.raises(ConfigError, match="another run"):
+        BatchOutput(tmp_path / "out")
     with pytest.raises(ConfigError, match="directory"):
-        Output(tmp_path)
+        BatchOutput(tmp_path)
 
 
 def test_wrong_use(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -215,7 +215,7 @@ def test_the_application_in_this_process(
     assert found["d"]["response"]["body"]["choices"][0]["finish_reason"] == "repetition"
     assert found["d"]["response"]["body"]["usage"]["completion_tokens"] == 1 + 256
     assert "3 answered, 2 failed" in capsys.readouterr().err
-    monkeypatch.setattr("foreword.cli.run_batch.Backends", None)  # nothing is loaded
+    monkeypatch.setattr("foreword.cli.run_batch.ServerStack", None)  # nothing is loaded
     assert main(arguments) == 1
     assert "0 answered, 0 failed, 5 were before" in capsys.readouterr().err
 
@@ -236,14 +236,14 @@ def test_pictures_in_lines(tmp_path: Path) -> None:
 
 
 def test_an_engine_that_dies_leaves_a_file_to_go_on_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    client = FakeClient()
+    client = FakeEngineClient()
 
-    class Fake(FakeClient):
+    class Fake(FakeEngineClient):
         def __new__(cls, *arguments: Any) -> Any:
             return client
 
-    client.script = lambda request: Script() if len(client.submitted) < 5 else client.kill() or Script()
-    monkeypatch.setattr(backends, "ProcessClient", Fake)
+    client.script = lambda request: FakeOutput() if len(client.submitted) < 5 else client.kill() or FakeOutput()
+    monkeypatch.setattr(backends, "SubprocessClient", Fake)
     source = write(tmp_path / "in", *(chat(f"r{i}", max_tokens=3) for i in range(9)))
     assert main(["run-batch", "-i", str(source), "-o", str(tmp_path / "out"), "--concurrency", "1"]) == 1
     assert len(records(tmp_path / "out")) == 4
@@ -257,7 +257,7 @@ def _hear_interrupts() -> None:
 def test_ctrl_c_leaves_a_file_to_go_on_from(tmp_path: Path) -> None:
     source = write(tmp_path / "in", *(chat(f"r{i}") for i in range(200)))
     words = ["run-batch", "-i", str(source), "-o", str(tmp_path / "out"), "--concurrency", "8", "--url"]
-    with running(client=FakeClient(Script(delay_s=0.01))) as server:
+    with run_server(client=FakeEngineClient(FakeOutput(delay_s=0.01))) as server:
         command = [sys.executable, "-m", "foreword", *words, server.url]
         process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=_hear_interrupts)
         deadline = time.monotonic() + 30
@@ -269,6 +269,6 @@ def test_ctrl_c_leaves_a_file_to_go_on_from(tmp_path: Path) -> None:
         assert process.returncode == 130 and "Traceback" not in said, said
         answered = records(tmp_path / "out")
         assert 0 < len(answered) < 200 and f"{len(answered)} answered, 0 failed" in said
-        server.say(Script())
+        server.set_output(FakeOutput())
         assert main([*words, server.url]) == 0
     assert set(records(tmp_path / "out")) == {f"r{i}" for i in range(200)}

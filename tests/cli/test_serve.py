@@ -59,7 +59,7 @@ def engine_pid(server: ServerProcess) -> int:
 
 
 def test_the_curl_line_works_when_pasted(plain: ServerProcess) -> None:
-    (line,) = [line.removeprefix("try: ") for line in plain.lines if line.startswith("try: ")]
+    (line,) = [line.removeprefix("try: ") for line in plain.banner_lines if line.startswith("try: ")]
     words = shlex.split(line)
     got = httpx.post(words[1], content=words[words.index("-d") + 1], headers={"Content-Type": "application/json"}, timeout=60)
     assert got.status_code == 200
@@ -67,7 +67,7 @@ def test_the_curl_line_works_when_pasted(plain: ServerProcess) -> None:
 
 
 def test_start_up_lines(plain: ServerProcess) -> None:
-    kinds = [line.split(":")[0] for line in plain.lines]
+    kinds = [line.split(":")[0] for line in plain.banner_lines]
     assert kinds[:4] == ["loaded", "memory", "address", "try"]
 
 
@@ -76,7 +76,7 @@ def test_with_speculation_off_nothing_of_it_is_there(plain: ServerProcess) -> No
     time.sleep(2.2)  # a throughput line is due
     assert ask(plain.url).status_code == 200
     scraped = httpx.get(f"{plain.url}/metrics").text
-    said = "\n".join(plain.read())
+    said = "\n".join(plain.read_log())
     assert "Throughput: " in said
     assert "request chatcmpl-" in said
     for text in (scraped, said):
@@ -87,7 +87,7 @@ def test_with_speculation_off_nothing_of_it_is_there(plain: ServerProcess) -> No
 def test_sigterm_ends_it_with_0_and_takes_the_engine_along(tiny: Path) -> None:
     with ServerProcess(Config(model=str(tiny))) as server:
         engine = engine_pid(server)
-        assert any(line.startswith("speculation: grammar, prediction, suffix; as much as pays") for line in server.lines)
+        assert any(line.startswith("speculation: grammar, prediction, suffix; as much as pays") for line in server.banner_lines)
         assert server.stop() == 0
     with pytest.raises(ProcessLookupError):
         os.kill(engine, 0)
@@ -151,7 +151,7 @@ def test_sigterm_lets_answers_finish_or_hands_them_back(roomy: Config) -> None:
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "shutting_down") and refused.headers["Retry-After"]
         assert server.wait(30) == 0
         reader.join(30)
-        assert "Traceback" not in "".join(server.read())
+        assert "Traceback" not in "".join(server.read_log())
     assert said[-2] == "data: [DONE]" and '"code":"shutting_down"' in said[-4]
 
 

@@ -58,5 +58,5 @@ def test_what_is_wrong_names_the_flag(tmp_path: Path, capsys: pytest.CaptureFixt
 def test_a_server_is_asked_for_the_same(structured: StructuredOutput) -> None:
     _, body = request_body("m", [{"role": "user", "content": "Hi"}], SamplingParams(structured=structured))
     heard: Any = ChatBody.model_validate(json.loads(json.dumps(body))).params().structured
-    assert (heard.kind, heard.text) == (structured.kind, structured.text)
+    assert (heard.kind, heard.text) == (structured.constraint_type, structured.text)
     assert (heard.whitespace, heard.after) == (structured.whitespace, structured.after)

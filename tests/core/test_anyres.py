@@ -8,7 +8,7 @@ from transformers.image_processing_utils import select_best_resolution
 from transformers.models.llava_next.modeling_llava_next import unpad_image
 from transformers.models.llava_next.processing_llava_next import LlavaNextProcessor
 
-from foreword.core.anyres import best_resolution, tiling
+from foreword.core.anyres import choose_resolution, compute_tiling
 
 RESOLUTIONS = ((336, 672), (672, 336), (672, 672), (1008, 336), (336, 1008))
 SIZES = st.tuples(st.integers(1, 3000), st.integers(1, 3000))
@@ -18,18 +18,18 @@ LISTS = st.lists(st.tuples(st.integers(1, 4), st.integers(1, 4)), min_size=1, ma
 @given(SIZES, LISTS)
 def test_best_resolution(size: tuple[int, int], tiles: list[tuple[int, int]]) -> None:
     resolutions = [(336 * rows, 336 * columns) for rows, columns in tiles]
-    assert best_resolution(size, resolutions) == select_best_resolution(size, resolutions)
+    assert choose_resolution(size, resolutions) == select_best_resolution(size, resolutions)
 
 
 @given(SIZES)
 def test_what_remains_of_tiles(size: tuple[int, int]) -> None:
     """As the model of transformers cuts, and as its processor counts."""
-    made = tiling(size, RESOLUTIONS, tile=336, features=24)
-    assert made.tiles == tuple(length // 336 for length in select_best_resolution(size, list(RESOLUTIONS)))
-    rows, columns = 24 * made.tiles[0], 24 * made.tiles[1]
+    made = compute_tiling(size, RESOLUTIONS, tile_size=336, features_per_side=24)
+    assert made.tile_grid == tuple(length // 336 for length in select_best_resolution(size, list(RESOLUTIONS)))
+    rows, columns = 24 * made.tile_grid[0], 24 * made.tile_grid[1]
     kept = unpad_image(Shape(rows, columns), size)
-    assert kept == (*made.margin, *made.kept)
-    counted = LlavaNextProcessor._get_unpadded_features(None, *size, 24, 24, *made.tiles)
+    assert kept == (*made.padding, *made.feature_grid)
+    counted = LlavaNextProcessor._get_unpadded_features(None, *size, 24, 24, *made.tile_grid)
     assert sum(counted) == made.num_tokens
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from foreword.core.batch import Chunk, build_batch, owners_of
+from foreword.core.batch import Chunk, build_batch, request_index_of
 
 
 def test_rows_stand_where_they_belong() -> None:
@@ -13,7 +13,7 @@ def test_rows_stand_where_they_belong() -> None:
     assert batch.positions.tolist() == [3, 4, 5, 0, 1, 0, 0, 0]
     assert batch.slots.tolist() == [5 * 4 + 3, 2 * 4, 2 * 4 + 1, 7 * 4, 7 * 4 + 1, 0, 0, 0]
     assert batch.block_tables.tolist() == [[5, 2], [7, 0], [0, 0]]
-    assert batch.row_starts == (0, 3, 5) and batch.ends == (6, 2)
+    assert batch.query_start_loc == (0, 3, 5) and batch.seq_lens == (6, 2)
     assert batch.sample_rows.tolist() == [3, 4]
 
 
@@ -25,8 +25,8 @@ def test_a_row_without_a_slot_is_our_bug() -> None:
 @pytest.mark.parametrize("row_tile", [1, 8])
 def test_rows_know_their_request(row_tile: int) -> None:
     chunks = [Chunk([1] * rows, 0, [1, 2], rows) for rows in (3, 1, 2)]
-    batch = build_batch(chunks, 4, row_tile, "cpu", directions=True, owners=True)
-    assert batch.owners is not None and batch.rope_positions is not None
-    assert batch.owners.tolist() == [0, 0, 0, 1, 2, 2] + [3] * (row_tile == 8) * 2
-    assert torch.equal(owners_of(build_batch(chunks, 4, row_tile, "cpu")), batch.owners)
-    assert batch.rope_positions.shape == (len(batch.token_ids), 3)
+    batch = build_batch(chunks, 4, row_tile, "cpu", mrope=True, with_request_index=True)
+    assert batch.request_index is not None and batch.mrope_positions is not None
+    assert batch.request_index.tolist() == [0, 0, 0, 1, 2, 2] + [3] * (row_tile == 8) * 2
+    assert torch.equal(request_index_of(build_batch(chunks, 4, row_tile, "cpu")), batch.request_index)
+    assert batch.mrope_positions.shape == (len(batch.token_ids), 3)

@@ -7,7 +7,7 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from foreword.core.ledger import Ledger, Tally
+from foreword.core.ledger import PenaltyState, TokenCounts
 from foreword.core.params import SamplingParams
 from foreword.core.request import Request
 
@@ -21,10 +21,10 @@ IDS = st.integers(0, 9) | st.integers(0, 2000)
 )
 @settings(max_examples=100, deadline=None)
 def test_counts_follow_the_text(runs: list[list[int]], drafts: list[list[int]], begin: int) -> None:
-    tally, text = Tally(begin), [0] * begin
+    tally, text = TokenCounts(begin), [0] * begin
     for run in runs:
         text += run
-        tally.follow(text)
+        tally.update(text)
         for draft in ([], *drafts):
             ids, counts = tally.counts(draft)
             assert dict(zip(ids.tolist(), counts.tolist(), strict=True)) == Counter([*text[begin:], *draft])
@@ -32,14 +32,14 @@ def test_counts_follow_the_text(runs: list[list[int]], drafts: list[list[int]], 
 
 
 def test_prompt_and_output_are_told_apart() -> None:
-    ledger = Ledger(Request("r", (1, 2, 2), SamplingParams(), seed=0))
-    assert set(ledger.seen([1, 2, 2, 3], (9,)).tolist()) == {1, 2, 3, 9}
-    ids, counts = ledger.counts([1, 2, 2, 3, 2], (3, 9))
+    ledger = PenaltyState(Request("r", (1, 2, 2), SamplingParams(), seed=0))
+    assert set(ledger.seen_ids([1, 2, 2, 3], (9,)).tolist()) == {1, 2, 3, 9}
+    ids, counts = ledger.output_counts([1, 2, 2, 3, 2], (3, 9))
     assert dict(zip(ids.tolist(), counts.tolist(), strict=True)) == {3: 2, 2: 1, 9: 1}
 
 
 def test_allowed_ids_become_bits_of_each_vocabulary() -> None:
-    ledger = Ledger(Request("r", (1,), SamplingParams(allowed_token_ids=(0, 31, 31, 33, 10**9)), seed=0))
-    assert ledger.allowed(64).tolist() == [1 - 2**31, 2]
-    assert ledger.allowed(33).tolist() == [1 - 2**31, 0]
-    assert ledger.allowed(64) is ledger.allowed(64)
+    ledger = PenaltyState(Request("r", (1,), SamplingParams(allowed_token_ids=(0, 31, 31, 33, 10**9)), seed=0))
+    assert ledger.allowed_mask(64).tolist() == [1 - 2**31, 2]
+    assert ledger.allowed_mask(33).tolist() == [1 - 2**31, 0]
+    assert ledger.allowed_mask(64) is ledger.allowed_mask(64)

@@ -4,14 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from foreword.core.memory import ALIGNMENT, CHUNK, HUGE_PAGE, HugePages
+from foreword.core.memory import ALIGNMENT, CHUNK_BYTES, HUGE_PAGE_BYTES, HugePages
 
 ROLLUP = Path("/proc/self/smaps_rollup")
 
 
 def test_pieces_are_zeros_of_their_own():
     memory = HugePages()
-    pieces = [memory.take(size) for size in (1, 63, 64, 65, 100_000)]
+    pieces = [memory.allocate(size) for size in (1, 63, 64, 65, 100_000)]
     for value, piece in enumerate(pieces, 1):
         assert piece.data_ptr() % ALIGNMENT == 0 and not piece.any()
         piece.fill_(value)
@@ -20,8 +20,8 @@ def test_pieces_are_zeros_of_their_own():
 
 def test_what_is_larger_than_a_chunk_begins_at_a_huge_page():
     memory = HugePages()
-    memory.take(1)
-    assert memory.take(CHUNK + 1).data_ptr() % HUGE_PAGE == 0
+    memory.allocate(1)
+    assert memory.allocate(CHUNK_BYTES + 1).data_ptr() % HUGE_PAGE_BYTES == 0
 
 
 def test_pages_are_huge_where_the_system_has_them():
@@ -29,7 +29,7 @@ def test_pages_are_huge_where_the_system_has_them():
     if not setting.exists() or "[never]" in setting.read_text() or not ROLLUP.exists():
         pytest.skip("this system has no huge pages to give")
     before = huge_kilobytes()
-    piece = HugePages().take(8 * HUGE_PAGE)
+    piece = HugePages().allocate(8 * HUGE_PAGE_BYTES)
     piece.fill_(1)
     assert huge_kilobytes() - before > 0
 

@@ -93,8 +93,8 @@ def test_lists_and_lone_texts_are_taken() -> None:
 
 def test_seeds_of_choices_wrap_around() -> None:
     params = SamplingParams(n=3)
-    assert [params.choice(i, 2**64 - 1).seed for i in range(3)] == [2**64 - 1, 0, 1]
-    assert params.choice(0, 5).n == 1
+    assert [params.for_choice(i, 2**64 - 1).seed for i in range(3)] == [2**64 - 1, 0, 1]
+    assert params.for_choice(0, 5).n == 1
 
 
 def test_a_prediction_is_a_text() -> None:
@@ -109,8 +109,8 @@ def test_ids_to_score_ask_for_log_probabilities() -> None:
 
 
 def test_repeats_cost_nothing_unless_asked() -> None:
-    assert SamplingParams(dry_multiplier=1).dry
-    assert not SamplingParams().dry and not SamplingParams(dry_multiplier=1, dry_penalty_last_n=0).dry
+    assert SamplingParams(dry_multiplier=1).uses_dry
+    assert not SamplingParams().uses_dry and not SamplingParams(dry_multiplier=1, dry_penalty_last_n=0).uses_dry
 
 
 def test_greedy_begins_below_its_bound() -> None:
@@ -119,4 +119,4 @@ def test_greedy_begins_below_its_bound() -> None:
 
 
 def test_what_differs_from_the_defaults() -> None:
-    assert SamplingParams(top_k=5, temperature=1.0).changed() == {"top_k": 5}
+    assert SamplingParams(top_k=5, temperature=1.0).non_default_fields() == {"top_k": 5}

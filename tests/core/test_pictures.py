@@ -4,13 +4,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foreword.core.pictures import Picture, placed
+from foreword.core.pictures import PromptImage, expand_placeholders
 
 PLACEHOLDER = 9
 
 
-def picture(num_tokens: int, digest: bytes = b"") -> Picture:
-    return Picture(digest, num_tokens, (1, 1, num_tokens), (4, 2), (1, 3, 4, 2), bytes(24))
+def picture(num_tokens: int, digest: bytes = b"") -> PromptImage:
+    return PromptImage(digest, num_tokens, (1, 1, num_tokens), (4, 2), (1, 3, 4, 2), bytes(24))
 
 
 @given(st.lists(st.lists(st.integers(0, 8), max_size=3), min_size=1, max_size=4), st.data())
@@ -18,7 +18,7 @@ def test_placed(texts: list[list[int]], data: st.DataObject) -> None:
     """Every picture has its run of placeholders where its one placeholder stood; the text is what it was."""
     pictures = [picture(data.draw(st.integers(1, 5)), bytes([number])) for number in range(len(texts) - 1)]
     prompt = [*texts[0], *(token_id for text in texts[1:] for token_id in (PLACEHOLDER, *text))]
-    ids, found = placed(prompt, PLACEHOLDER, pictures)
+    ids, found = expand_placeholders(prompt, PLACEHOLDER, pictures)
     assert [one.digest for one in found] == [one.digest for one in pictures]
     covered = [index for one in found for index in range(one.start, one.end)]
     assert [index for index, token_id in enumerate(ids) if token_id == PLACEHOLDER] == covered
@@ -27,11 +27,11 @@ def test_placed(texts: list[list[int]], data: st.DataObject) -> None:
 
 def test_a_picture_too_many() -> None:
     with pytest.raises(AssertionError, match="without a placeholder"):
-        placed([1, PLACEHOLDER], PLACEHOLDER, [picture(2), picture(2)])
+        expand_placeholders([1, PLACEHOLDER], PLACEHOLDER, [picture(2), picture(2)])
 
 
 def test_bare() -> None:
     """What crosses the seam a second time has no pixels, and is the same picture."""
     one = picture(2, b"d")
-    assert one.bare().pixels is None and one.bare().digest == one.digest and one.bare().bare() == one.bare()
+    assert one.without_pixels().pixels is None and one.without_pixels().digest == one.digest and one.without_pixels().without_pixels() == one.without_pixels()
     assert one.num_bytes == len(one.pixels or b"") and "pixels" not in repr(one)

@@ -6,18 +6,18 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foreword.core.pictures import Picture
-from foreword.core.positions import RopePositions
+from foreword.core.pictures import PromptImage
+from foreword.core.positions import MRopePositions
 
 
-def picture(start: int, grid: tuple[int, int, int]) -> Picture:
-    return Picture(b"", grid[0] * grid[1] * grid[2], grid, (1, 1), (1, 3, 1, 1), b"", start)
+def picture(start: int, grid: tuple[int, int, int]) -> PromptImage:
+    return PromptImage(b"", grid[0] * grid[1] * grid[2], grid, (1, 1), (1, 3, 1, 1), b"", start)
 
 
 @st.composite
-def prompts(draw: st.DrawFn) -> tuple[list[Picture], int]:
+def prompts(draw: st.DrawFn) -> tuple[list[PromptImage], int]:
     """Pictures in a prompt, and its length."""
-    pictures: list[Picture] = []
+    pictures: list[PromptImage] = []
     length = draw(st.integers(0, 3))
     for _ in range(draw(st.integers(0, 3))):
         pictures.append(picture(length, (1, draw(st.integers(1, 4)), draw(st.integers(1, 5)))))
@@ -25,7 +25,7 @@ def prompts(draw: st.DrawFn) -> tuple[list[Picture], int]:
     return pictures, length
 
 
-def one_by_one(pictures: Sequence[Picture], length: int) -> list[tuple[int, int, int]]:
+def one_by_one(pictures: Sequence[PromptImage], length: int) -> list[tuple[int, int, int]]:
     found: list[tuple[int, int, int]] = []
     after = 0
     starts = {one.start: one for one in pictures}
@@ -35,25 +35,25 @@ def one_by_one(pictures: Sequence[Picture], length: int) -> list[tuple[int, int,
             found.append((after, after, after))
             after += 1
             continue
-        _, rows, columns = one.grid
+        _, rows, columns = one.grid_thw
         found += [(after, after + row, after + column) for row in range(rows) for column in range(columns)]
         after = max(max(place) for place in found) + 1
     return found
 
 
 @given(prompts(), st.data())
-def test_rows(prompt: tuple[list[Picture], int], data: st.DataObject) -> None:
+def test_rows(prompt: tuple[list[PromptImage], int], data: st.DataObject) -> None:
     """Any rows, also across the end of the prompt, are those that a walk finds."""
     pictures, length = prompt
     expected = np.array(one_by_one(pictures, length + 9)).reshape(-1, 3)
     start = data.draw(st.integers(0, length + 9))
     end = data.draw(st.integers(start, length + 9))
-    assert (RopePositions(pictures).rows(start, end) == expected[start:end]).all()
+    assert (MRopePositions(pictures).rows(start, end) == expected[start:end]).all()
 
 
 def test_lag() -> None:
     """Behind a picture of 2 rows and 3 columns, text goes on 3 places after its beginning, not 6."""
-    positions = RopePositions([picture(1, (1, 2, 3))])
+    positions = MRopePositions([picture(1, (1, 2, 3))])
     assert positions.rows(0, 9).tolist() == [
         [0, 0, 0],
         [1, 1, 1],
@@ -68,7 +68,7 @@ def test_lag() -> None:
 
 
 @given(prompts())
-def test_never_ahead_of_the_index(prompt: tuple[list[Picture], int]) -> None:
+def test_never_ahead_of_the_index(prompt: tuple[list[PromptImage], int]) -> None:
     """Tables of cosines have a line for each index: no position may lie beyond them."""
     pictures, length = prompt
-    assert (RopePositions(pictures).rows(0, length + 5) <= np.arange(length + 5)[:, None]).all()
+    assert (MRopePositions(pictures).rows(0, length + 5) <= np.arange(length + 5)[:, None]).all()

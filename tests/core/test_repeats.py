@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from foreword.core.params import MAX_REPEAT
-from foreword.core.repeats import Repeats
+from foreword.core.params import MAX_REPEAT_LEN
+from foreword.core.repeats import SuffixRepeats
 
 BREAKERS = ((7,), (5, 6), (4, 4, 6))
 IDS = st.integers(0, 7) | st.integers(0, 2)
@@ -15,7 +15,7 @@ IDS = st.integers(0, 7) | st.integers(0, 2)
 
 def searched(text: list[int], breakers: tuple[tuple[int, ...], ...], allowed: int, window: int) -> dict[int, int]:
     """The longest repeat that each id would go on with, by comparing the end of the text with every place in it."""
-    reach = min(end_of_breaker(text, breakers), MAX_REPEAT)
+    reach = min(end_of_breaker(text, breakers), MAX_REPEAT_LEN)
     text = text if window < 0 else text[max(len(text) - window, 0) :]
     whole = len(text)
     found: dict[int, int] = {}
@@ -37,8 +37,8 @@ def end_of_breaker(text: list[int], breakers: tuple[tuple[int, ...], ...]) -> in
     return len(text)
 
 
-def continued(repeats: Repeats, draft: list[int], allowed: int, window: int) -> dict[int, int]:
-    ids, lengths = repeats.continued(tuple(draft), allowed, window)
+def continued(repeats: SuffixRepeats, draft: list[int], allowed: int, window: int) -> dict[int, int]:
+    ids, lengths = repeats.find_continuations(tuple(draft), allowed, window)
     return dict(zip(ids.tolist(), lengths.tolist(), strict=True))
 
 
@@ -53,20 +53,20 @@ def continued(repeats: Repeats, draft: list[int], allowed: int, window: int) -> 
 def test_as_a_search_finds_them(
     runs: list[list[int]], drafts: list[list[int]], breakers: tuple[tuple[int, ...], ...], allowed: int, window: int
 ) -> None:
-    repeats, text = Repeats(breakers), []
+    repeats, text = SuffixRepeats(breakers), []
     for run in runs:
         text += run
-        repeats.follow(text)
+        repeats.update(text)
         for draft in ([], *drafts, *(drafts[-1][:n] for n in range(5) if drafts)):
             assert continued(repeats, draft, allowed, window) == searched([*text, *draft], breakers, allowed, window)
 
 
-@pytest.mark.parametrize("size", [MAX_REPEAT, 3 * MAX_REPEAT, 5000])
+@pytest.mark.parametrize("size", [MAX_REPEAT_LEN, 3 * MAX_REPEAT_LEN, 5000])
 def test_how_long_a_repeat_is_does_not_depend_on_when_it_was_looked_at(size: int) -> None:
-    at_once, one_by_one = Repeats(), Repeats()
+    at_once, one_by_one = SuffixRepeats(), SuffixRepeats()
     text = [3] * size
-    at_once.follow(text)
+    at_once.update(text)
     for n in range(0, size, 7):
-        one_by_one.follow(text[: n + 1])
-    one_by_one.follow(text)
-    assert continued(at_once, [], 2, -1) == continued(one_by_one, [], 2, -1) == {3: min(size - 1, MAX_REPEAT)}
+        one_by_one.update(text[: n + 1])
+    one_by_one.update(text)
+    assert continued(at_once, [], 2, -1) == continued(one_by_one, [], 2, -1) == {3: min(size - 1, MAX_REPEAT_LEN)}

@@ -5,11 +5,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from foreword.core.params import SamplingParams
-from foreword.core.request import Ending, Request, RequestState
+from foreword.core.request import FinishResult, Request, RequestState
 
 
 def state_of(max_model_len: int = 100, delivered: tuple[int, ...] = (), **params: object) -> RequestState:
-    return RequestState(Request("a", (1, 2, 3), SamplingParams(**params), 0, (9,), delivered_ids=delivered), 0, max_model_len)  # type: ignore[arg-type]
+    return RequestState(Request("a", (1, 2, 3), SamplingParams(**params), 0, (9,), resume_output_ids=delivered), 0, max_model_len)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -26,7 +26,7 @@ def state_of(max_model_len: int = 100, delivered: tuple[int, ...] = (), **params
     ],
 )
 def test_the_earliest_token_decides(params: dict[str, object], run: list[int], ending: tuple[object, ...]) -> None:
-    assert state_of(**params).ending(run) == Ending(*ending)  # type: ignore[arg-type]
+    assert state_of(**params).check_finish(run) == FinishResult(*ending)  # type: ignore[arg-type]
 
 
 @given(
@@ -50,8 +50,8 @@ def _runs(tokens: list[int], sizes: list[int]) -> list[list[int]]:
 
 def _follow(state: RequestState, runs: list[list[int]]) -> tuple[list[int], str | None]:
     for run in runs:
-        end = state.ending(run)
-        state.append(run[: end.kept])
+        end = state.check_finish(run)
+        state.append(run[: end.num_kept])
         if end.finish_reason:
             return state.tokens, end.finish_reason
     return state.tokens, None

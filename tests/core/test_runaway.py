@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from foreword.core import runaway
 from foreword.core.params import SamplingParams
-from foreword.core.request import Ending, Request, RequestState
-from foreword.core.runaway import SCALES, Repetition, RunawayGuard
+from foreword.core.request import FinishResult, Request, RequestState
+from foreword.core.runaway import PATTERN_LIMITS, Repetition, RepetitionDetector
 from foreword.demo import MODEL
 from foreword.text.tokenizer import Tokenizer
 from tests.fakes import byte_tokenizer
@@ -24,11 +24,11 @@ TOKENIZERS: dict[str, Callable[[], Tokenizer]] = {"demo": lambda: Tokenizer.from
 
 def obvious(tokens: Sequence[int]) -> Repetition | None:
     """The definition, word for word: every token, every pattern."""
-    runs = [0] * (runaway.SCALES[-1][0] + 1)
+    runs = [0] * (runaway.PATTERN_LIMITS[-1][0] + 1)
     for i, token in enumerate(tokens):
         for pattern in range(1, min(i, len(runs) - 1) + 1):
             runs[pattern] = runs[pattern] + 1 if tokens[i - pattern] == token else 0
-        for longest, enough in runaway.SCALES:
+        for longest, enough in runaway.PATTERN_LIMITS:
             for pattern in range(1, longest + 1):
                 if runs[pattern] >= enough:
                     return Repetition(i + 1, pattern)
@@ -37,14 +37,14 @@ def obvious(tokens: Sequence[int]) -> Repetition | None:
 
 def guarded(tokens: Sequence[int], sizes: Sequence[int] = (1,)) -> Repetition | None:
     """What the guard says, fed with runs of these sizes in turn."""
-    guard, fed = RunawayGuard(), 0
+    guard, fed = RepetitionDetector(), 0
     for size in cycle(sizes):
         run = tokens[fed : fed + size]
-        expected = guard.find(run)
+        expected = guard.peek(run)
         found = guard.feed(run)
         assert found == expected, "find() is feed() without a trace"
         if found is not None:
-            return Repetition(fed + found.num_tokens, found.pattern)
+            return Repetition(fed + found.num_tokens, found.pattern_len)
         fed += size
         if fed >= len(tokens):
             return None
@@ -64,7 +64,7 @@ def test_every_pattern_is_found_with_its_last_allowed_token(preamble: int) -> No
     for pattern in range(1, 129):
         found = guarded(looping(pattern, preamble, 600, seed=pattern), (1, 4, 2, 9))
         assert found is not None and found.num_tokens <= preamble + pattern + 256, pattern
-        assert found.pattern <= pattern
+        assert found.pattern_len <= pattern
 
 
 @pytest.mark.parametrize(("pattern", "enough"), [(129, 1024), (500, 1024), (512, 1024), (513, 4096), (2048, 4096)])
@@ -101,7 +101,7 @@ def test_loops_in_loops_are_what_the_definition_says(parts: list[tuple[list[int]
     """With scales so small that patterns begin, break off and follow each other; and in runs of every size."""
     tokens = [token for words, times in parts for token in words * times] or [0]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runaway, "SCALES", SMALL)
+        patch.setattr(runaway, "PATTERN_LIMITS", SMALL)
         expected = obvious(tokens)
         assert guarded(tokens) == expected
         assert guarded(tokens, sizes) == expected
@@ -115,28 +115,28 @@ def test_tokens_with_equal_bytes_are_told_apart() -> None:
 
 
 def test_memory_is_bounded() -> None:
-    guard, chance = RunawayGuard(), random.Random(0)
+    guard, chance = RepetitionDetector(), random.Random(0)
     for _ in range(300):
         assert guard.feed([chance.randrange(9) for _ in range(100)]) is None
-        assert len(guard._tail) <= sum(SCALES[-1]) + 1024
+        assert len(guard._tail) <= sum(PATTERN_LIMITS[-1]) + 1024
 
 
 def test_looks_are_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where somebody breaks each pattern off with the last token that is allowed."""
     looks: list[int] = []
-    repeating = RunawayGuard._repeating
+    repeating = RepetitionDetector._longest_run
 
-    def counted(self: RunawayGuard, longest: int, enough: int) -> tuple[int, int]:
+    def counted(self: RepetitionDetector, longest: int, enough: int) -> tuple[int, int]:
         looks.append(longest)
         return repeating(self, longest, enough)
 
-    monkeypatch.setattr(RunawayGuard, "_repeating", counted)
+    monkeypatch.setattr(RepetitionDetector, "_longest_run", counted)
     for block in ([7] * 256, [1, 2] * 128, list(range(128)) * 2, [*range(100), *range(28)] * 2):
         tokens = [token for start in range(200) for token in [*block, 1000 + start]]
         looks.clear()
         assert guarded(tokens, (3,)) is None
         # each look is made twice here, by find() and by feed(); what it reads is 2 * longest tokens
-        assert sum(2 * longest for longest in looks) <= 2 * len(SCALES) * 4 * len(tokens)
+        assert sum(2 * longest for longest in looks) <= 2 * len(PATTERN_LIMITS) * 4 * len(tokens)
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
@@ -162,7 +162,7 @@ def test_the_same_texts_for_ever_do_alarm(name: str) -> None:
 
 
 def state_of(mode: str | None, delivered: Sequence[int] = (), **params: object) -> RequestState:
-    request = Request("a", (1, 2, 3), SamplingParams(on_runaway=mode, **params), 0, (9,), delivered_ids=tuple(delivered))  # type: ignore[arg-type]
+    request = Request("a", (1, 2, 3), SamplingParams(on_runaway=mode, **params), 0, (9,), resume_output_ids=tuple(delivered))  # type: ignore[arg-type]
     return RequestState(request, 0, 5000)
 
 
@@ -170,11 +170,11 @@ def followed(state: RequestState, tokens: Sequence[int], size: int) -> tuple[int
     """(tokens of the answer, why it ended, what was told: (tokens so far, pattern))"""
     told = []
     for start in range(0, len(tokens), size):
-        end = state.ending(tokens[start : start + size])
-        assert state.ending(tokens[start : start + size]) == end, "asking changes nothing"
-        if end.repeating:
-            told.append((state.num_output + end.repeating.num_tokens, end.repeating.pattern))
-        state.append(tokens[start : start + end.kept])
+        end = state.check_finish(tokens[start : start + size])
+        assert state.check_finish(tokens[start : start + size]) == end, "asking changes nothing"
+        if end.repetition:
+            told.append((state.num_output + end.repetition.num_tokens, end.repetition.pattern_len))
+        state.append(tokens[start : start + end.num_kept])
         if end.finish_reason:
             return state.num_output, end.finish_reason, told
     return state.num_output, None, told
@@ -196,7 +196,7 @@ def test_warn_tells_once_and_goes_on(size: int) -> None:
 @pytest.mark.parametrize("mode", ["off", None])
 def test_off_is_no_guard(mode: str | None) -> None:
     state = state_of(mode)
-    assert state._guard is None
+    assert state._repetition_detector is None
     assert followed(state, LOOP, 7) == (1200, None, [])
 
 
@@ -221,9 +221,9 @@ def test_the_earliest_token_decides(size: int) -> None:
 
 
 def test_a_run_that_ends_before_the_repetition_is_as_before() -> None:
-    assert state_of("stop").ending([5, 9, 5]) == Ending(2, "stop", 9)
+    assert state_of("stop").check_finish([5, 9, 5]) == FinishResult(2, "stop", 9)
 
 
 def test_a_vector_has_no_guard() -> None:
     request = Request("a", (1, 2), SamplingParams(on_runaway="stop"), 0, pooling="last")
-    assert RequestState(request, 0, 100)._guard is None
+    assert RequestState(request, 0, 100)._repetition_detector is None

@@ -4,7 +4,7 @@ import pydantic
 import pytest
 
 from foreword import SamplingParams, StructuredOutput
-from foreword.core.structured import MAX_BYTES
+from foreword.core.structured import MAX_CONSTRAINT_BYTES
 from foreword.errors import InvalidRequest
 
 
@@ -22,11 +22,11 @@ def test_schemas_in_all_their_forms() -> None:
 
 
 def test_the_others() -> None:
-    assert StructuredOutput.json_object().kind == "json_object"
+    assert StructuredOutput.json_object().constraint_type == "json_object"
     assert StructuredOutput.regex("a+", after="</think>") == StructuredOutput("regex", "a+", after="</think>")
     assert StructuredOutput.choice(["yes", "né"]).text == '["yes","né"]'
-    assert StructuredOutput.grammar('root ::= "a"').kind == "gbnf"
-    assert StructuredOutput.grammar('start: "a"').kind == "lark"
+    assert StructuredOutput.grammar('root ::= "a"').constraint_type == "gbnf"
+    assert StructuredOutput.grammar('start: "a"').constraint_type == "lark"
     assert StructuredOutput.structural_tag({"triggers": ["<a"]}).text == '{"triggers":["<a"]}'
     assert SamplingParams(structured=StructuredOutput.regex("a")).structured is not None
 
@@ -38,7 +38,7 @@ def test_the_others() -> None:
         (lambda: StructuredOutput("regex", ""), "not empty"),
         (lambda: StructuredOutput("regex", 5), "not empty"),  # type: ignore[arg-type]
         (lambda: StructuredOutput("regex", "a", after=""), "after"),
-        (lambda: StructuredOutput("regex", "a" * (MAX_BYTES + 1)), "1048576"),
+        (lambda: StructuredOutput("regex", "a" * (MAX_CONSTRAINT_BYTES + 1)), "1048576"),
         (lambda: StructuredOutput("regex", "a\ud800"), "surrogate at character 1"),
         (lambda: StructuredOutput.json_schema(5), "JSON schema"),
         (lambda: StructuredOutput.json_schema({"a": float("nan")}), "written as JSON"),

@@ -4,9 +4,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foreword.core.uploads import uploaded
+from foreword.core.uploads import upload
 from tests.device import DEVICE
-from tests.pretend_cuda import Pretended
+from tests.pretend_cuda import FakeCuda
 
 pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="there is a real GPU")
 
@@ -21,8 +21,8 @@ def test_values_types_and_shapes_arrive() -> None:
         np.array([[0.1, -np.inf]]),
         np.arange(5, dtype=np.int32),
     ]
-    with Pretended() as gpu:
-        there = uploaded(arrays, CUDA)
+    with FakeCuda() as gpu:
+        there = upload(arrays, CUDA)
         assert gpu.counts == {"upload": 1}
         for array, tensor in zip(arrays, there, strict=True):
             assert tensor.device.type == "cuda" and tensor.storage_offset() * tensor.itemsize % 16 == 0
@@ -35,8 +35,8 @@ def test_values_types_and_shapes_arrive() -> None:
 def test_tensors_that_share_one_memory(shapes: list[list[int]]) -> None:
     """Nothing overlaps, and each begins where wide loads are allowed."""
     columns = [np.arange(int(np.prod(shape))).reshape(shape) + 100 * n for n, shape in enumerate(shapes)]
-    with Pretended():
-        views = uploaded(columns, CUDA)
+    with FakeCuda():
+        views = upload(columns, CUDA)
         for view, column in zip(views, columns, strict=True):
             assert view.storage_offset() % 2 == 0
             assert np.array_equal(view.cpu().numpy(), column)

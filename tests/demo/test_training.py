@@ -15,14 +15,14 @@ TOKENIZER = Tokenizer.from_file(str(demo.MODEL / "tokenizer.json"))
 
 
 def test_rows_are_a_function_of_the_seed() -> None:
-    one, same, other = (corpus.rows(TOKENIZER, Random(seed), 4, 256) for seed in (1, 1, 2))
+    one, same, other = (corpus.pack_rows(TOKENIZER, Random(seed), 4, 256) for seed in (1, 1, 2))
     for name in ("tokens", "positions", "documents", "labels"):
         assert np.array_equal(getattr(one, name), getattr(same, name))
     assert not np.array_equal(one.tokens, other.tokens)
 
 
 def test_labels_are_the_next_tokens_of_the_same_document() -> None:
-    rows = corpus.rows(TOKENIZER, Random(0), 4, 256)
+    rows = corpus.pack_rows(TOKENIZER, Random(0), 4, 256)
     learned = rows.labels >= 0
     assert not learned[:, -1].any()
     assert np.array_equal(rows.labels[:, :-1][learned[:, :-1]], rows.tokens[:, 1:][learned[:, :-1]])
@@ -41,11 +41,11 @@ def test_nothing_held_out_is_trained_on(kind: str) -> None:
 def test_held_out_wordings_are_not_trained_in_any_dress() -> None:
     train, held_out = faq.wordings()
     assert set(train) == set(held_out) == set(page.answers())
-    forbidden = {faq.normal(one) for several in held_out.values() for one in several}
+    forbidden = {faq.normalize(one) for several in held_out.values() for one in several}
     assert len(forbidden) == 2 * len(held_out)
     rng = Random(5)
-    assert forbidden.isdisjoint(faq.normal(faq.ask(rng, 1).prompt) for _ in range(20_000))
-    assert forbidden.isdisjoint(faq.normal(one) for several in train.values() for one in several)
+    assert forbidden.isdisjoint(faq.normalize(faq.ask(rng, 1).prompt) for _ in range(20_000))
+    assert forbidden.isdisjoint(faq.normalize(one) for several in train.values() for one in several)
 
 
 def test_answers_of_the_faq_are_short() -> None:
@@ -78,13 +78,13 @@ def test_stories_are_recognised_and_others_are_not() -> None:
 
 def test_chains_count_as_speculative_decoding_does() -> None:
     output = [1, 2, 3, 4, 5, 6, 7]
-    assert evaluate.chains(output, lambda at: output[at : at + 4]) == (6, 6)  # 4 and a free one, then the last 2
-    assert evaluate.chains(output, lambda at: [0, 0, 0, 0]) == (4 + 4 + 4 + 4 + 3 + 2 + 1, 0)
-    assert evaluate.chains(output, lambda at: []) == (0, 0)
+    assert evaluate.count_accepted(output, lambda at: output[at : at + 4]) == (6, 6)  # 4 and a free one, then the last 2
+    assert evaluate.count_accepted(output, lambda at: [0, 0, 0, 0]) == (4 + 4 + 4 + 4 + 3 + 2 + 1, 0)
+    assert evaluate.count_accepted(output, lambda at: []) == (0, 0)
 
 
 def test_lookup_prefers_the_longest_and_the_latest() -> None:
-    assert evaluate.lookup([1, 2, 3, 9, 2, 3, 8, 1, 2, 3]) == [9, 2, 3, 8]
-    assert evaluate.lookup([2, 3, 9, 2, 3, 8, 7, 6, 2, 3]) == [8, 7, 6, 2]
-    assert evaluate.lookup([5, 6, 5, 6]) == [5, 6, 5, 6]
-    assert evaluate.lookup([1, 2, 3]) == []
+    assert evaluate.prompt_lookup([1, 2, 3, 9, 2, 3, 8, 1, 2, 3]) == [9, 2, 3, 8]
+    assert evaluate.prompt_lookup([2, 3, 9, 2, 3, 8, 7, 6, 2, 3]) == [8, 7, 6, 2]
+    assert evaluate.prompt_lookup([5, 6, 5, 6]) == [5, 6, 5, 6]
+    assert evaluate.prompt_lookup([1, 2, 3]) == []

@@ -10,13 +10,13 @@ from transformers import AutoProcessor
 
 from foreword import LLM, SamplingParams, demo
 from foreword.config import Config
-from foreword.core.pictures import placed
+from foreword.core.pictures import expand_placeholders
 from foreword.media.processor import read_processor
-from foreword.prepare import directories, read_vocabulary
-from tests.models.driving import Driver
-from tests.models.vision.against import Peer
+from foreword.prepare import resolve_paths, read_tokenizer
+from tests.models.driving import ForwardHelper
+from tests.models.vision.against import TransformersReference
 from training.vision.cases import Case, cases
-from training.vision.draw import picture
+from training.vision.draw import draw_image
 from training.vision.evaluate import GREEDY, messages
 from training.vision.make import EXAMPLE
 from training.vision.model import CHAT_TEMPLATE
@@ -58,14 +58,14 @@ def test_weights_are_bfloat16() -> None:
 
 
 def test_tokenizers_are_equal_and_the_placeholder_is_no_text() -> None:
-    target, drafter = (read_vocabulary(folder)[0] for folder in FOLDERS)
-    assert target.first_difference(drafter) is None
+    target, drafter = (read_tokenizer(folder)[0] for folder in FOLDERS)
+    assert target.diff(drafter) is None
     placeholder = json.loads((demo.VISION_MODEL / "config.json").read_text(encoding="utf-8"))["image_token_index"]
     assert target.encode("<image>", add_special_tokens=False) == [placeholder]
 
 
 def test_both_go_by_the_same_name() -> None:
-    found = directories(Config(model="demo-vision", draft_model="demo-vision", speculate="draft"))
+    found = resolve_paths(Config(model="demo-vision", draft_model="demo-vision", speculate="draft"))
     assert (found.model, found.draft_model) == tuple(map(str, FOLDERS))
 
 
@@ -86,7 +86,7 @@ def test_questions_about_the_picture_are_answered(llm: LLM) -> None:
 
 def test_nine_in_ten_held_out_questions_are_answered_right(llm: LLM, chats: list[Case]) -> None:
     outputs = llm.chat([messages(case) for case in chats], GREEDY)
-    wrong = [(case.question, output.text) for case, output in zip(chats, outputs, strict=True) if not case.right(output.text)]
+    wrong = [(case.question, output.text) for case, output in zip(chats, outputs, strict=True) if not case.is_right(output.text)]
     assert len(wrong) <= 4, wrong
 
 
@@ -96,8 +96,8 @@ def test_eight_choices_are_several_phrasings_and_right(llm: LLM, chats: list[Cas
     for case, output in zip(chats[:10], llm.chat([messages(case) for case in chats[:10]], params), strict=True):
         texts = [choice.text for choice in output.outputs]
         assert len(texts) == 8
-        good.append(sum(map(case.right, texts)))
-        different.append(len({text for text in texts if case.right(text)}))
+        good.append(sum(map(case.is_right, texts)))
+        different.append(len({text for text in texts if case.is_right(text)}))
     # Two of the ten pictures may be taken for something else.
     assert sorted(good)[2] >= 7, good
     assert sorted(different)[2] >= 3, different
@@ -123,14 +123,14 @@ def test_the_drafter_guesses_what_is_taken(llm: LLM, chats: list[Case]) -> None:
 
 
 def test_transformers_sees_and_answers_the_same(chats: list[Case]) -> None:
-    processor, peer, ours = read_processor(demo.VISION_MODEL), Peer(demo.VISION_MODEL), Driver(demo.VISION_MODEL)
-    theirs, tokenizer = AutoProcessor.from_pretrained(demo.VISION_MODEL), read_vocabulary(demo.VISION_MODEL)[0]
+    processor, peer, ours = read_processor(demo.VISION_MODEL), TransformersReference(demo.VISION_MODEL), ForwardHelper(demo.VISION_MODEL)
+    theirs, tokenizer = AutoProcessor.from_pretrained(demo.VISION_MODEL), read_tokenizer(demo.VISION_MODEL)[0]
     assert processor is not None
     for case in chats[:4]:
-        asked, one = messages(case), processor.prepare(picture(case.scene))
+        asked, one = messages(case), processor.preprocess(draw_image(case.scene))
         text = theirs.apply_chat_template(asked, add_generation_prompt=True)
-        ids, pictures = placed(tokenizer.encode(text, add_special_tokens=False), processor.placeholder, [one])
-        inputs = theirs(text=text, images=picture(case.scene), return_tensors="pt")
+        ids, pictures = expand_placeholders(tokenizer.encode(text, add_special_tokens=False), processor.placeholder_id, [one])
+        inputs = theirs(text=text, images=draw_image(case.scene), return_tensors="pt")
         assert inputs["input_ids"][0].tolist() == list(ids)
         torch.testing.assert_close(ours.encode(one), peer.features([one])[0], atol=1e-4, rtol=1e-4)
         assert ours.greedy(ids, 12, pictures) == peer.greedy(ids, 12, pictures)

@@ -10,20 +10,20 @@ from tokenizers import Tokenizer
 
 from foreword import demo
 from training.vision.cases import case, cases
-from training.vision.draw import picture
-from training.vision.judge import right
-from training.vision.model import Seer, with_image_token
+from training.vision.draw import draw_image
+from training.vision.judge import is_right
+from training.vision.model import VisionTrainingModel, with_image_token
 from training.vision.questions import Truth, ask, ask_blind, kinds
-from training.vision.rows import GRID, IMAGE_ID, NAMES, NUM_PATCHES, PREFIX, SIDE, Rows, draw_rows, patches, resized
+from training.vision.rows import GRID, IMAGE_ID, NAMES, NUM_PATCHES, PREFIX, SIDE, Rows, draw_rows, patch_labels, resize
 from training.vision.scenes import COLOURS, DIGITS, KINDS, MAX_COUNT, SHAPES, draw_scene, held_out
-from training.vision.train import mask
+from training.vision.train import attention_mask
 
 TOKENIZER = with_image_token(Tokenizer.from_file(str(demo.MODEL / "tokenizer.json")))
 RED_CIRCLE = Truth(frozenset({"red", "circle"}), frozenset({"1"}))
 
 
 def test_pictures_are_a_function_of_the_seed() -> None:
-    one, same, other = (picture(draw_scene(Random(seed))) for seed in (3, 3, 4))
+    one, same, other = (draw_image(draw_scene(Random(seed))) for seed in (3, 3, 4))
     assert one.mode == "RGB" and one.tobytes() == same.tobytes() and one.tobytes() != other.tobytes()
     assert case(7) == case(7) and case(7).png() == case(7).png() and case(7) != case(8)
 
@@ -45,7 +45,7 @@ def test_the_pixels_show_the_colour() -> None:
     for seed in range(20):
         scene = draw_scene(Random(seed), "one")
         thing = scene.first
-        centre = np.asarray(picture(scene), dtype=float)[int(thing.y * scene.height), int(thing.x * scene.width)]
+        centre = np.asarray(draw_image(scene), dtype=float)[int(thing.y * scene.height), int(thing.x * scene.width)]
         nearest = min(COLOURS, key=lambda name: float(np.abs(centre - COLOURS[name]).sum()))
         assert nearest == thing.colour or thing.name == "ring"
 
@@ -75,8 +75,8 @@ def test_the_judge_accepts_every_answer_and_knows_it_from_others() -> None:
         scene = draw_scene(rng, unseen=number % 2 == 0)
         asked = ask_blind(rng, scene) if number % 20 == 0 else ask(rng, scene)
         other = ask(rng, draw_scene(rng))
-        assert right(asked.answer, asked.truth), asked
-        assert not right(other.answer, asked.truth) or other.truth.must == asked.truth.must or other.kind != asked.kind
+        assert is_right(asked.answer, asked.truth), asked
+        assert not is_right(other.answer, asked.truth) or other.truth.must == asked.truth.must or other.kind != asked.kind
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -96,7 +96,7 @@ def test_answers_have_several_phrasings_and_none_is_preferred(kind: str) -> None
     ["A red circle.", "red circle", "I can see one red circle here", "The circle is RED!", "It is a circle, and it is red."],
 )
 def test_right_whatever_the_phrasing(answer: str) -> None:
-    assert right(answer, RED_CIRCLE)
+    assert is_right(answer, RED_CIRCLE)
 
 
 @pytest.mark.parametrize(
@@ -104,20 +104,20 @@ def test_right_whatever_the_phrasing(answer: str) -> None:
     ["", "A circle.", "Red.", "A red ring.", "A red or blue circle.", "Two red circles.", "A red circle, no?", "red circle " * 9],
 )
 def test_wrong_whatever_the_phrasing(answer: str) -> None:
-    assert not right(answer, RED_CIRCLE)
+    assert not is_right(answer, RED_CIRCLE)
 
 
 def test_colours_belong_to_the_thing_behind_them() -> None:
     truth = Truth(frozenset({"red circle", "blue star"}), paired=True)
-    assert right("You can see a blue star and a red circle.", truth)
-    assert not right("A red star and a blue circle.", truth)
-    assert not right("A red circle and a star.", truth)
+    assert is_right("You can see a blue star and a red circle.", truth)
+    assert not is_right("A red star and a blue circle.", truth)
+    assert not is_right("A red circle and a star.", truth)
 
 
 def test_yes_is_not_no() -> None:
     no = Truth(frozenset({"no"}), frozenset({"red", "star"}))
-    assert right("No, I do not see a red star.", no) and not right("Yes, there is.", no) and not right("Yes, no.", no)
-    assert not right("No, it is a blue star.", no)
+    assert is_right("No, I do not see a red star.", no) and not is_right("Yes, there is.", no) and not is_right("Yes, no.", no)
+    assert not is_right("No, it is a blue star.", no)
 
 
 def test_rows_are_a_function_of_the_seed() -> None:
@@ -129,22 +129,22 @@ def test_rows_are_a_function_of_the_seed() -> None:
 def test_patches_say_what_lies_there() -> None:
     for seed in range(10):
         scene = draw_scene(Random(seed), "many")
-        found = patches([scene])
+        found = patch_labels([scene])
         for thing in scene.things:
             at = int(thing.y * GRID) * GRID + int(thing.x * GRID)
             assert NAMES[found.names[0, at]] == thing.name and list(COLOURS)[found.colours[0, at]] == thing.colour
             assert found.counts[0, at] == len(scene.things) - 1 < MAX_COUNT and found.centres[0, at] == 1
-    assert resized(picture(scene)).shape == (3, SIDE, SIDE)
+    assert resize(draw_image(scene)).shape == (3, SIDE, SIDE)
 
 
 def test_a_conversation_in_a_row_reads_as_it_would_alone() -> None:
     torch.manual_seed(0)
-    rows, seer = draw_rows(TOKENIZER, Random(4), 1), Seer("target").eval()
+    rows, seer = draw_rows(TOKENIZER, Random(4), 1), VisionTrainingModel("target").eval()
     with torch.inference_mode():
-        seen = seer.see(torch.from_numpy(rows.pixels))
+        seen = seer.encode_image(torch.from_numpy(rows.pixels))
         packed = seer.hidden(*_tensors(rows), seen)[0]
-        for number in sorted(set(rows.talks[0].tolist()) - {0, -1}):
-            within = np.flatnonzero(rows.talks[0] == number)
+        for number in sorted(set(rows.conversation_ids[0].tolist()) - {0, -1}):
+            within = np.flatnonzero(rows.conversation_ids[0] == number)
             head = [] if number < 0 else list(range(PREFIX))
             ids = torch.from_numpy(rows.tokens[:, head + within.tolist()])
             seer_of = seer.model(
@@ -155,7 +155,7 @@ def test_a_conversation_in_a_row_reads_as_it_would_alone() -> None:
 
 
 def _tensors(rows: Rows) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return torch.from_numpy(rows.tokens), torch.from_numpy(rows.positions), mask(torch.from_numpy(rows.talks))
+    return torch.from_numpy(rows.tokens), torch.from_numpy(rows.positions), attention_mask(torch.from_numpy(rows.conversation_ids))
 
 
 def _normal(rows: Rows) -> torch.Tensor:
@@ -171,7 +171,7 @@ def test_labels_are_answers_alone() -> None:
 
 
 def test_rows_of_pairs_ask_mostly_for_a_colour() -> None:
-    rows = draw_rows(TOKENIZER, Random(7), 8, pairs=1.0)
+    rows = draw_rows(TOKENIZER, Random(7), 8, pair_share=1.0)
     assert all(set(counts.tolist()) <= {-100, 1} for counts in rows.patches.counts)  # two things, less one
     text = TOKENIZER.decode_batch(rows.tokens.tolist(), skip_special_tokens=True)
     questions = sum(one.count("?") + one.count("Tell me") for one in text)
@@ -180,5 +180,5 @@ def test_rows_of_pairs_ask_mostly_for_a_colour() -> None:
 
 
 def test_only_some_rows_are_of_pairs_unless_all_shall_be() -> None:
-    most = [draw_rows(TOKENIZER, Random(8), 40, pairs=share).patches.counts.max(1) for share in (0.0, 0.5, 1.0)]
+    most = [draw_rows(TOKENIZER, Random(8), 40, pair_share=share).patches.counts.max(1) for share in (0.0, 0.5, 1.0)]
     assert (most[0] != 1).sum() > (most[1] != 1).sum() > 0 == (most[2] != 1).sum()

@@ -8,10 +8,10 @@ from foreword.core.draft import Draft
 from foreword.core.events import DraftingStats
 from foreword.core.params import SamplingParams, Speculation
 from foreword.core.request import Request, RequestState
-from foreword.drafting.base import Ask
-from foreword.drafting.drafting import Drafting
-from foreword.drafting.policy import FixedLength, Load, Offer
-from tests.fakes import grown
+from foreword.drafting.base import DraftRequest
+from foreword.drafting.drafting import Proposer
+from foreword.drafting.policy import FixedLength, PrefillLoad, Proposal
+from tests.fakes import extended
 
 
 class Scripted:
@@ -32,11 +32,11 @@ class Scripted:
     def check(self, live: Container[str]) -> None:
         assert all(request_id in live for request_id in self.live)
 
-    def propose(self, asks: Sequence[Ask]) -> list[Draft | None]:
-        self.asked += [ask.max_tokens for ask in asks]
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Draft | None]:
+        self.asked += [ask.max_tokens for ask in requests]
         if isinstance(self.guess, Exception):
             raise self.guess
-        return [Draft(tuple(self.guess), self.name) if self.guess else None for _ in asks]
+        return [Draft(tuple(self.guess), self.name) if self.guess else None for _ in requests]
 
 
 def state_of(name: str = "a", method: str = "auto", max_tokens: int | None = None, **params: object) -> RequestState:
@@ -44,7 +44,7 @@ def state_of(name: str = "a", method: str = "auto", max_tokens: int | None = Non
     return RequestState(Request(name, (1, 2, 3), SamplingParams(speculation=speculation, **params), 0), 0, 100)  # type: ignore[arg-type]
 
 
-def propose(drafting: Drafting, *states: RequestState) -> tuple[Draft | None, ...]:
+def propose(drafting: Proposer, *states: RequestState) -> tuple[Draft | None, ...]:
     """Ask for requests that have just been started."""
     for state in states:
         drafting.start(state)
@@ -55,23 +55,23 @@ def propose(drafting: Drafting, *states: RequestState) -> tuple[Draft | None, ..
 
 def test_the_first_that_has_a_guess_drafts() -> None:
     silent, loud, late = Scripted("silent", ()), Scripted("loud", (4, 5)), Scripted("late", (6,))
-    drafting = Drafting((silent, loud, late), 10, FixedLength(4))
+    drafting = Proposer((silent, loud, late), 10, FixedLength(4))
     assert propose(drafting, state_of()) == (Draft((4, 5), "loud"),)
 
 
 class Model(Scripted):
     """A drafter that runs a model."""
 
-    def backlog(self, ask: Ask) -> int:
+    def num_pending_rows(self, request: DraftRequest) -> int:
         return 3
 
-    def pass_seconds(self, rows: int, sampled: int) -> float:
+    def pass_seconds(self, num_rows: int, num_sampled: int) -> float:
         return 0.1
 
 
 def test_a_model_runs_only_where_nothing_else_has_a_guess() -> None:
     lookup, model = Scripted("lookup", (4,)), Model("model", (5, 6))
-    drafting = Drafting((lookup,), 10, FixedLength(4), (model,))
+    drafting = Proposer((lookup,), 10, FixedLength(4), (model,))
     assert propose(drafting, state_of()) == (Draft((4,), "lookup"),)
     assert model.asked == []
     lookup.guess = ()
@@ -85,28 +85,28 @@ class Scores(FixedLength):
         super().__init__(4)
         self.scored: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = []
 
-    def score(self, state: RequestState, draft: Draft, run: Sequence[int]) -> None:
-        self.scored.append((draft.drafter, draft.token_ids, tuple(run)))
+    def record_acceptance(self, state: RequestState, draft: Draft, output_ids: Sequence[int]) -> None:
+        self.scored.append((draft.drafter, draft.token_ids, tuple(output_ids)))
 
 
 def test_every_offer_is_scored_by_what_came_whether_it_was_verified_or_not() -> None:
     policy, state = Scores(), state_of()
-    drafting = Drafting((Scripted("a", (4, 5)), Scripted("b", (6,))), 10, policy)
+    drafting = Proposer((Scripted("a", (4, 5)), Scripted("b", (6,))), 10, policy)
     propose(drafting, state)
     assert policy.scored == []
-    drafting.propose([grown(state, (4, 8))])
+    drafting.propose([extended(state, (4, 8))])
     assert policy.scored == [("a", (4, 5), (4, 8)), ("b", (6,), (4, 8))]
 
 
 class Broken(FixedLength):
     """Cannot decide."""
 
-    def admit(self, offers: Sequence[Offer], load: Load) -> list[Draft | None]:
+    def select(self, proposals: Sequence[Proposal], load: PrefillLoad) -> list[Draft | None]:
         raise RuntimeError("no")
 
 
 def test_a_policy_that_fails_costs_the_drafts_of_the_step() -> None:
-    drafting = Drafting((Scripted("a", (4, 5)),), 10, Broken(4))
+    drafting = Proposer((Scripted("a", (4, 5)),), 10, Broken(4))
     assert propose(drafting, state_of()) == (None,)
     assert drafting.errors == {"policy": 1}
 
@@ -118,50 +118,50 @@ class Rests(Scores):
         super().__init__()
         self.rests: list[tuple[int, int]] = []
 
-    def rest(self) -> int:
+    def num_steps_to_skip(self) -> int:
         return 2
 
-    def rested(self, steps: int, asks: int) -> None:
-        self.rests.append((steps, asks))
+    def record_skipped(self, num_steps: int, num_requests: int) -> None:
+        self.rests.append((num_steps, num_requests))
 
 
 def test_while_the_policy_rests_nobody_is_asked_unless_a_request_begins() -> None:
     policy, drafter, state = Rests(), Scripted("a", (4,)), state_of()
-    drafting = Drafting((drafter,), 10, policy)
+    drafting = Proposer((drafter,), 10, policy)
     propose(drafting, state)
     resting = []
     for _ in range(3):
         drafting.propose([state])
-        resting.append(drafting.resting)
+        resting.append(drafting.is_skipping)
     assert resting == [True, True, False] and len(drafter.asked) == 2
     assert policy.rests == [(2, 2)]
     drafting.propose([state])
     drafting.start(state_of("new"))
     drafting.propose([state])
-    assert not drafting.resting
+    assert not drafting.is_skipping
     assert policy.rests == [(2, 2), (1, 1)], "a rest that was cut short counts as long as it was"
 
 
 def test_a_step_of_prompts_alone_is_told_to_the_policy_whatever_was_before() -> None:
-    drafting = Drafting((Scripted("a", (4,)),), 10, Rests())
+    drafting = Proposer((Scripted("a", (4,)),), 10, Rests())
     off = state_of("off", "off")
     drafting.start(off)
     resting = []
     for states in ([], [off], [], [off]):
         drafting.propose(states)
-        resting.append(drafting.resting)
+        resting.append(drafting.is_skipping)
     assert resting == [False, True, False, True]
 
 
 def test_a_fixed_length_counts_what_it_chose() -> None:
     """Short where the drafter had no more: the histogram counts the drafts that the other figures count."""
     drafter = Scripted("a", (4, 5, 6))
-    drafting, state = Drafting((drafter,), 10, FixedLength(2)), state_of()
+    drafting, state = Proposer((drafter,), 10, FixedLength(2)), state_of()
     drafting.start(state)
     drafting.propose([state])
     drafter.guess = (4,)
     drafting.propose([state])
-    assert drafting.stats().lengths == {"a": {2: 1, 1: 1}}
+    assert drafting.stats().draft_length_counts == {"a": {2: 1, 1: 1}}
 
 
 def test_what_was_delivered_reaches_the_drafters() -> None:
@@ -171,7 +171,7 @@ def test_what_was_delivered_reaches_the_drafters() -> None:
             learnt.append(tuple(output))
 
     learnt: list[tuple[int, ...]] = []
-    drafting = Drafting((Learns("a", (4,)),), 10, FixedLength(4))
+    drafting = Proposer((Learns("a", (4,)),), 10, FixedLength(4))
     drafting.start(state_of())
     drafting.finish("a", (1, 2))
     assert learnt == [(1, 2)]
@@ -181,33 +181,33 @@ def test_what_was_delivered_reaches_the_drafters() -> None:
     ("guess", "legal"), [((3, -1, 4), (3,)), ((3, 10, 4), (3,)), ((10,), None), ((1, 2, 3, 4, 5), (1, 2, 3, 4))]
 )
 def test_drafts_are_checked_against_the_vocabulary_and_the_bound(guess: tuple[int, ...], legal: tuple[int, ...] | None) -> None:
-    (draft,) = propose(Drafting((Scripted("d", guess),), 10, FixedLength(4)), state_of())
+    (draft,) = propose(Proposer((Scripted("d", guess),), 10, FixedLength(4)), state_of())
     assert (draft.token_ids if draft else None) == legal
 
 
 @pytest.mark.parametrize(("guess", "legal"), [((3, 7, 4), (3,)), ((7, 4), None), ((3, 4), (3, 4))])
 def test_a_draft_ends_before_what_is_never_sampled(guess: tuple[int, ...], legal: tuple[int, ...] | None) -> None:
-    drafting = Drafting((Scripted("d", guess),), 10, FixedLength(4), (), frozenset({7}))
+    drafting = Proposer((Scripted("d", guess),), 10, FixedLength(4), (), frozenset({7}))
     (draft,) = propose(drafting, state_of())
     assert (draft.token_ids if draft else None) == legal
 
 
 def test_a_model_that_waits_is_not_asked() -> None:
     class Waits(Model):
-        def backlog(self, ask: Ask) -> int:
-            return 0 if ask.state.id == "a" else 3
+        def num_pending_rows(self, request: DraftRequest) -> int:
+            return 0 if request.state.id == "a" else 3
 
     model = Waits("model", (4, 5))
-    drafting = Drafting((), 10, FixedLength(4), (model,))
+    drafting = Proposer((), 10, FixedLength(4), (model,))
     assert propose(drafting, state_of("a"), state_of("b")) == (None, Draft((4, 5), "model"))
     assert model.asked == [4]
 
 
 def test_a_model_that_cannot_see_a_request_is_not_asked_about_it_again() -> None:
     lookup, model = Scripted("lookup", ()), Model("model", (4, 5))
-    drafting, states = Drafting((lookup,), 10, FixedLength(4), (model,)), [state_of("a"), state_of("b")]
+    drafting, states = Proposer((lookup,), 10, FixedLength(4), (model,)), [state_of("a"), state_of("b")]
     assert propose(drafting, *states) == (Draft((4, 5), "model"),) * 2
-    drafting.give_up("a")
+    drafting.disable_draft_model("a")
     assert drafting.propose(states) == (None, Draft((4, 5), "model"))
     assert (lookup.live, model.live, drafting.errors) == ({"a", "b"}, {"b"}, {"model": 1})
     for name in ("a", "b"):
@@ -217,7 +217,7 @@ def test_a_model_that_cannot_see_a_request_is_not_asked_about_it_again() -> None
 
 def test_an_exception_drops_the_draft_and_is_counted(caplog: pytest.LogCaptureFixture) -> None:
     broken, sound = Scripted("broken", RuntimeError("no")), Scripted("sound", (4,))
-    drafting = Drafting((broken, sound), 10, FixedLength(4))
+    drafting = Proposer((broken, sound), 10, FixedLength(4))
     (draft,) = propose(drafting, state_of())
     assert draft == Draft((4,), "sound")
     assert drafting.errors == {"broken": 1}
@@ -225,7 +225,7 @@ def test_an_exception_drops_the_draft_and_is_counted(caplog: pytest.LogCaptureFi
 
 
 def test_what_fails_in_every_step_does_not_flood_the_log(caplog: pytest.LogCaptureFixture) -> None:
-    drafting, state = Drafting((Scripted("broken", RuntimeError("no")),), 10, FixedLength(4)), state_of()
+    drafting, state = Proposer((Scripted("broken", RuntimeError("no")),), 10, FixedLength(4)), state_of()
     drafting.start(state)
     for _ in range(100):
         drafting.propose([state])
@@ -235,7 +235,7 @@ def test_what_fails_in_every_step_does_not_flood_the_log(caplog: pytest.LogCaptu
 
 def test_off_asks_nobody_and_a_name_asks_one() -> None:
     first, second = Scripted("first", (4,)), Scripted("second", (5,))
-    drafting = Drafting((first, second), 10, FixedLength(4))
+    drafting = Proposer((first, second), 10, FixedLength(4))
     off, named = state_of("off", "off"), state_of("named", "second")
     drafting.start(off)
     drafting.start(named)
@@ -264,7 +264,7 @@ class Books(FixedLength):
 def test_the_policy_decides_only_about_requests_that_may_draft() -> None:
     """The controller knows the others by the steps that serve them; who never asks would be missing in its next step."""
     policy = Books()
-    drafting = Drafting((Scripted("d", (4,)),), 10, policy)
+    drafting = Proposer((Scripted("d", (4,)),), 10, policy)
     drafting.start(state_of("off", "off"))
     drafting.start(state_of("on"))
     assert policy.live == {"on"}
@@ -274,7 +274,7 @@ def test_the_policy_decides_only_about_requests_that_may_draft() -> None:
 
 
 def test_a_policy_that_cannot_say_what_it_decided_costs_nothing() -> None:
-    drafting = Drafting((Scripted("d", (4,)),), 10, Books())
+    drafting = Proposer((Scripted("d", (4,)),), 10, Books())
     assert drafting.stats() == DraftingStats()
     assert drafting.errors == {"policy": 1}
 
@@ -282,24 +282,24 @@ def test_a_policy_that_cannot_say_what_it_decided_costs_nothing() -> None:
 class Lost(Model):
     """Does not know how far behind it is."""
 
-    def backlog(self, ask: Ask) -> int:
+    def num_pending_rows(self, request: DraftRequest) -> int:
         raise RuntimeError("no")
 
 
 def test_a_model_that_fails_spoils_no_other_drafts() -> None:
-    drafting = Drafting((Scripted("lookup", (4,)),), 10, FixedLength(4), (Lost("model", (5,)),))
+    drafting = Proposer((Scripted("lookup", (4,)),), 10, FixedLength(4), (Lost("model", (5,)),))
     assert propose(drafting, state_of()) == (Draft((4,), "lookup"),)
     assert drafting.errors == {"model": 1}
 
 
 def test_the_bound_is_the_least_of_server_request_and_room() -> None:
     drafter = Scripted("d", (4,) * 9)
-    drafting = Drafting((drafter,), 10, FixedLength(6))
+    drafting = Proposer((drafter,), 10, FixedLength(6))
     propose(drafting, *(state for state in (state_of("a"), state_of("b", max_tokens=2), state_of("c"))))
     assert drafter.asked == [6, 2, 6]
     short = RequestState(Request("s", (1, 2, 3), SamplingParams(max_tokens=4), 0), 0, 100)
     propose(drafting, short)
-    drafting.propose([grown(short, (7, 7, 7))])
+    drafting.propose([extended(short, (7, 7, 7))])
     assert drafter.asked[3:] == [3], "one token must be left for the target itself, and none is asked for in vain"
 
 
@@ -310,7 +310,7 @@ class Odd(Scripted):
         super().__init__("odd", (4,))
         self.answer = answer
 
-    def propose(self, asks: Sequence[Ask]) -> list[Draft | None]:
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Draft | None]:
         if callable(self.answer):
             return self.answer()  # type: ignore[no-any-return]
         return self.answer  # type: ignore[return-value]
@@ -327,12 +327,12 @@ def _raising() -> Iterator[Draft]:
 )
 def test_nonsense_is_dropped(answer: object) -> None:
     odd, sound = Odd(answer), Scripted("sound", (5,))
-    drafting = Drafting((odd, sound), 10, FixedLength(4))
+    drafting = Proposer((odd, sound), 10, FixedLength(4))
     assert propose(drafting, state_of()) == (Draft((5,), "sound"),)
 
 
 def test_a_draft_bears_its_drafters_name() -> None:
-    drafting = Drafting((Odd([Draft((4,), "somebody else")]),), 10, FixedLength(4))
+    drafting = Proposer((Odd([Draft((4,), "somebody else")]),), 10, FixedLength(4))
     assert propose(drafting, state_of()) == (Draft((4,), "odd"),)
 
 
@@ -344,13 +344,13 @@ class Picky(Scripted):
             raise RuntimeError("no")
         super().start(state)
 
-    def propose(self, asks: Sequence[Ask]) -> list[Draft | None]:
-        assert all(ask.state.id in self.live for ask in asks)
-        return super().propose(asks)
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Draft | None]:
+        assert all(ask.state.id in self.live for ask in requests)
+        return super().propose(requests)
 
 
 def test_a_request_that_could_not_be_started_spoils_nobody_elses_drafts() -> None:
-    drafting = Drafting((Picky("picky", (4,)),), 10, FixedLength(4))
+    drafting = Proposer((Picky("picky", (4,)),), 10, FixedLength(4))
     assert propose(drafting, state_of("bad"), state_of("good")) == (None, Draft((4,), "picky"))
     assert drafting.errors == {"picky": 1}
     drafting.finish("bad")

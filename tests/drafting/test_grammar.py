@@ -9,8 +9,8 @@ from torch import Tensor
 from foreword.core.draft import Draft
 from foreword.core.params import SamplingParams, Speculation
 from foreword.core.request import Request, RequestState
-from foreword.drafting.base import Ask
-from foreword.drafting.drafting import Drafting
+from foreword.drafting.base import DraftRequest
+from foreword.drafting.drafting import Proposer
 from foreword.drafting.grammar import GrammarDrafter
 from foreword.drafting.policy import FixedLength
 from tests.drafting.test_drafting import Scripted
@@ -27,7 +27,7 @@ class Rising:
     def accept(self, token_ids: Sequence[int]) -> None:
         self._last = [self._last, *token_ids][-1]
 
-    def legal(self, draft: Sequence[int]) -> int:
+    def num_legal(self, draft: Sequence[int]) -> int:
         expected = range(self._last + 1, 8)
         return next((i for i, token_id in enumerate(draft) if i >= len(expected) or token_id != expected[i]), len(draft))
 
@@ -37,7 +37,7 @@ class Rising:
     def mask(self, draft: tuple[int, ...]) -> Tensor | None:
         return None
 
-    def only_end(self, draft: tuple[int, ...]) -> bool:
+    def must_end(self, draft: tuple[int, ...]) -> bool:
         return False
 
 
@@ -47,7 +47,7 @@ def state_of(last: int | None, method: str = "auto") -> RequestState:
 
 
 def drafts(state: RequestState, *others: Scripted, length: int = 4) -> tuple[Draft | None, ...]:
-    drafting = Drafting((GrammarDrafter(), *others), 10, FixedLength(length))
+    drafting = Proposer((GrammarDrafter(), *others), 10, FixedLength(length))
     drafting.start(state)
     found = drafting.propose([state])
     drafting.check()
@@ -55,14 +55,14 @@ def drafts(state: RequestState, *others: Scripted, length: int = 4) -> tuple[Dra
 
 
 def test_what_is_forced_is_drafted_as_far_as_asked_for() -> None:
-    assert GrammarDrafter().propose([Ask(state_of(3), 2), Ask(state_of(5), 9)]) == [
+    assert GrammarDrafter().propose([DraftRequest(state_of(3), 2), DraftRequest(state_of(5), 9)]) == [
         Draft((4, 5), "grammar"),
         Draft((6, 7), "grammar"),
     ]
 
 
 def test_nothing_is_forced_without_a_grammar_or_at_its_end() -> None:
-    assert GrammarDrafter().propose([Ask(state_of(None), 4), Ask(state_of(7), 4)]) == [None, None]
+    assert GrammarDrafter().propose([DraftRequest(state_of(None), 4), DraftRequest(state_of(7), 4)]) == [None, None]
 
 
 def test_a_draft_ends_before_the_first_token_that_the_grammar_refuses() -> None:

@@ -17,17 +17,17 @@ from foreword.cache.storage import KVStorage
 from foreword.core.batch import Batch
 from foreword.core.draft import Draft
 from foreword.core.request import Request, RequestState
-from foreword.drafting.base import Ask
+from foreword.drafting.base import DraftRequest
 from foreword.drafting.model import ModelDrafter
-from foreword.drafting.model_track import Track
+from foreword.drafting.model_track import DraftState
 from foreword.errors import ConfigError
-from foreword.kernels.cpu.library import isas
-from foreword.kernels.registry import select
+from foreword.kernels.cpu.library import supported_isas
+from foreword.kernels.registry import select_backend
 from foreword.models.base import Precision
 from foreword.models.loader import load_model
 from foreword.sampling.sampler import Sampler
 from tests.checkpoints import VOCAB_SIZE, write_checkpoint, write_drafter
-from tests.fakes import grown
+from tests.fakes import extended
 
 PROMPTS = [{"prompt_token_ids": [40 + i, 41, 42, 43 + i]} for i in range(6)]
 
@@ -137,13 +137,13 @@ def state_of(prompt: Sequence[int], seed: int = 0, name: str = "a", **params: ob
 def test_rejected_guesses_are_forgotten_and_the_last_token_is_computed_again() -> None:
     """KV of positions 3 and 4 was computed for guesses; the target said otherwise at 4."""
     state = state_of((1, 2, 3))
-    track = Track.of(state, VOCAB_SIZE)
-    track.known, track.guessed = 3, (7, 8)
-    track.follow(Ask(grown(state, (7, 9, 5))))
-    assert (track.known, track.guessed) == (4, ())
-    track.known = 6
-    track.follow(Ask(state))
-    assert track.known == 5
+    track = DraftState.from_state(state, VOCAB_SIZE)
+    track.num_computed, track.draft_ids = 3, (7, 8)
+    track.sync(DraftRequest(extended(state, (7, 9, 5))))
+    assert (track.num_computed, track.draft_ids) == (4, ())
+    track.num_computed = 6
+    track.sync(DraftRequest(state))
+    assert track.num_computed == 5
 
 
 class Passes:
@@ -154,7 +154,7 @@ class Passes:
         self.rows: list[int] = []
 
     def __call__(self, batch: Batch) -> torch.Tensor:
-        self.rows.append(batch.row_starts[-1])
+        self.rows.append(batch.query_start_loc[-1])
         return self.forward(batch)  # type: ignore[operator,no-any-return]
 
 
@@ -168,22 +168,22 @@ def drafter_of(
     counted: list[Passes] | None = None,
 ) -> ModelDrafter:
     """`counted`: pass by pass, with its counter added to the list."""
-    ops = select("cpu", isa=isa)
-    model = load_model(path, ops, Precision.of("float32"), "cpu", max_len)
+    ops = select_backend("cpu", isa=isa)
+    model = load_model(path, ops, Precision.from_dtypes("float32"), "cpu", max_len)
     if counted is not None:
-        compiled = model.compiled
-        model.compiled = lambda kv: counted.append(Passes(compiled(kv))) or counted[-1]  # type: ignore
-    kv = KVStorage(blocks, 4, model.kv_layers, "float32", "cpu")
+        compiled = model.compile_logits
+        model.compile_logits = lambda kv: counted.append(Passes(compiled(kv))) or counted[-1]  # type: ignore
+    kv = KVStorage(blocks, 4, model.kv_layer_shapes, "float32", "cpu")
     return ModelDrafter(model, kv, Sampler(ops, model.vocab_size, [3]), BlockPool(blocks), 4, max_rows, max_len)
 
 
-def propose(drafter: ModelDrafter, *asks: Ask) -> list[Draft | None]:
+def propose(drafter: ModelDrafter, *asks: DraftRequest) -> list[Draft | None]:
     """Start those that are new, and ask."""
     for ask in asks:
-        if ask.state.id not in drafter._tracks:
+        if ask.state.id not in drafter._states:
             drafter.start(ask.state)
     drafts = drafter.propose(asks)
-    drafter.check({ask.state.id for ask in asks} | set(drafter._tracks))
+    drafter.check({ask.state.id for ask in asks} | set(drafter._states))
     return drafts
 
 
@@ -208,7 +208,7 @@ def pair(checkpoint: Path) -> tuple[ModelDrafter, ModelDrafter]:
     return drafter_of(checkpoint, **options), drafter_of(checkpoint, **options, counted=[])  # type: ignore[arg-type]
 
 
-@pytest.mark.skipif(not isas(), reason="the native library is not built")
+@pytest.mark.skipif(not supported_isas(), reason="the native library is not built")
 @given(requests=st.lists(answers(), min_size=1, max_size=5))
 @settings(max_examples=40, deadline=None)
 def test_one_call_guesses_what_pass_by_pass_does(
@@ -216,7 +216,7 @@ def test_one_call_guesses_what_pass_by_pass_does(
 ) -> None:
     """Step by step, with the same part of each draft accepted; also which tokens are known to be computed."""
     for step in range(5):
-        asks = [Ask(grown(state, (step,)), max_tokens, worth) for state, _, max_tokens, worth in requests]
+        asks = [DraftRequest(extended(state, (step,)), max_tokens, worth) for state, _, max_tokens, worth in requests]
         drafts, others = (propose(drafter, *asks) for drafter in pair)
         assert drafts == others
         for (state, accepted, _, _), draft in zip(requests, drafts, strict=True):
@@ -232,11 +232,11 @@ def test_one_call_guesses_what_pass_by_pass_does(
 def test_it_stops_where_its_confidence_falls_below_what_is_worth_a_pass(checkpoint: Path, counted: list[Passes] | None) -> None:
     drafter = drafter_of(checkpoint, counted=counted)
     state = state_of(range(20, 40), temperature=0.8)
-    (draft,) = propose(drafter, Ask(state, 8))
+    (draft,) = propose(drafter, DraftRequest(state, 8))
     assert draft is not None and len(draft.token_ids) == len(draft.confidence) == 8
     products = [math.prod(draft.confidence[: i + 1]) for i in range(8)]
     assert all(0 < product < 1 for product in products)
-    (short,) = propose(drafter, Ask(state, 8, worth=products[3] * 1.001))
+    (short,) = propose(drafter, DraftRequest(state, 8, min_prob=products[3] * 1.001))
     assert short == Draft(draft.token_ids[:4], "draft", draft.confidence[:4])
 
 
@@ -244,7 +244,7 @@ def test_a_request_that_is_done_costs_no_row(checkpoint: Path) -> None:
     counted: list[Passes] = []
     drafter = drafter_of(checkpoint, counted=counted)
     states = [state_of((40 + i, 41), name=f"{i}") for i in range(3)]
-    propose(drafter, *(Ask(state, length) for state, length in zip(states, (1, 3, 6), strict=True)))
+    propose(drafter, *(DraftRequest(state, length) for state, length in zip(states, (1, 3, 6), strict=True)))
     assert counted[0].rows == [6, 2, 2, 1, 1, 1]
 
 
@@ -253,13 +253,13 @@ def test_the_backlog_is_what_the_first_pass_computes(checkpoint: Path) -> None:
     counted: list[Passes] = []
     drafter = drafter_of(checkpoint, counted=counted)
     for accepted, backlog in ((4, 2), (2, 1), (0, 1)):
-        state = grown(state_of(range(10, 30)), (1,))
+        state = extended(state_of(range(10, 30)), (1,))
         drafter.start(state)
-        assert drafter.backlog(Ask(state, 4)) == 21
-        (draft,) = propose(drafter, Ask(state, 4))
+        assert drafter.num_pending_rows(DraftRequest(state, 4)) == 21
+        (draft,) = propose(drafter, DraftRequest(state, 4))
         assert draft is not None
-        ask = Ask(grown(state, (*draft.token_ids[:accepted], 7)), 4)
-        assert drafter.backlog(ask) == drafter.backlog(ask) == backlog, "asking changes nothing that is right"
+        ask = DraftRequest(extended(state, (*draft.token_ids[:accepted], 7)), 4)
+        assert drafter.num_pending_rows(ask) == drafter.num_pending_rows(ask) == backlog, "asking changes nothing that is right"
         before = len(counted[0].rows)
         drafts = propose(drafter, ask)
         assert counted[0].rows[before] == backlog and drafts[0] is not None
@@ -269,12 +269,12 @@ def test_the_backlog_is_what_the_first_pass_computes(checkpoint: Path) -> None:
 def test_a_skipped_request_is_caught_up_in_one_pass(checkpoint: Path) -> None:
     drafter = drafter_of(checkpoint)
     state = state_of(range(10, 20))
-    propose(drafter, Ask(state, 4))
+    propose(drafter, DraftRequest(state, 4))
     state.append(range(30, 60))
-    assert drafter.backlog(Ask(state)) == 30
-    (late,) = propose(drafter, Ask(state, 4))
+    assert drafter.num_pending_rows(DraftRequest(state)) == 30
+    (late,) = propose(drafter, DraftRequest(state, 4))
     fresh = state_of([*range(10, 20), *range(30, 60)], name="fresh")
-    assert late == propose(drafter, Ask(fresh, 4))[0], "as if it had been there all the time"
+    assert late == propose(drafter, DraftRequest(fresh, 4))[0], "as if it had been there all the time"
 
 
 def test_a_long_prompt_is_read_from_the_last_half_of_the_window(checkpoint: Path) -> None:
@@ -283,11 +283,11 @@ def test_a_long_prompt_is_read_from_the_last_half_of_the_window(checkpoint: Path
     text = [(7 * i) % 200 + 10 for i in range(100)]
     long, short = state_of(text, temperature=0), state_of(text[-8:], name="short", temperature=0)
     drafter.start(long)
-    assert drafter.backlog(Ask(long, 4)) == 8
-    drafts = propose(drafter, Ask(long, 4), Ask(short, 4))
+    assert drafter.num_pending_rows(DraftRequest(long, 4)) == 8
+    drafts = propose(drafter, DraftRequest(long, 4), DraftRequest(short, 4))
     assert drafts[0] == drafts[1] is not None
     sampled, moved = state_of(text, seed=5, name="sampled"), state_of(text[-8:], seed=5, name="moved")
-    drafts = propose(drafter, Ask(sampled, 8), Ask(moved, 8))
+    drafts = propose(drafter, DraftRequest(sampled, 8), DraftRequest(moved, 8))
     assert drafts[0] != drafts[1], "noise belongs to the position in the whole text"
 
 
@@ -296,7 +296,7 @@ def test_the_window_moves_when_it_is_full_and_not_before(checkpoint: Path) -> No
     state = state_of(range(10, 20))
     lengths = []
     for _ in range(20):
-        (draft,) = propose(drafter, Ask(state, 4))
+        (draft,) = propose(drafter, DraftRequest(state, 4))
         assert draft is not None
         lengths.append(len(draft.token_ids))
         state.append((50,))
@@ -307,20 +307,20 @@ def test_short_backlogs_go_first(checkpoint: Path) -> None:
     """A long prompt delays nobody who is there already; it comes in with what they leave."""
     drafter = drafter_of(checkpoint, max_rows=8)
     long, short = state_of(range(10, 40), name="long"), state_of(range(10, 13), name="short")
-    drafts = propose(drafter, Ask(long, 4), Ask(short, 4))
+    drafts = propose(drafter, DraftRequest(long, 4), DraftRequest(short, 4))
     assert drafts[0] is None and drafts[1] is not None
-    assert drafter.backlog(Ask(long, 4)) == 25
+    assert drafter.num_pending_rows(DraftRequest(long, 4)) == 25
 
 
 def test_memory_is_taken_from_whose_turn_was_longest_ago(checkpoint: Path) -> None:
     """Blocks of 4 tokens: each of these needs 3, and there are 8."""
     drafter = drafter_of(checkpoint, blocks=8)
-    old, late, new = (Ask(state_of(range(i, i + 9), name=f"{i}"), 4) for i in (10, 20, 30))
+    old, late, new = (DraftRequest(state_of(range(i, i + 9), name=f"{i}"), 4) for i in (10, 20, 30))
     for ask in (old, late, new):
         assert propose(drafter, ask) != [None]
-    assert [drafter.backlog(ask) for ask in (old, late, new)] == [9, 1, 1]
+    assert [drafter.num_pending_rows(ask) for ask in (old, late, new)] == [9, 1, 1]
     assert propose(drafter, old) == propose(drafter_of(checkpoint), old), "and it is caught up as if nothing had been"
-    assert [drafter.backlog(ask) for ask in (old, late, new)] == [1, 9, 1]
+    assert [drafter.num_pending_rows(ask) for ask in (old, late, new)] == [1, 9, 1]
 
 
 def test_too_little_memory_for_all_that_ask_leaves_enough_for_some(checkpoint: Path) -> None:
@@ -329,7 +329,7 @@ def test_too_little_memory_for_all_that_ask_leaves_enough_for_some(checkpoint: P
     states = [state_of(range(i, i + 9), name=f"{i}") for i in (10, 20, 30, 40)]
     served = []
     for step in range(14):
-        asks = [Ask(grown(state, (step,)), 4) for state in states]
+        asks = [DraftRequest(extended(state, (step,)), 4) for state in states]
         drafts, wanted = propose(drafter, *asks), propose(ample, *asks)
         served.append([draft is not None for draft in drafts])
         for draft, full in zip(drafts, wanted, strict=True):
@@ -340,24 +340,24 @@ def test_too_little_memory_for_all_that_ask_leaves_enough_for_some(checkpoint: P
     assert all(before or not now for one, two in pairwise(served) for before, now in zip(one, two, strict=True))
     gone = states.pop(served[-1].index(True))
     drafter.finish(gone.id)
-    assert sum(draft is not None for draft in propose(drafter, *(Ask(grown(state, (1,)), 4) for state in states))) == 2
+    assert sum(draft is not None for draft in propose(drafter, *(DraftRequest(extended(state, (1,)), 4) for state in states))) == 2
 
 
 def test_a_pass_is_timed_without_a_trace(checkpoint: Path) -> None:
     for drafter in (drafter_of(checkpoint, max_len=32), drafter_of(checkpoint, max_len=32, counted=[])):
         state = state_of(range(10, 20))
-        before = propose(drafter, Ask(state, 4))
+        before = propose(drafter, DraftRequest(state, 4))
         for rows, sampled in ((1, 1), (5, 5), (40, 1), (100, 3), (7, 0)):
             assert 0 < drafter.pass_seconds(rows, sampled) < 10
-        assert propose(drafter, Ask(state, 4)) == before
-        assert set(drafter._tracks) == {"a"} and drafter._pool.num_used == 4
+        assert propose(drafter, DraftRequest(state, 4)) == before
+        assert set(drafter._states) == {"a"} and drafter._pool.num_used == 4
 
 
 def test_what_was_timed_in_one_call_may_draft_pass_by_pass(checkpoint: Path) -> None:
     """Buffers that a timed pass left behind are written again, whoever calls."""
     drafter = drafter_of(checkpoint)
     drafter.pass_seconds(2, 2)
-    (draft,) = propose(drafter, Ask(state_of(range(10, 20), presence_penalty=1.0), 4))
+    (draft,) = propose(drafter, DraftRequest(state_of(range(10, 20), presence_penalty=1.0), 4))
     assert draft is not None
 
 
@@ -392,5 +392,5 @@ def test_the_time_is_that_of_one_pass(checkpoint: Path, monkeypatch: pytest.Monk
 
 def test_a_token_that_only_the_target_knows_is_read_as_the_first_one(checkpoint: Path) -> None:
     drafter = drafter_of(checkpoint)
-    drafts = propose(drafter, *(Ask(state_of((10, odd, 11), name=f"{odd}"), 4) for odd in (VOCAB_SIZE + 5, 0)))
+    drafts = propose(drafter, *(DraftRequest(state_of((10, odd, 11), name=f"{odd}"), 4) for odd in (VOCAB_SIZE + 5, 0)))
     assert drafts[0] == drafts[1] is not None

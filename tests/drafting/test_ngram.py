@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 from foreword.core.params import SamplingParams
 from foreword.core.request import Request, RequestState
-from foreword.drafting.base import Ask
+from foreword.drafting.base import DraftRequest
 from foreword.drafting.ngram import NgramDrafter
-from tests.fakes import grown
+from tests.fakes import extended
 
 
 def state_of(tokens: Sequence[int], name: str = "a") -> RequestState:
@@ -17,7 +17,7 @@ def state_of(tokens: Sequence[int], name: str = "a") -> RequestState:
 
 
 def guess(drafter: NgramDrafter, state: RequestState, run: Sequence[int] = (), max_tokens: int = 4) -> tuple[int, ...]:
-    (draft,) = drafter.propose([Ask(grown(state, run), max_tokens)])
+    (draft,) = drafter.propose([DraftRequest(extended(state, run), max_tokens)])
     return draft.token_ids if draft else ()
 
 
@@ -96,7 +96,7 @@ def test_confidence_grows_with_the_match() -> None:
     for name, text in (("one", [4, 9, 8, 7, 6, 4]), ("four", [1, 2, 3, 4, 9, 8, 1, 2, 3, 4])):
         state = state_of(text, name)
         drafter.start(state)
-        (draft,) = drafter.propose([Ask(state, 20)])
+        (draft,) = drafter.propose([DraftRequest(state, 20)])
         assert draft is not None and len(draft.confidence) == len(draft.token_ids) == 20
         assert list(draft.confidence) == sorted(draft.confidence)
         confidence.append(draft.confidence[0])

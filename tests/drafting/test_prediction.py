@@ -9,16 +9,16 @@ from hypothesis import strategies as st
 from foreword.core.draft import Draft
 from foreword.core.params import SamplingParams
 from foreword.core.request import Request, RequestState
-from foreword.drafting.base import Ask
-from foreword.drafting.prediction import AHEAD, LONGEST_DRAFT, PredictionDrafter, _characters, _nearest
-from tests.fakes import grown
+from foreword.drafting.base import DraftRequest
+from foreword.drafting.prediction import FORWARD_PREFERENCE, MAX_DRAFT_LEN, PredictionDrafter, _to_chars, _find_nearest
+from tests.fakes import extended
 
 PROMPT = (7, 8, 9)
 TEXT = tuple(range(100, 400))  # every token once
 
 
 def state_of(prediction: Sequence[int], name: str = "a", delivered: Sequence[int] = ()) -> RequestState:
-    request = Request(name, PROMPT, SamplingParams(), 0, delivered_ids=tuple(delivered), prediction_ids=tuple(prediction))
+    request = Request(name, PROMPT, SamplingParams(), 0, resume_output_ids=tuple(delivered), prediction_ids=tuple(prediction))
     return RequestState(request, 0, 10_000)
 
 
@@ -35,7 +35,7 @@ class Output:
         return draft.token_ids if draft else ()
 
     def draft(self, *run: int, max_tokens: int = 4) -> Draft | None:
-        (draft,) = self.drafter.propose([Ask(grown(self.state, run), max_tokens)])
+        (draft,) = self.drafter.propose([DraftRequest(extended(self.state, run), max_tokens)])
         return draft
 
 
@@ -55,7 +55,7 @@ def test_the_end_of_the_text_is_the_end_of_the_drafts() -> None:
 def test_without_a_prediction_there_is_nothing() -> None:
     output = Output(())
     assert output.say(1) == ()
-    assert not output.drafter._followers
+    assert not output.drafter._cursors
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def test_what_others_drafted_is_followed_too() -> None:
 def test_delivered_tokens_are_output() -> None:
     drafter, state = PredictionDrafter(), state_of(TEXT, delivered=TEXT[:5])
     drafter.start(state)
-    (draft,) = drafter.propose([Ask(grown(state, (105,)), 2)])
+    (draft,) = drafter.propose([DraftRequest(extended(state, (105,)), 2)])
     assert draft is not None and draft.token_ids == (106, 107)
 
 
@@ -147,14 +147,14 @@ def test_requests_do_not_see_each_other_and_leave_nothing() -> None:
     a, b, plain = state_of((1, 2, 3), "a"), state_of((1, 5, 6), "b"), state_of((), "c")
     for state in (a, b, plain):
         drafter.start(state)
-    drafts = drafter.propose([Ask(grown(state, (1,)), 2) for state in (a, plain, b)])
+    drafts = drafter.propose([DraftRequest(extended(state, (1,)), 2) for state in (a, plain, b)])
     assert [draft and draft.token_ids for draft in drafts] == [(2, 3), None, (5, 6)]
     with pytest.raises(AssertionError):
         drafter.check({"a"})
     for name in "abc":
         drafter.finish(name, (1, 2))
     drafter.check(())
-    assert not drafter._followers
+    assert not drafter._cursors
 
 
 small = st.lists(st.integers(0, 5), max_size=60)
@@ -166,7 +166,7 @@ def test_a_draft_is_never_longer_than_asked(text: list[int], runs: list[list[int
     for run in runs:
         draft = output.draft(*run, max_tokens=length)
         if draft is not None:
-            assert 0 < len(draft.token_ids) <= min(length, LONGEST_DRAFT)
+            assert 0 < len(draft.token_ids) <= min(length, MAX_DRAFT_LEN)
             assert len(draft.confidence) == len(draft.token_ids)
             assert all(0 < chance < 1 for chance in draft.confidence)
             assert 5 not in draft.token_ids
@@ -194,15 +194,15 @@ def test_the_nearest_place_equals_a_scan(text: list[int], gram: list[int], ancho
         end for end in range(len(gram), len(text) + 1) if text[end - len(gram) : end] == gram and least <= end - anchor <= most
     ]
     by_definition = min(
-        ends, key=lambda end: (end - anchor if end >= anchor else AHEAD * (anchor - end), end < anchor), default=None
+        ends, key=lambda end: (end - anchor if end >= anchor else FORWARD_PREFERENCE * (anchor - end), end < anchor), default=None
     )
-    assert _nearest(_characters(text), _characters(gram), anchor, least, most) == by_definition
+    assert _find_nearest(_to_chars(text), _to_chars(gram), anchor, least, most) == by_definition
 
 
 def test_every_id_is_a_character() -> None:
     """Halves of surrogate pairs and the byte order mark among them."""
     ids = (0, 10, 0xD800, 0xDFFF, 0xFEFF, 0xFFFE, 0x10FFFF)
-    assert list(map(ord, _characters(ids))) == list(ids)
+    assert list(map(ord, _to_chars(ids))) == list(ids)
     output = Output(ids)
     assert output.say(0) == ids[1:5]
 

@@ -9,12 +9,12 @@ import pytest
 from foreword.core.draft import Draft
 from foreword.core.params import SamplingParams
 from foreword.core.request import Request, RequestState
-from foreword.drafting.base import Ask
-from foreword.drafting.replay import PaidReplay, Recorded, ReplayDrafter, read_recording
+from foreword.drafting.base import DraftRequest
+from foreword.drafting.replay import ReplayWithDraftModel, RecordedOutput, ReplayDrafter, read_recording
 from foreword.errors import ConfigError
 from tests.checkpoints import write_checkpoint
 from tests.drafting.test_model import Passes, drafter_of
-from tests.fakes import grown
+from tests.fakes import extended
 
 PROMPT, OUTPUT = (1, 2, 3), tuple(range(100, 160))
 
@@ -23,7 +23,7 @@ def state_of(seed: int = 0, prompt: tuple[int, ...] = PROMPT, name: str = "a") -
     return RequestState(Request(name, prompt, SamplingParams(temperature=0), seed), 0, 4096)
 
 
-def replay_of(*recorded: tuple[int, Recorded], error_rate: float = 0.0) -> ReplayDrafter:
+def replay_of(*recorded: tuple[int, RecordedOutput], error_rate: float = 0.0) -> ReplayDrafter:
     return ReplayDrafter({(PROMPT, seed): output for seed, output in recorded}, error_rate, 272)
 
 
@@ -34,13 +34,13 @@ def written(path: Path, *lines: dict[str, object]) -> str:
 
 
 def test_it_continues_the_recorded_output_of_prompt_and_seed() -> None:
-    replay = replay_of((7, Recorded(OUTPUT[:6])), (-1, Recorded((5, 6))))
+    replay = replay_of((7, RecordedOutput(OUTPUT[:6])), (-1, RecordedOutput((5, 6))))
     own, other, unknown = state_of(7), state_of(8, name="b"), state_of(prompt=(9,), name="c")
     for state in (own, other, unknown):
         replay.start(state)
-    assert replay.propose([Ask(other, 3), Ask(unknown, 3)]) == [Draft((5, 6), "replay"), None]
+    assert replay.propose([DraftRequest(other, 3), DraftRequest(unknown, 3)]) == [Draft((5, 6), "replay"), None]
     for guess in (OUTPUT[2:5], OUTPUT[4:6], None):
-        (draft,) = replay.propose([Ask(grown(own, OUTPUT[own.num_output :][:2]), 3)])
+        (draft,) = replay.propose([DraftRequest(extended(own, OUTPUT[own.num_output :][:2]), 3)])
         assert draft == (guess and Draft(guess, "replay"))
     for state in (own, other, unknown):
         replay.finish(state.id, OUTPUT)
@@ -49,21 +49,21 @@ def test_it_continues_the_recorded_output_of_prompt_and_seed() -> None:
 
 @pytest.mark.parametrize(("own", "flag", "rate"), [(None, 0.3, 0.3), (0.3, 0.9, 0.3), (0.0, 1.0, 0.0), (1.0, 0.0, 1.0)])
 def test_a_line_may_have_an_error_rate_of_its_own(own: float | None, flag: float, rate: float) -> None:
-    replay = replay_of((0, Recorded(OUTPUT * 20, own)), error_rate=flag)
+    replay = replay_of((0, RecordedOutput(OUTPUT * 20, own)), error_rate=flag)
     state = state_of()
     replay.start(state)
-    (draft,) = replay.propose([Ask(state, 1200)])
+    (draft,) = replay.propose([DraftRequest(state, 1200)])
     assert draft is not None
     wrong = sum(guess != token_id for guess, token_id in zip(draft.token_ids, OUTPUT * 20, strict=True)) / 1200
     assert wrong == pytest.approx(rate, abs=0.06 if 0 < rate < 1 else 0)
-    (again,) = replay.propose([Ask(grown(state, OUTPUT[:30]), 1200)])
+    (again,) = replay.propose([DraftRequest(extended(state, OUTPUT[:30]), 1200)])
     assert again is not None and again.token_ids == draft.token_ids[30:], "the same tokens are wrong wherever a draft begins"
 
 
 def test_lines_of_a_recording(tmp_path: Path) -> None:
     plain = {"prompt_token_ids": [1, 2], "token_ids": [3]}
     path = written(tmp_path, plain, {**plain, "seed": 4, "error_rate": 0.25})
-    assert read_recording(path) == {((1, 2), -1): Recorded((3,)), ((1, 2), 4): Recorded((3,), 0.25)}
+    assert read_recording(path) == {((1, 2), -1): RecordedOutput((3,)), ((1, 2), 4): RecordedOutput((3,), 0.25)}
 
 
 @pytest.mark.parametrize(
@@ -82,37 +82,37 @@ class Scripted:
 
     def __init__(self, lengths: Sequence[int]) -> None:
         self.lengths = lengths
-        self.asks: list[Ask] = []
+        self.asks: list[DraftRequest] = []
 
-    def propose(self, asks: Sequence[Ask]) -> list[Draft | None]:
-        self.asks += asks
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Draft | None]:
+        self.asks += requests
         return [Draft((9,) * length, "draft", (0.1,) * length) if length else None for length in self.lengths]
 
 
 def test_what_the_model_did_not_compute_is_not_replayed() -> None:
     """Requests without a recording are not asked for, and nothing stops early: the replay is as sure as ever."""
-    replay = replay_of((0, Recorded(OUTPUT[:8])))
+    replay = replay_of((0, RecordedOutput(OUTPUT[:8])))
     inner = Scripted((8, 3, 0))
-    paid = PaidReplay(replay, inner)  # type: ignore[arg-type]
+    paid = ReplayWithDraftModel(replay, inner)  # type: ignore[arg-type]
     states = [state_of(name=f"{i}") for i in range(3)]
     for state in (*states, stranger := state_of(5, (8,), "stranger")):
         replay.start(state)
-    drafts = paid.propose([Ask(state, 20, worth=0.7) for state in (stranger, *states)])
+    drafts = paid.propose([DraftRequest(state, 20, min_prob=0.7) for state in (stranger, *states)])
     assert drafts == [None, Draft(OUTPUT[:8], "replay"), Draft(OUTPUT[:3], "replay"), None]
-    assert inner.asks == [Ask(state, 8, worth=0.0) for state in states]
+    assert inner.asks == [DraftRequest(state, 8, min_prob=0.0) for state in states]
 
 
 def test_every_replayed_token_is_paid_for(tmp_path: Path) -> None:
     """The model's own guesses never come true; it goes on from what is common."""
     counted: list[Passes] = []
     inner = drafter_of(write_checkpoint(tmp_path / "model", seed=5), counted=counted)
-    paid = PaidReplay(replay_of((0, Recorded(OUTPUT))), inner)
+    paid = ReplayWithDraftModel(replay_of((0, RecordedOutput(OUTPUT))), inner)
     state = state_of()
     paid.start(state)
     backlogs = []
     for begin in range(0, 40, 5):
-        ask = Ask(grown(state, OUTPUT[begin : begin + 5]), 4)
-        backlogs.append(paid.backlog(ask))
+        ask = DraftRequest(extended(state, OUTPUT[begin : begin + 5]), 4)
+        backlogs.append(paid.num_pending_rows(ask))
         (draft,) = paid.propose([ask])
         assert draft == Draft(OUTPUT[begin + 5 : begin + 9], "replay")
         paid.check({"a"})

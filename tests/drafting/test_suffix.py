@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from foreword.core.params import SamplingParams
 from foreword.core.request import Request, RequestState
-from foreword.drafting.base import Ask
+from foreword.drafting.base import DraftRequest
 from foreword.drafting.suffix import SuffixDrafter, _Namespaces
-from foreword.drafting.suffix_index import BYTES_PER_SLOT, MAX_WALK, MIN_REACH
+from foreword.drafting.suffix_index import BYTES_PER_SLOT, MAX_CHAIN, MIN_PREFIX_PROB
 from foreword.kernels.cpu.library import load_library
-from tests.fakes import grown
+from tests.fakes import extended
 
 CORPUS_BYTES = 1000 * BYTES_PER_SLOT
 
@@ -29,11 +29,11 @@ def library(request: pytest.FixtureRequest) -> ctypes.CDLL | None:
 
 
 def state_of(tokens: Sequence[int], name: str = "a", tenant: str = "") -> RequestState:
-    return RequestState(Request(name, tuple(tokens), SamplingParams(), 0, tenant=tenant), 0, 10_000)
+    return RequestState(Request(name, tuple(tokens), SamplingParams(), 0, cache_salt=tenant), 0, 10_000)
 
 
 def guess(drafter: SuffixDrafter, state: RequestState, run: Sequence[int] = (), max_tokens: int = 4) -> tuple[int, ...]:
-    (draft,) = drafter.propose([Ask(grown(state, run), max_tokens)])
+    (draft,) = drafter.propose([DraftRequest(extended(state, run), max_tokens)])
     if draft is None:
         return ()
     assert draft.drafter == "suffix"
@@ -85,7 +85,7 @@ def test_the_more_frequent_continuation_wins(library: ctypes.CDLL | None) -> Non
     drafter = SuffixDrafter(0, (), library)
     text = [1, 2, 50, 91, 1, 2, 60, 92, 1, 2, 50, 93, 1, 2, 70, 94, 1, 2]
     state = started(drafter, state_of(text))
-    (draft,) = drafter.propose([Ask(state, 1)])
+    (draft,) = drafter.propose([DraftRequest(state, 1)])
     assert draft is not None and draft.token_ids == (50,)
     assert draft.confidence[0] < 0.5, "two of four, and something new may come"
 
@@ -94,7 +94,7 @@ def test_confidence_grows_with_the_match_and_with_agreement(library: ctypes.CDLL
     drafter = SuffixDrafter(0, (), library)
 
     def confidence(name: str, text: Sequence[int]) -> float:
-        (draft,) = drafter.propose([Ask(started(drafter, state_of(text, name)), 1)])
+        (draft,) = drafter.propose([DraftRequest(started(drafter, state_of(text, name)), 1)])
         assert draft is not None
         return draft.confidence[0]
 
@@ -112,10 +112,10 @@ def test_a_period_is_continued_beyond_the_known_text(library: ctypes.CDLL | None
 
 def test_a_draft_ends_before_what_is_unlikely(library: ctypes.CDLL | None) -> None:
     drafter = SuffixDrafter(0, (), library)
-    branches = [token for branch in range(MAX_WALK) for token in (1, 2, 100 + branch, 200 + branch)]
-    (draft,) = drafter.propose([Ask(started(drafter, state_of([*branches, 1, 2])), 32)])
+    branches = [token for branch in range(MAX_CHAIN) for token in (1, 2, 100 + branch, 200 + branch)]
+    (draft,) = drafter.propose([DraftRequest(started(drafter, state_of([*branches, 1, 2])), 32)])
     assert draft is not None and len(draft.token_ids) == 1, "sixteen ways to go on, each as likely"
-    assert MIN_REACH <= draft.confidence[0] < 1 / MAX_WALK
+    assert MIN_PREFIX_PROB <= draft.confidence[0] < 1 / MAX_CHAIN
 
 
 def test_a_request_skipped_for_steps_catches_up(library: ctypes.CDLL | None) -> None:
@@ -130,7 +130,7 @@ def test_a_request_skipped_for_steps_catches_up(library: ctypes.CDLL | None) -> 
 def test_one_call_drafts_for_all(library: ctypes.CDLL | None) -> None:
     drafter = SuffixDrafter(0, (), library)
     states = [started(drafter, state_of([i, i + 1, i + 2, i + 3, i, i + 1], str(i))) for i in range(10, 100, 5)]
-    drafts = drafter.propose([Ask(state, 1 + i % 3) for i, state in enumerate(states)])
+    drafts = drafter.propose([DraftRequest(state, 1 + i % 3) for i, state in enumerate(states)])
     expected = [(first + 2, first + 3, first)[: 1 + i % 3] for i, first in enumerate(range(10, 100, 5))]
     assert [draft.token_ids if draft else None for draft in drafts] == expected
     assert drafter.propose([]) == []
@@ -153,7 +153,7 @@ def test_a_draft_does_not_run_from_one_output_into_the_next(library: ctypes.CDLL
 def test_what_was_not_delivered_is_not_learnt(library: ctypes.CDLL | None) -> None:
     drafter = SuffixDrafter(CORPUS_BYTES, (), library)
     drafter.start(state_of([1, 2, 3, 4, 5]))
-    drafter.propose([Ask(state_of([1, 2, 3, 4, 5, 6, 7, 8]), 4)])
+    drafter.propose([DraftRequest(state_of([1, 2, 3, 4, 5, 6, 7, 8]), 4)])
     drafter.finish("a")
     assert guess(drafter, started(drafter, state_of([2, 3, 4], "b"))) == ()
 
@@ -179,9 +179,9 @@ def test_another_tenants_text_changes_no_guess(library: ctypes.CDLL | None) -> N
     alone, shared = SuffixDrafter(CORPUS_BYTES, (), library), SuffixDrafter(CORPUS_BYTES, (), library)
     for drafter in (alone, shared):
         learn(drafter, [1, 2, 3, 4, 5, 6], "alice")
-    for _ in range(MAX_WALK):
+    for _ in range(MAX_CHAIN):
         learn(shared, [1, 2, 3, 9], "bob")
-    drafts = [drafter.propose([Ask(started(drafter, state_of([1, 2, 3], tenant="alice")), 4)]) for drafter in (alone, shared)]
+    drafts = [drafter.propose([DraftRequest(started(drafter, state_of([1, 2, 3], tenant="alice")), 4)]) for drafter in (alone, shared)]
     assert drafts[0] == drafts[1] != [None]
 
 
@@ -260,4 +260,4 @@ def test_nothing_leaks(library: ctypes.CDLL | None) -> None:
 
 def test_tenants_keep_their_number_while_they_are_remembered() -> None:
     namespaces = _Namespaces(2)
-    assert [namespaces.number(tenant) for tenant in ("a", "b", "a", "c", "a", "b")] == [1, 2, 1, 3, 1, 4]
+    assert [namespaces.get_id(tenant) for tenant in ("a", "b", "a", "c", "a", "b")] == [1, 2, 1, 3, 1, 4]

@@ -15,11 +15,11 @@ from tokenizers import models, normalizers, pre_tokenizers, processors, trainers
 from tests.text.builders import CORPUS
 
 SMALL = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 3, "intermediate_size": 80}
-RANKER = {"num_labels": 1, "id2label": {0: "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+RANKER_OPTIONS = {"num_labels": 1, "id2label": {0: "LABEL_0"}, "label2id": {"LABEL_0": 0}}
 
 
 @dataclass(frozen=True)
-class Family:
+class EncoderFamily:
     """model: class of the bare model; ranker: with a head; options of its config beyond SMALL (None removes one)."""
 
     model: str
@@ -30,20 +30,20 @@ class Family:
 
 
 FAMILIES = {
-    "bert": Family("BertModel", "BertForSequenceClassification", "BertConfig", "wordpiece", {}),
-    "roberta": Family("RobertaModel", "RobertaForSequenceClassification", "RobertaConfig", "bytes", {"type_vocab_size": 1}),
-    "xlm-roberta": Family(
+    "bert": EncoderFamily("BertModel", "BertForSequenceClassification", "BertConfig", "wordpiece", {}),
+    "roberta": EncoderFamily("RobertaModel", "RobertaForSequenceClassification", "RobertaConfig", "bytes", {"type_vocab_size": 1}),
+    "xlm-roberta": EncoderFamily(
         "XLMRobertaModel", "XLMRobertaForSequenceClassification", "XLMRobertaConfig", "unigram", {"type_vocab_size": 1}
     ),
-    "distilbert": Family(
+    "distilbert": EncoderFamily(
         "DistilBertModel",
         "DistilBertForSequenceClassification",
         "DistilBertConfig",
         "wordpiece",
         {"dim": 48, "n_layers": 2, "n_heads": 3, "hidden_dim": 80, **dict.fromkeys(SMALL)},
     ),
-    "mpnet": Family("MPNetModel", "MPNetForSequenceClassification", "MPNetConfig", "wordpiece", {"pad_token_id": 1}),
-    "modernbert": Family(
+    "mpnet": EncoderFamily("MPNetModel", "MPNetForSequenceClassification", "MPNetConfig", "wordpiece", {"pad_token_id": 1}),
+    "modernbert": EncoderFamily(
         "ModernBertModel",
         "ModernBertForSequenceClassification",
         "ModernBertConfig",
@@ -68,16 +68,16 @@ def write_encoder(path: Path, family: str = "bert", ranks: bool = False, seed: i
     tokenizer = TOKENIZERS[shape.tokenizer]()
     write_tokenizer(path, shape.tokenizer, tokenizer)
     values = {"vocab_size": tokenizer.get_vocab_size(), "max_position_embeddings": 130, **SMALL, **shape.options}
-    values = {key: value for key, value in {**values, **(RANKER if ranks else {}), **options}.items() if value is not None}
+    values = {key: value for key, value in {**values, **(RANKER_OPTIONS if ranks else {}), **options}.items() if value is not None}
     torch.manual_seed(seed)
     config = getattr(transformers, shape.config)(**values)
     model = getattr(transformers, shape.ranker if ranks else shape.model)(config).eval()
-    _liven(model)
+    _randomize_all_weights(model)
     model.save_pretrained(path)
     return model
 
 
-def _liven(model: Any) -> None:
+def _randomize_all_weights(model: Any) -> None:
     """Weights that leave no part of the model without influence: norms and biases too."""
     with torch.no_grad():
         for name, weight in model.named_parameters():

@@ -16,8 +16,8 @@ import pytest_asyncio
 from foreword.config import Config
 from foreword.encoders import client as client_module
 from foreword.encoders.client import EncoderClient
-from foreword.encoders.local import LocalEncoder, load_local
-from foreword.encoders.turns import Call
+from foreword.encoders.local import LocalEncoder, load_local_encoder
+from foreword.encoders.turns import EncodeCall
 from foreword.errors import (
     CheckpointError,
     ContextLengthExceeded,
@@ -42,7 +42,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
 
 @pytest.fixture(scope="module")
 def local(config: Config) -> LocalEncoder:
-    return load_local(config)
+    return load_local_encoder(config)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -54,13 +54,13 @@ async def client(config: Config) -> AsyncIterator[EncoderClient]:
 
 
 def ids_of(client: EncoderClient, *texts: str) -> list[list[int]]:
-    assert client.texts is not None
-    return [client.texts.encode(text) for text in texts]
+    assert client.tokenizer is not None
+    return [client.tokenizer.encode(text) for text in texts]
 
 
 def pid(client: EncoderClient) -> int:
-    assert client._child is not None
-    return client._child._process.pid
+    assert client._process is not None
+    return client._process._process.pid
 
 
 async def test_many_callers_get_their_own_vectors(client: EncoderClient, local: LocalEncoder) -> None:
@@ -83,7 +83,7 @@ async def test_what_is_wrong_is_named_before_it_is_sent(client: EncoderClient) -
     with pytest.raises(InvalidRequest, match="pooling"):
         await client.encode([ids], "median")
     with pytest.raises(Unsupported, match="does not score"):
-        await client.rank([(ids, [])])
+        await client.score([(ids, [])])
     with pytest.raises(InvalidRequest, match="at most 64"):
         await client.encode([ids] * 65)
     assert await client.encode([]) == []
@@ -113,7 +113,7 @@ async def test_what_a_caller_left_behind_is_dropped(client: EncoderClient) -> No
     call.cancel()
     with pytest.raises(asyncio.CancelledError):
         await call
-    assert client._turns.waiting == 0 and not client._open
+    assert client._batcher.num_waiting == 0 and not client._open_calls
     assert len(await client.encode([[5]])) == 1
 
 
@@ -124,32 +124,32 @@ async def test_nobody_hears_of_its_death(client: EncoderClient, local: LocalEnco
     call = asyncio.ensure_future(client.encode(long))
     await asyncio.sleep(0)
     os.kill(pid(client), signal.SIGKILL)
-    while client.readiness.ready:
+    while client.readiness.is_ready:
         await asyncio.sleep(0.002)
     assert client.alive and client.readiness.status == "restarting"
     assert await client.encode(ids) == local.encode(ids)
     assert await call == local.encode(long)
-    assert client.readiness.ready and client._turns.waiting == 0 and not client._open and not client._again
+    assert client.readiness.is_ready and client._batcher.num_waiting == 0 and not client._open_calls and not client._retries
 
 
 async def test_an_input_that_it_dies_of_is_refused_and_its_neighbours_are_not(client: EncoderClient, local: LocalEncoder) -> None:
     """The process is killed whenever it has the poison, as if it died of it."""
     poison, good = [7, 7, 7], [[5, 6 + i] * 40 for i in range(6)]
-    given = client._send
+    given = client._send_batch
 
-    def send(taken: list[tuple[Call, int]]) -> None:
+    def send(taken: list[tuple[EncodeCall, int]]) -> None:
         given(taken)
         if any(list(call.inputs[index].token_ids) == poison for call, index in taken):
             os.kill(pid(client), signal.SIGKILL)
 
-    client._send = send  # type: ignore[method-assign]
+    client._send_batch = send  # type: ignore[method-assign]
     try:
         good_call, bad_call = (asyncio.ensure_future(client.encode(ids)) for ids in (good, [poison]))
         assert await good_call == local.encode(good)
         with pytest.raises(RequestFailed, match="died twice"):
             await bad_call
     finally:
-        client._send = given  # type: ignore[method-assign]
+        client._send_batch = given  # type: ignore[method-assign]
     assert await client.encode(good) == local.encode(good)
 
 
@@ -157,10 +157,10 @@ async def test_a_ranker_scores_pairs(tmp_path: Path) -> None:
     write_encoder(tmp_path, "roberta", ranks=True)
     client = EncoderClient(Config(embedding_model=str(tmp_path), threads=1))
     info = await client.start()
-    assert info.kind == "rank" and client.texts is not None
-    pairs = [client.texts.encode_pair("quick fox", text) for text in TEXTS]
-    scores = await client.rank(pairs)
-    assert scores == load_local(Config(embedding_model=str(tmp_path), threads=1)).rank(pairs)
+    assert info.task == "rank" and client.tokenizer is not None
+    pairs = [client.tokenizer.encode_pair("quick fox", text) for text in TEXTS]
+    scores = await client.score(pairs)
+    assert scores == load_local_encoder(Config(embedding_model=str(tmp_path), threads=1)).score(pairs)
     assert all(0 < score < 1 for score in scores)
     with pytest.raises(Unsupported, match="no embeddings"):
         await client.encode([[5]])
@@ -172,16 +172,16 @@ async def test_a_checkpoint_that_is_no_encoder_is_refused(tmp_path: Path) -> Non
     client = EncoderClient(Config(embedding_model=str(tmp_path)))
     with pytest.raises(CheckpointError, match="'llama' is no encoder"):
         await client.start()
-    assert not client.alive and client._child is None
+    assert not client.alive and client._process is None
 
 
 async def test_it_is_not_started_again_endlessly(client: EncoderClient, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last one here: it stays down."""
     monkeypatch.setattr(client_module, "MAX_RESTARTS", 1)
-    monkeypatch.setattr(client, "_deaths", deque([time.monotonic()], maxlen=1))
+    monkeypatch.setattr(client, "_crash_times", deque([time.monotonic()], maxlen=1))
     os.kill(pid(client), signal.SIGKILL)
-    assert client._serving is not None
-    await client._serving
-    assert not client.alive and client._child is None
+    assert client._serve_task is not None
+    await client._serve_task
+    assert not client.alive and client._process is None
     with pytest.raises(EngineDead):
         await client.encode([[5]])

@@ -10,18 +10,18 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from foreword.config import Config
-from foreword.encoders.local import LocalEncoder, load_local
+from foreword.encoders.local import LocalEncoder, load_local_encoder
 from foreword.errors import CheckpointError
-from foreword.kernels.reference import Reference
+from foreword.kernels.reference import ReferenceOps
 from tests.encoders.checkpoints import FAMILIES, write_encoder
-from tests.text.builders import DIFFICULT
+from tests.text.builders import DIFFICULT_TEXTS
 
-TEXTS = ["", "hello", "The quick brown fox jumps over the lazy dog. " * 2, "naïve café 東京 <pad> x", *DIFFICULT[9:14]]
+TEXTS = ["", "hello", "The quick brown fox jumps over the lazy dog. " * 2, "naïve café 東京 <pad> x", *DIFFICULT_TEXTS[9:14]]
 CLOSE = 1e-5
 
 
 def load(path: Path, **options: object) -> LocalEncoder:
-    return load_local(Config(embedding_model=str(path), threads=1, **options))  # type: ignore[arg-type]
+    return load_local_encoder(Config(embedding_model=str(path), threads=1, **options))  # type: ignore[arg-type]
 
 
 def floats(vector: bytes) -> np.ndarray:
@@ -39,7 +39,7 @@ def hidden_of(model: torch.nn.Module, ids: list[int]) -> torch.Tensor:
 def test_vectors_are_those_of_transformers(tmp_path: Path, family: str) -> None:
     model = write_encoder(tmp_path, family)
     encoder = load(tmp_path)
-    ids = [encoder.texts.encode(text) for text in TEXTS]
+    ids = [encoder.tokenizer.encode(text) for text in TEXTS]
     states = [hidden_of(model, text) for text in ids]
     pooled = {
         "mean": [state.mean(0) for state in states],
@@ -56,7 +56,7 @@ def test_vectors_are_those_of_transformers(tmp_path: Path, family: str) -> None:
 def test_scores_are_those_of_transformers(tmp_path: Path, family: str) -> None:
     model = write_encoder(tmp_path, family, ranks=True)
     encoder = load(tmp_path)
-    pairs = [encoder.texts.encode_pair("quick fox", text) for text in TEXTS]
+    pairs = [encoder.tokenizer.encode_pair("quick fox", text) for text in TEXTS]
     with torch.inference_mode():
         logits = [
             model(
@@ -64,8 +64,8 @@ def test_scores_are_those_of_transformers(tmp_path: Path, family: str) -> None:
             ).logits.item()
             for ids, types in pairs
         ]
-    np.testing.assert_allclose(encoder.rank(pairs), torch.sigmoid(torch.tensor(logits)), rtol=0, atol=CLOSE)
-    assert len(set(encoder.rank(pairs))) > len(pairs) // 2, "scores that do not differ show nothing"
+    np.testing.assert_allclose(encoder.score(pairs), torch.sigmoid(torch.tensor(logits)), rtol=0, atol=CLOSE)
+    assert len(set(encoder.score(pairs))) > len(pairs) // 2, "scores that do not differ show nothing"
 
 
 @pytest.mark.parametrize("ops", ["native", "reference"])
@@ -73,8 +73,8 @@ def test_scores_are_those_of_transformers(tmp_path: Path, family: str) -> None:
 def test_a_vector_has_the_same_bits_in_any_company(tmp_path: Path, family: str, ops: str) -> None:
     write_encoder(tmp_path, family)
     config = Config(embedding_model=str(tmp_path), threads=2)
-    encoder = load_local(config, Reference() if ops == "reference" else None)
-    ids = [encoder.texts.encode(text) for text in TEXTS]
+    encoder = load_local_encoder(config, ReferenceOps() if ops == "reference" else None)
+    ids = [encoder.tokenizer.encode(text) for text in TEXTS]
     alone = [encoder.encode([text])[0] for text in ids]
     assert encoder.encode(ids) == alone
     assert encoder.encode(ids[::-1]) == alone[::-1]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from foreword.encoders.recipe import Recipe, read_recipe
+from foreword.encoders.recipe import PoolingConfig, read_pooling_config
 from foreword.errors import CheckpointError
 
 PREFIX = "sentence_transformers.models."
@@ -33,7 +33,7 @@ def write(path: Path, pooling: dict[str, Any] | None = None, *others: str, **fil
 
 
 def test_without_files_it_is_the_mean(tmp_path: Path) -> None:
-    assert read_recipe(tmp_path) == Recipe(pooling="mean", normalize=False)
+    assert read_pooling_config(tmp_path) == PoolingConfig(pooling="mean", normalize=False)
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_without_files_it_is_the_mean(tmp_path: Path) -> None:
     ],
 )
 def test_each_pooling_is_read(tmp_path: Path, mode: dict[str, Any], pooling: str) -> None:
-    assert read_recipe(write(tmp_path, mode)).pooling == pooling
+    assert read_pooling_config(write(tmp_path, mode)).pooling == pooling
 
 
 def test_normalization_limit_and_prompts_are_read(tmp_path: Path) -> None:
@@ -60,7 +60,7 @@ def test_normalization_limit_and_prompts_are_read(tmp_path: Path) -> None:
         sentence_bert_config={"max_seq_length": 100, "do_lower_case": False},
         config_sentence_transformers=prompts,
     )
-    assert read_recipe(tmp_path) == Recipe("mean", True, 100, prompts["prompts"], "passage")  # type: ignore[arg-type]
+    assert read_pooling_config(tmp_path) == PoolingConfig("mean", True, 100, prompts["prompts"], "passage")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -75,18 +75,18 @@ def test_normalization_limit_and_prompts_are_read(tmp_path: Path) -> None:
 )
 def test_a_pooling_that_is_not_honoured_is_refused_by_name(tmp_path: Path, mode: dict[str, Any], complaint: str) -> None:
     with pytest.raises(CheckpointError, match=complaint):
-        read_recipe(write(tmp_path, mode))
+        read_pooling_config(write(tmp_path, mode))
 
 
 def test_a_module_that_is_not_honoured_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="Dense"):
-        read_recipe(write(tmp_path, {"pooling_mode_cls_token": True}, "Dense"))
+        read_pooling_config(write(tmp_path, {"pooling_mode_cls_token": True}, "Dense"))
 
 
 def test_damaged_files_are_named(tmp_path: Path) -> None:
     (tmp_path / "modules.json").write_text("{")
     with pytest.raises(CheckpointError, match=r"modules\.json"):
-        read_recipe(tmp_path)
+        read_pooling_config(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -100,4 +100,4 @@ def test_damaged_files_are_named(tmp_path: Path) -> None:
 def test_prompts_that_are_none_are_refused(tmp_path: Path, file: Any, complaint: str) -> None:
     (tmp_path / "config_sentence_transformers.json").write_text(json.dumps(file))
     with pytest.raises(CheckpointError, match=complaint):
-        read_recipe(tmp_path)
+        read_pooling_config(tmp_path)

@@ -6,10 +6,10 @@ import pytest
 import transformers
 
 from foreword.encoders.messages import EncoderInfo
-from foreword.encoders.texts import EncoderTexts
+from foreword.encoders.texts import EncoderTokenizer
 from foreword.errors import InvalidRequest
 from tests.encoders.checkpoints import TOKENIZERS, write_tokenizer
-from tests.text.builders import DIFFICULT
+from tests.text.builders import DIFFICULT_TEXTS
 
 LIMIT = 24
 INFO = EncoderInfo("tiny", "bert", "embed", 8, LIMIT, 1, 300, "mean", False, "none", {"query": "query: "})
@@ -30,9 +30,9 @@ def path(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 
 def test_texts_and_pairs_are_those_of_transformers(path: Path) -> None:
-    texts = EncoderTexts.from_directory(path, INFO)
+    texts = EncoderTokenizer.from_directory(path, INFO)
     theirs = transformers.AutoTokenizer.from_pretrained(path)
-    for text in DIFFICULT:
+    for text in DIFFICULT_TEXTS:
         assert texts.encode(text) == theirs(text)["input_ids"]
         pair = theirs(["hello"], [text], return_token_type_ids=True)  # in lists, or it takes an empty text for none
         assert texts.encode_pair("hello", text) == (pair["input_ids"][0], pair["token_type_ids"][0])
@@ -40,9 +40,9 @@ def test_texts_and_pairs_are_those_of_transformers(path: Path) -> None:
 
 @pytest.mark.parametrize("limit", [3, 5, 8, 11, 24])
 def test_long_ones_are_cut_as_transformers_does(path: Path, limit: int) -> None:
-    texts = EncoderTexts.from_directory(path, INFO)
+    texts = EncoderTokenizer.from_directory(path, INFO)
     theirs = transformers.AutoTokenizer.from_pretrained(path)
-    for text in DIFFICULT:
+    for text in DIFFICULT_TEXTS:
         assert texts.encode(text, max_tokens=limit) == theirs(text, truncation=True, max_length=limit)["input_ids"]
     if limit < 5:
         return  # no room between the special tokens of a pair
@@ -52,33 +52,33 @@ def test_long_ones_are_cut_as_transformers_does(path: Path, limit: int) -> None:
 
 
 def test_the_limit_may_be_that_of_the_model(path: Path) -> None:
-    texts = EncoderTexts.from_directory(path, INFO)
+    texts = EncoderTokenizer.from_directory(path, INFO)
     assert len(texts.encode("word " * 100)) > LIMIT
     assert len(texts.encode("word " * 100, max_tokens=-1)) == LIMIT
 
 
 @pytest.mark.parametrize("limit", [0, -2, LIMIT + 1])
 def test_a_limit_that_is_none_is_refused(path: Path, limit: int) -> None:
-    texts = EncoderTexts.from_directory(path, INFO)
+    texts = EncoderTokenizer.from_directory(path, INFO)
     with pytest.raises(InvalidRequest, match="truncate_prompt_tokens"):
         texts.encode("word", max_tokens=limit)
 
 
 def test_a_limit_that_leaves_no_room_is_refused(path: Path) -> None:
-    texts = EncoderTexts.from_directory(path, INFO)
+    texts = EncoderTokenizer.from_directory(path, INFO)
     with pytest.raises(InvalidRequest, match="special tokens"):
         texts.encode("word word word", max_tokens=1)
 
 
 def test_prompts_go_in_front(path: Path) -> None:
-    texts = EncoderTexts.from_directory(path, INFO)
+    texts = EncoderTokenizer.from_directory(path, INFO)
     assert texts.encode("hello", prompt="query") == texts.encode("query: hello")
     with pytest.raises(InvalidRequest, match="query"):
         texts.encode("hello", prompt="passage")
 
 
 def test_what_is_no_unicode_is_refused(path: Path) -> None:
-    texts = EncoderTexts.from_directory(path, INFO)
+    texts = EncoderTokenizer.from_directory(path, INFO)
     for encode in (texts.encode, lambda text: texts.encode_pair("hello", text)):
         with pytest.raises(InvalidRequest, match="surrogate"):
             encode("\ud800")

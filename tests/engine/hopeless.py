@@ -11,12 +11,12 @@ from foreword.engine.engine import Engine
 
 
 def main(fd: int) -> int:
-    return process.main(fd, _broken)
+    return process.main(fd, _fail_forward)
 
 
-def _broken(engine: Engine) -> None:
-    engine.runner.run = _killed  # type: ignore[method-assign]
+def _fail_forward(engine: Engine) -> None:
+    engine.model_runner.run = _kill_self  # type: ignore[method-assign]
 
 
-def _killed(*_: Any) -> Any:
+def _kill_self(*_: Any) -> Any:
     os.kill(os.getpid(), signal.SIGKILL)

@@ -15,9 +15,9 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Final, NoReturn
 
-from foreword.cache.features import Key
+from foreword.cache.features import FeatureKey
 from foreword.core.batch import Batch
-from foreword.core.draft import Outcome
+from foreword.core.draft import StepOutput
 from foreword.core.request import RequestState
 from foreword.engine import process
 from foreword.engine.engine import Engine
@@ -26,44 +26,44 @@ STEP_S: Final = 0.002
 
 
 def main(fd: int) -> int:
-    return process.main(fd, mortal)
+    return process.main(fd, make_crashing)
 
 
-def mortal(engine: Engine) -> None:
+def make_crashing(engine: Engine) -> None:
     """Wrap the forward pass of an engine that has just been loaded."""
-    run = engine.runner.run
+    run = engine.model_runner.run
 
-    def mortal_run(batch: Batch, *args: Any) -> list[Outcome]:
+    def mortal_run(batch: Batch, *args: Any) -> list[StepOutput]:
         for state in engine.scheduler.running:
-            strike(state)
+            trigger_fault(state)
         time.sleep(STEP_S)
         return run(batch, *args)
 
-    engine.runner.run = mortal_run  # type: ignore[method-assign]
-    piece = engine.encoder._piece
+    engine.model_runner.run = mortal_run  # type: ignore[method-assign]
+    piece = engine.encoder._encode_piece
 
-    def mortal_piece(key: Key, needed: Mapping[Key, Any]) -> int:
+    def mortal_piece(key: FeatureKey, needed: Mapping[FeatureKey, Any]) -> int:
         if engine.encoder._job is not None:  # not with the first piece
             for state in needed[key].states:
-                strike(state, encoding=True)
+                trigger_fault(state, encoding=True)
         return piece(key, needed)
 
-    engine.encoder._piece = mortal_piece  # type: ignore[method-assign]
+    engine.encoder._encode_piece = mortal_piece  # type: ignore[method-assign]
 
 
-def strike(state: RequestState, encoding: bool = False) -> None:
+def trigger_fault(state: RequestState, encoding: bool = False) -> None:
     name, _, rest = state.id.partition("-")
     when, fault = rest.partition("-")[0], FAULTS.get(name)
     if fault is None or (when == "encoding") != encoding:
         return
-    struck = state.request.start_by_s is None if encoding else state.request.delivered_ids  # who ran need not begin in time again
+    struck = state.request.queue_deadline_s is None if encoding else state.request.resume_output_ids  # who ran need not begin in time again
     if struck and name != "poison":
         return
     if encoding or state.num_output >= int(when):
         fault()
 
 
-def _killed() -> None:
+def _kill_self() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -75,24 +75,24 @@ def _exit() -> NoReturn:
     os._exit(3)
 
 
-def _broken() -> NoReturn:
+def _raise_error() -> NoReturn:
     raise AssertionError("an invariant of the engine is broken")
 
 
-def _locked() -> None:
+def _hang_holding_lock() -> None:
     threading.Event().wait()
 
 
-def _stopped() -> None:
+def _stop_self() -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
 FAULTS: Final[Mapping[str, Callable[[], None]]] = {
-    "killed": _killed,
+    "killed": _kill_self,
     "segfault": _segfault,
     "exit": _exit,
-    "broken": _broken,
-    "locked": _locked,
-    "stopped": _stopped,
-    "poison": _killed,
+    "broken": _raise_error,
+    "locked": _hang_holding_lock,
+    "stopped": _stop_self,
+    "poison": _kill_self,
 }

@@ -10,8 +10,8 @@ from foreword.engine.engine import Engine
 
 
 def main(fd: int) -> int:
-    return process.main(fd, _killed)
+    return process.main(fd, _kill_self)
 
 
-def _killed(engine: Engine) -> None:
+def _kill_self(engine: Engine) -> None:
     os.kill(os.getpid(), signal.SIGKILL)

@@ -13,19 +13,19 @@ import pytest
 import torch
 
 from foreword.config import Config
-from foreword.core.events import Event, Failed, Tokens
+from foreword.core.events import Event, ErrorEvent, TokenEvent
 from foreword.core.params import SamplingParams, Speculation
-from foreword.core.pictures import placed
+from foreword.core.pictures import expand_placeholders
 from foreword.core.request import Request
 from foreword.drafting.model import ModelDrafter
-from foreword.engine.ahead import Ahead
+from foreword.engine.ahead import OverlapLoop
 from foreword.engine.engine import Engine
 from foreword.engine.load import load
 from foreword.errors import DeadlineExceeded, RequestFailed
-from foreword.kernels.rounds import RoundResult
+from foreword.kernels.rounds import DecodeResult
 from tests.checkpoints import EOS, write_checkpoint
-from tests.engine.rounds import Twin, TwinRounds, run_ahead
-from tests.vision_checkpoints import IMAGE_TOKEN_ID, random_picture, write_vision_checkpoint
+from tests.engine.rounds import TwinForward, TwinDecodeLoop, use_overlap
+from tests.vision_checkpoints import IMAGE_TOKEN_ID, random_image, write_vision_checkpoint
 
 LONG = 40  # tokens of an answer that is not over soon
 
@@ -46,7 +46,7 @@ def engine_of(checkpoints: tuple[Path, Path]) -> Callable[..., Engine]:
         }  # fmt: skip
         if options.get("speculate") == "draft":
             defaults["draft_model"] = str(checkpoints[1])
-        return load(Config(model=str(checkpoints[0]), **(defaults | options)), unused_ids=())
+        return load(Config(model=str(checkpoints[0]), **(defaults | options)), never_sampled_ids=())
 
     return make
 
@@ -62,7 +62,7 @@ class Verbs:
     def __init__(self) -> None:
         self.called: list[str] = []
 
-    def __call__(self, verb: str, twin: Twin) -> None:
+    def __call__(self, verb: str, twin: TwinForward) -> None:
         self.called.append(verb)
 
     def take(self) -> list[str]:
@@ -87,7 +87,7 @@ def finish(engine: Engine) -> list[Event]:
 
 
 def tokens_of(events: Sequence[Event], name: str = "a") -> list[int]:
-    return [i for event in events if isinstance(event, Tokens) and event.request_id == name for i in event.token_ids]
+    return [i for event in events if isinstance(event, TokenEvent) and event.request_id == name for i in event.token_ids]
 
 
 def answer(engine: Engine, one: Request) -> list[int]:
@@ -97,7 +97,7 @@ def answer(engine: Engine, one: Request) -> list[int]:
 
 def test_a_round_is_launched_before_the_one_before_is_collected(engine_of: Callable[..., Engine]) -> None:
     engine, verbs = engine_of(), Verbs()
-    run_ahead(engine, verbs)
+    use_overlap(engine, verbs)
     engine.submit(request("a", 6))
     steps(engine, 1)
     assert verbs.take() == [], "a prompt is no round"
@@ -112,7 +112,7 @@ def test_a_round_is_launched_before_the_one_before_is_collected(engine_of: Calla
 
 def test_who_arrives_waits_for_what_is_under_way_and_no_more(engine_of: Callable[..., Engine]) -> None:
     engine, verbs = engine_of(), Verbs()
-    run_ahead(engine, verbs)
+    use_overlap(engine, verbs)
     engine.submit(request("a"))
     steps(engine, 4)
     verbs.take()
@@ -128,7 +128,7 @@ def test_who_arrives_waits_for_what_is_under_way_and_no_more(engine_of: Callable
 
 def test_who_cannot_start_stops_nobody(engine_of: Callable[..., Engine]) -> None:
     engine, verbs = engine_of(max_num_seqs=1), Verbs()
-    run_ahead(engine, verbs)
+    use_overlap(engine, verbs)
     engine.submit(request("a"))
     steps(engine, 3)
     engine.submit(request("b", 5))
@@ -146,7 +146,7 @@ def test_an_abort_drops_what_is_under_way(engine_of: Callable[..., Engine]) -> N
     plain, again = answer(engine_of(), request("a")), request("a", 9, (50, 51))
     expected = answer(engine_of(), again)
     engine = engine_of()
-    ahead = run_ahead(engine)
+    ahead = use_overlap(engine)
     engine.submit(request("a"))
     assert tokens_of(steps(engine, 4)) == plain[:4]
     engine.remove("a")
@@ -166,13 +166,13 @@ def test_an_abort_drops_what_is_under_way(engine_of: Callable[..., Engine]) -> N
 
 def test_what_is_late_ends_in_the_middle_of_a_run(engine_of: Callable[..., Engine]) -> None:
     engine = engine_of()
-    run_ahead(engine)
+    use_overlap(engine)
     engine.submit(replace(request("late"), deadline_s=engine._clock() + 1000.0))
     engine.submit(request("a"))
     steps(engine, 4)
-    engine._looked_s -= 1.0
+    engine._last_housekeeping_s -= 1.0
     engine._clock = lambda: 1e12
-    (failed,) = [event for event in steps(engine, 1) if isinstance(event, Failed)]
+    (failed,) = [event for event in steps(engine, 1) if isinstance(event, ErrorEvent)]
     assert failed.request_id == "late" and isinstance(failed.error, DeadlineExceeded)
     assert tokens_of(finish(engine))[-1:] == answer(engine_of(), request("a"))[-1:]
 
@@ -182,9 +182,9 @@ def test_a_broken_row_is_the_plain_loops_to_tell(engine_of: Callable[..., Engine
     plain = answer(engine_of(), request("a"))
     for speculate in ("off", "draft"):
         engine = engine_of(speculate=speculate)
-        ahead = run_ahead(engine)
-        forward = engine.runner._logits
-        assert isinstance(forward, Twin)
+        ahead = use_overlap(engine)
+        forward = engine.model_runner._forward
+        assert isinstance(forward, TwinForward)
         inner, broken = forward.forward, len(request("a").prompt_ids) + 11
 
         def logits(batch: Any, inner: Any = inner, broken: int = broken, engine: Engine = engine) -> torch.Tensor:
@@ -199,9 +199,9 @@ def test_a_broken_row_is_the_plain_loops_to_tell(engine_of: Callable[..., Engine
         engine.submit(request("b", seed=None, prompt=(90, 91, 92)))
         events = finish(engine)
         assert tokens_of(events) == plain[: broken + 1 - 3]
-        failed = [event for event in events if isinstance(event, Failed)]
+        failed = [event for event in events if isinstance(event, ErrorEvent)]
         assert [event.request_id for event in failed] == ["a"] and isinstance(failed[0].error, RequestFailed)
-        assert len(tokens_of(events, "b")) == LONG and ahead.num_rounds > 3 and ahead.num_errors == 0
+        assert len(tokens_of(events, "b")) == LONG and ahead.num_device_steps > 3 and ahead.num_errors == 0
         assert engine.step().stats.faults == {"nonfinite": 1}
 
 
@@ -214,11 +214,11 @@ def own_slots(engine: Engine) -> list[int]:
 def test_a_lost_device_ends_the_engine(engine_of: Callable[..., Engine]) -> None:
     engine = engine_of()
 
-    def strike(verb: str, twin: Twin) -> None:
+    def strike(verb: str, twin: TwinForward) -> None:
         if verb == "collect":
             raise torch.AcceleratorError("CUDA error: unspecified launch failure")
 
-    run_ahead(engine, strike)
+    use_overlap(engine, strike)
     engine.submit(request("a"))
     steps(engine, 1)
     with pytest.raises(torch.AcceleratorError):
@@ -229,12 +229,12 @@ def test_after_errors_it_is_tried_again_ever_more_seldom(engine_of: Callable[...
     engine = engine_of(max_model_len=96)
     tried: list[int] = []
 
-    def strike(verb: str, twin: Twin) -> None:
+    def strike(verb: str, twin: TwinForward) -> None:
         if verb == "launch":
             tried.append(engine._num_steps)
             raise RuntimeError("no")
 
-    ahead = run_ahead(engine, strike)
+    ahead = use_overlap(engine, strike)
     engine.submit(request("a", 90))
     finish(engine)
     waits = [b - a for a, b in pairwise(tried)]
@@ -242,30 +242,30 @@ def test_after_errors_it_is_tried_again_ever_more_seldom(engine_of: Callable[...
 
 
 WRONG = [
-    RoundResult((10**6,)),
-    RoundResult((-2,)),
-    RoundResult((5, 6)),
-    RoundResult((5, 6), (4,)),
-    RoundResult((), ()),
-    RoundResult((4,), (10**6,)),
-    RoundResult((4, 5), (4, 4)),
+    DecodeResult((10**6,)),
+    DecodeResult((-2,)),
+    DecodeResult((5, 6)),
+    DecodeResult((5, 6), (4,)),
+    DecodeResult((), ()),
+    DecodeResult((4,), (10**6,)),
+    DecodeResult((4, 5), (4, 4)),
 ]
 
 
 @pytest.mark.parametrize("wrong", WRONG)
 def test_what_cannot_be_right_is_not_taken(
-    engine_of: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, wrong: RoundResult
+    engine_of: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, wrong: DecodeResult
 ) -> None:
     plain = answer(engine_of(), request("a"))
     engine = engine_of(speculate="draft", num_speculative_tokens=1)
-    ahead = run_ahead(engine)
-    collect = TwinRounds.collect
+    ahead = use_overlap(engine)
+    collect = TwinDecodeLoop.collect
 
-    def collected(rounds: TwinRounds) -> dict[int, RoundResult]:
+    def collected(rounds: TwinDecodeLoop) -> dict[int, DecodeResult]:
         found = collect(rounds)
         return {0: wrong} if rounds.collected == 3 else found
 
-    monkeypatch.setattr(TwinRounds, "collect", collected)
+    monkeypatch.setattr(TwinDecodeLoop, "collect", collected)
     assert answer(engine, request("a")) == plain
     assert ahead.num_errors == 1
 
@@ -279,63 +279,63 @@ def test_who_needs_the_host_ends_the_run(engine_of: Callable[..., Engine]) -> No
         {"prompt_logprobs": 0},
     ):
         engine = engine_of()
-        ahead = run_ahead(engine)
+        ahead = use_overlap(engine)
         engine.submit(request("a", **params))
         engine.submit(request("b"))
         finish(engine)
-        assert ahead.num_rounds == 0, params
+        assert ahead.num_device_steps == 0, params
         engine.submit(request("a", 5, **params))
         engine.submit(request("b", 20))
         finish(engine)
-        assert ahead.num_rounds > 10, "alone again"
+        assert ahead.num_device_steps > 10, "alone again"
 
 
 def test_a_run_lasts_as_long_as_a_rest_of_the_drafters(engine_of: Callable[..., Engine]) -> None:
     engine, plain = engine_of(speculate="suffix"), engine_of(speculate="suffix")
     told: dict[Engine, list[tuple[int, int]]] = {engine: [], plain: []}
     for one in (engine, plain):
-        one.drafting.policy.rest = lambda: 12  # type: ignore[method-assign]
-        one.drafting.policy.rested = lambda n, asks, one=one: told[one].append((n, asks))  # type: ignore[misc, method-assign]
-    ahead = run_ahead(engine)
+        one.proposer.policy.num_steps_to_skip = lambda: 12  # type: ignore[method-assign]
+        one.proposer.policy.record_skipped = lambda n, asks, one=one: told[one].append((n, asks))  # type: ignore[misc, method-assign]
+    ahead = use_overlap(engine)
     assert answer(engine, request("a", 60)) == answer(plain, request("a", 60))
     assert told[engine] == told[plain] and (12, 12) in told[engine]
-    assert ahead.num_rounds > 40 and ahead.num_runs > 3
+    assert ahead.num_device_steps > 40 and ahead.num_runs > 3
 
 
 @pytest.mark.parametrize("others", [{"speculation": Speculation("auto", 2)}, {"speculation": Speculation("off")}])
 def test_drafts_of_several_lengths_are_planned(engine_of: Callable[..., Engine], others: dict[str, Any]) -> None:
     engine = engine_of(speculate="draft")
-    ahead = run_ahead(engine)
+    ahead = use_overlap(engine)
     engine.submit(request("a"))
     engine.submit(request("b", **others))
     steps(engine, 4)
-    assert len(engine.scheduler.running) == 2 and ahead.num_rounds == 0
+    assert len(engine.scheduler.running) == 2 and ahead.num_device_steps == 0
     finish(engine)
-    assert answer(engine, request("c")) and ahead.num_rounds > 2
+    assert answer(engine, request("c")) and ahead.num_device_steps > 2
 
 
 def test_drafts_take_nothing_from_those_that_wait_nor_rows_that_there_are_not(engine_of: Callable[..., Engine]) -> None:
     for options, others in (({"max_num_seqs": 2}, 3), ({"max_num_batched_tokens": 6, "max_num_seqs": 4}, 2)):
         engine = engine_of(speculate="draft", num_speculative_tokens=2, **options)
-        ahead = run_ahead(engine)
+        ahead = use_overlap(engine)
         for name in "abc"[:others]:
             engine.submit(request(name, 30))
         steps(engine, 4)
         fits = options["max_num_seqs"] == 4
-        assert (ahead.num_rounds > 0) == fits, "with six rows two requests have three each"
+        assert (ahead.num_device_steps > 0) == fits, "with six rows two requests have three each"
         engine.submit(request("d", 30))
-        rounds = ahead.num_rounds
+        rounds = ahead.num_device_steps
         steps(engine, 6)
-        assert ahead.num_rounds <= rounds + 1
+        assert ahead.num_device_steps <= rounds + 1
         finish(engine)
 
 
 def test_adaptive_drafts_are_planned(engine_of: Callable[..., Engine]) -> None:
     engine = engine_of(speculate="draft", draft_length="adaptive")
-    ahead = run_ahead(engine)
-    engine.drafting.policy.rest = lambda: 0  # type: ignore[method-assign]
+    ahead = use_overlap(engine)
+    engine.proposer.policy.num_steps_to_skip = lambda: 0  # type: ignore[method-assign]
     answer(engine, request("a"))
-    assert ahead.num_rounds == 0
+    assert ahead.num_device_steps == 0
 
 
 def test_the_draft_model_knows_what_rounds_drafted(engine_of: Callable[..., Engine]) -> None:
@@ -343,10 +343,10 @@ def test_the_draft_model_knows_what_rounds_drafted(engine_of: Callable[..., Engi
     guessed: list[dict[int, tuple[int, ...]]] = []
     for one in (engine_of(speculate="draft", num_speculative_tokens=2) for _ in range(2)):
         own: dict[int, tuple[int, ...]] = {}
-        ahead = run_ahead(one) if guessed else None
-        drafter = one.drafting.passes[0]
+        ahead = use_overlap(one) if guessed else None
+        drafter = one.proposer.model_drafters[0]
         assert isinstance(drafter, ModelDrafter)
-        guess = drafter._guess
+        guess = drafter._draft
 
         def noted(runs: Any, guess: Any = guess, own: dict[int, tuple[int, ...]] = own) -> Any:
             for run, found in guess(runs):
@@ -355,7 +355,7 @@ def test_the_draft_model_knows_what_rounds_drafted(engine_of: Callable[..., Engi
                     own[run.ask.length] = found.token_ids
                 yield run, found
 
-        drafter._guess = noted  # type: ignore[method-assign]
+        drafter._draft = noted  # type: ignore[method-assign]
         one.submit(request("a", 60))
         steps(one, 5)
         one.submit(request("b", 1, (60,)))
@@ -376,13 +376,13 @@ def test_blocks_are_held_for_all_or_for_nobody(engine_of: Callable[..., Engine])
     steps(engine, 1)
     a, b = scheduler.states["a"], scheduler.states["b"]
     free, held = scheduler.pool.num_free, len(a.blocks)
-    assert not scheduler.hold([(a, 40), (b, 80)])
+    assert not scheduler.reserve_ahead([(a, 40), (b, 80)])
     assert scheduler.pool.num_free == free and len(a.blocks) == held
-    assert scheduler.hold([(a, 40), (b, 20)])
+    assert scheduler.reserve_ahead([(a, 40), (b, 20)])
     engine.check()
     engine.remove("a")
     engine.check()
-    scheduler.let_go()
+    scheduler.release_reserved()
     assert scheduler.pool.num_used == 1
     engine.check()
 
@@ -392,26 +392,26 @@ def test_without_blocks_the_plain_loop_goes_on(engine_of: Callable[..., Engine])
     many = [request(str(n), 60, (40 + n, 41)) for n in range(4)]
     plain = {one.id: answer(engine_of(), one) for one in many}
     engine = engine_of(kv_cache_memory="128tokens")
-    ahead = run_ahead(engine)
+    ahead = use_overlap(engine)
     for one in many:
         engine.submit(one)
     events = finish(engine)
     assert {one.id: tokens_of(events, one.id) for one in many} == plain
-    assert engine.scheduler.num_preemptions > 0 and ahead.num_rounds > 20 and ahead.num_errors == 0
+    assert engine.scheduler.num_preemptions > 0 and ahead.num_device_steps > 20 and ahead.num_errors == 0
 
 
 def test_it_can_be_switched_off(checkpoints: tuple[Path, Path], engine_of: Callable[..., Engine], tmp_path: Path) -> None:
-    assert engine_of().ahead is None, "this backend has no rounds"
+    assert engine_of().overlap is None, "this backend has no rounds"
     with pytest.raises(AssertionError):
-        run_ahead(engine_of(overlap=False))
+        use_overlap(engine_of(overlap=False))
 
 
 def test_stages_say_where_the_time_goes(engine_of: Callable[..., Engine]) -> None:
     engine = engine_of()
-    ahead: Ahead = run_ahead(engine)
+    ahead: OverlapLoop = use_overlap(engine)
     engine.submit(request("a"))
     steps(engine, 4)
-    assert ahead.num_rounds == 4
+    assert ahead.num_device_steps == 4
     assert set(engine.step().stats.stage_seconds) == {"schedule", "assemble", "forward", "sample", "commit"}
 
 
@@ -419,22 +419,22 @@ def test_stages_say_where_the_time_goes(engine_of: Callable[..., Engine]) -> Non
 def test_a_prompt_that_ends_with_a_picture_is_seen_to_its_end(tmp_path: Path, rows: int) -> None:
     """Its last token alone is left where the prefix cache knows the others, or where they went into the steps before."""
     path = write_vision_checkpoint(tmp_path / "model", "llava", seed=5)
-    shown = random_picture(path, 1)
+    shown = random_image(path, 1)
     text = [40 + i % 7 for i in range(32 + (1 - shown.num_tokens) % 16)]
 
     def told(ahead: bool) -> list[list[Any]]:
         options: dict[str, Any] = {"max_num_batched_tokens": rows, "image_cache_memory": "0", "prefix_caching": ahead}
         defaults = {"kv_cache_memory": "1000tokens", "max_model_len": 160, "max_num_seqs": 4, "threads": 1, "test_mode": True}
-        engine = load(Config(model=str(path), speculate="off", **defaults, **options), unused_ids=(IMAGE_TOKEN_ID,))
-        overlapped = run_ahead(engine) if ahead else None
+        engine = load(Config(model=str(path), speculate="off", **defaults, **options), never_sampled_ids=(IMAGE_TOKEN_ID,))
+        overlapped = use_overlap(engine) if ahead else None
         answers = []
-        prompt, pictures = placed([*text, IMAGE_TOKEN_ID], IMAGE_TOKEN_ID, [shown])
+        prompt, pictures = expand_placeholders([*text, IMAGE_TOKEN_ID], IMAGE_TOKEN_ID, [shown])
         assert len(prompt) % engine.scheduler.block_size == 1
         for number in range(2):
             engine.submit(replace(request(str(number), 6), prompt_ids=prompt, pictures=pictures))
-            events = [event for event in finish(engine) if isinstance(event, Tokens)]
-            answers.append([pair for event in events for pair in zip(event.token_ids, event.hashes, strict=True)])
-        assert overlapped is None or (overlapped.num_rounds > 3 and overlapped.num_errors == 0)
+            events = [event for event in finish(engine) if isinstance(event, TokenEvent)]
+            answers.append([pair for event in events for pair in zip(event.token_ids, event.logits_hashes, strict=True)])
+        assert overlapped is None or (overlapped.num_device_steps > 3 and overlapped.num_errors == 0)
         return answers
 
     assert told(ahead=True) == told(ahead=False)

@@ -2,8 +2,8 @@
 
 import pytest
 
-from foreword.drafting.control.costs import Curve
-from foreword.engine.calibrate import ROUNDS, ROWS, rounds
+from foreword.drafting.control.costs import CostCurve
+from foreword.engine.calibrate import REPETITIONS, SAMPLED_ROWS, time_sizes
 
 RIDGE = 24  # rows up to which a step takes the same
 
@@ -28,20 +28,20 @@ class Steps:
 
 def test_a_small_model_is_timed_at_every_size_and_more_than_once() -> None:
     steps = Steps(0.001)
-    assert rounds(steps, ROWS, steps.clock).keys() == set(ROWS)
-    assert steps.timed.count(1) == ROUNDS + 1, "what a first call does once is not counted"
+    assert time_sizes(steps, SAMPLED_ROWS, steps.clock).keys() == set(SAMPLED_ROWS)
+    assert steps.timed.count(1) == REPETITIONS + 1, "what a first call does once is not counted"
 
 
 @pytest.mark.parametrize("seconds", [0.3, 0.7, 1.4, 20.0])
 def test_a_large_model_shows_that_further_rows_are_free(seconds: float) -> None:
     """It has time for few sizes; what lies beyond them is thought to cost in proportion, so they must reach far."""
     steps = Steps(seconds)
-    curve = Curve(rounds(steps, ROWS, steps.clock))
+    curve = CostCurve(time_sizes(steps, SAMPLED_ROWS, steps.clock))
     assert curve.at(16) == pytest.approx(curve.at(1))
     assert steps.now <= max(8 * seconds, 2.5)
 
 
 def test_one_size_is_enough_where_there_is_no_other() -> None:
     steps = Steps(20.0)
-    assert rounds(steps, (1,), steps.clock) == {1: 20.0}
+    assert time_sizes(steps, (1,), steps.clock) == {1: 20.0}
     assert len(steps.timed) == 2

@@ -16,17 +16,17 @@ import pytest
 import pytest_asyncio
 
 from foreword.config import Config
-from foreword.core.events import Embedded, Event, Failed, StepStats, TokenLogprob, Tokens
+from foreword.core.events import EmbeddingEvent, Event, ErrorEvent, StepStats, TokenLogprob, TokenEvent
 from foreword.core.params import SamplingParams
 from foreword.core.request import Request
 from foreword.core.structured import StructuredOutput
 from foreword.core.vocabulary import Vocabulary
-from foreword.engine.board import Board
-from foreword.engine.client import ProcessClient
-from foreword.engine.suspects import MAX_DEATHS
-from foreword.engine.watch import SILENT_S
+from foreword.engine.board import HeartbeatPage
+from foreword.engine.client import SubprocessClient
+from foreword.engine.suspects import MAX_IDLE_CRASHES
+from foreword.engine.watch import NO_HEARTBEAT_S
 from foreword.errors import ConfigError, DeadlineExceeded, EngineDead, Overloaded, RequestFailed
-from foreword.prepare import prepare
+from foreword.prepare import prepare_checkpoint
 from tests.checkpoints import EOS, write_checkpoint
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -63,13 +63,13 @@ class Answer:
     end: str | bytes | None = None
 
     def add(self, event: Event) -> None:
-        assert not isinstance(event, Failed), event.error
-        if isinstance(event, Embedded):
+        assert not isinstance(event, ErrorEvent), event.error
+        if isinstance(event, EmbeddingEvent):
             self.end = event.vector
             return
         assert event.index == len(self.token_ids)
         self.token_ids += event.token_ids
-        self.hashes += event.hashes
+        self.hashes += event.logits_hashes
         self.logprobs += event.logprobs
         self.prompt_logprobs += event.prompt_logprobs
         self.cached.add(event.num_cached)
@@ -89,14 +89,14 @@ def anywhere() -> Iterator[None]:
         yield
 
 
-def client_of(checkpoint: Path, entry: str = MORTAL, **options: Any) -> ProcessClient:
+def client_of(checkpoint: Path, entry: str = MORTAL, **options: Any) -> SubprocessClient:
     defaults = {"kv_cache_memory": "4000tokens", "threads": 1, "log_level": "error", "test_mode": True, "prefix_caching": False}
-    prepared = prepare(Config(model=str(checkpoint), **(defaults | options)))
-    return ProcessClient(prepared.config, prepared.unused_ids, prepared.tokenizer.vocabulary, entry=entry)
+    prepared = prepare_checkpoint(Config(model=str(checkpoint), **(defaults | options)))
+    return SubprocessClient(prepared.config, prepared.never_sampled_ids, prepared.tokenizer.vocabulary, entry_module=entry)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def client(checkpoint: Path) -> AsyncIterator[ProcessClient]:
+async def client(checkpoint: Path) -> AsyncIterator[SubprocessClient]:
     client = client_of(checkpoint)
     await client.start()
     yield client
@@ -104,7 +104,7 @@ async def client(checkpoint: Path) -> AsyncIterator[ProcessClient]:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def undisturbed(client: ProcessClient) -> dict[str, Answer]:
+async def undisturbed(client: SubprocessClient) -> dict[str, Answer]:
     """What everybody gets where nothing happens."""
     return await answers(client, requests("undisturbed"))
 
@@ -121,7 +121,7 @@ def requests(prefix: str) -> list[Request]:
 
 
 async def answers(
-    client: ProcessClient, asked: Sequence[Request], seen: Callable[[Event], None] | None = None
+    client: SubprocessClient, asked: Sequence[Request], seen: Callable[[Event], None] | None = None
 ) -> dict[str, Answer]:
     """By kind, which is the last part of an id."""
 
@@ -138,7 +138,7 @@ async def answers(
     return {request.id.rpartition("-")[2]: answer for request, answer in zip(asked, found, strict=True)}
 
 
-async def last_event(client: ProcessClient, request: Request) -> Event:
+async def last_event(client: SubprocessClient, request: Request) -> Event:
     async with asyncio.timeout(WAIT_S):
         return [event async for event in client.submit(request)][-1]
 
@@ -146,7 +146,7 @@ async def last_event(client: ProcessClient, request: Request) -> Event:
 class Killer:
     """Kills an engine each time when so many events of its own came, `times` in all."""
 
-    def __init__(self, client: ProcessClient, every: int, times: int) -> None:
+    def __init__(self, client: SubprocessClient, every: int, times: int) -> None:
         self.client, self.every, self.times = client, every, times
         self.seen = 0
         self.killed: set[int | None] = set()
@@ -162,7 +162,7 @@ class Killer:
 
 @pytest.mark.parametrize(("every", "times"), [(2, 4), (20, 2), (50, 1)])
 async def test_everybody_gets_the_same_from_engines_that_are_killed(
-    client: ProcessClient, undisturbed: dict[str, Answer], caplog: pytest.LogCaptureFixture, every: int, times: int
+    client: SubprocessClient, undisturbed: dict[str, Answer], caplog: pytest.LogCaptureFixture, every: int, times: int
 ) -> None:
     told: list[str] = []
     client.on_restart = told.append
@@ -175,7 +175,7 @@ async def test_everybody_gets_the_same_from_engines_that_are_killed(
 
 @pytest.mark.parametrize("fault", ["segfault", "exit", "broken"])
 async def test_an_engine_that_dies_in_a_step_is_replaced(
-    client: ProcessClient, undisturbed: dict[str, Answer], fault: str
+    client: SubprocessClient, undisturbed: dict[str, Answer], fault: str
 ) -> None:
     before = client.readiness.restarts
     asked = [
@@ -187,7 +187,7 @@ async def test_an_engine_that_dies_in_a_step_is_replaced(
     assert client.readiness.restarts == before + 1
 
 
-async def test_an_engine_that_dies_idle_is_replaced(client: ProcessClient, undisturbed: dict[str, Answer]) -> None:
+async def test_an_engine_that_dies_idle_is_replaced(client: SubprocessClient, undisturbed: dict[str, Answer]) -> None:
     for name in "ab":
         assert client.pid is not None
         os.kill(client.pid, signal.SIGKILL)
@@ -195,8 +195,8 @@ async def test_an_engine_that_dies_idle_is_replaced(client: ProcessClient, undis
         assert found["greedy"] == undisturbed["greedy"]
 
 
-async def test_a_spawner_that_dies_is_replaced(client: ProcessClient, undisturbed: dict[str, Answer]) -> None:
-    spawner = client._spawner._process
+async def test_a_spawner_that_dies_is_replaced(client: SubprocessClient, undisturbed: dict[str, Answer]) -> None:
+    spawner = client._fork_server._process
     assert spawner is not None and client.pid is not None
     os.kill(spawner.pid, signal.SIGKILL)
     found = await answers(client, [make_request("orphan-greedy", "greedy")])
@@ -207,35 +207,35 @@ async def test_a_spawner_that_dies_is_replaced(client: ProcessClient, undisturbe
 
 
 async def test_who_kills_every_engine_is_refused_and_the_others_wait(
-    client: ProcessClient, undisturbed: dict[str, Answer]
+    client: SubprocessClient, undisturbed: dict[str, Answer]
 ) -> None:
     before = client.readiness.restarts
     poison = asyncio.create_task(last_event(client, make_request("poison-12-x")))
     found = await answers(client, [replace(request, id=f"beside {request.id}") for request in requests("poison")])
     assert found == undisturbed
     failed = await poison
-    assert isinstance(failed, Failed) and isinstance(failed.error, RequestFailed) and "alone" in failed.error.message
+    assert isinstance(failed, ErrorEvent) and isinstance(failed.error, RequestFailed) and "alone" in failed.error.message
     assert client.readiness.restarts - before <= 4
 
 
-async def test_one_poison_after_the_other_does_not_end_the_engine(client: ProcessClient, undisturbed: dict[str, Answer]) -> None:
+async def test_one_poison_after_the_other_does_not_end_the_engine(client: SubprocessClient, undisturbed: dict[str, Answer]) -> None:
     """Nobody else is there who could gain a token."""
     for number in range(3):
         failed = await last_event(client, make_request(f"poison-0-{number}"))
-        assert isinstance(failed, Failed) and isinstance(failed.error, RequestFailed) and "alone" in failed.error.message
+        assert isinstance(failed, ErrorEvent) and isinstance(failed.error, RequestFailed) and "alone" in failed.error.message
     found = await answers(client, [make_request("later-greedy", "greedy")])
     assert found["greedy"] == undisturbed["greedy"]
 
 
-async def test_poison_that_leaves_in_time_does_not_end_the_engine(client: ProcessClient) -> None:
-    for number in range(2 * MAX_DEATHS):
+async def test_poison_that_leaves_in_time_does_not_end_the_engine(client: SubprocessClient) -> None:
+    for number in range(2 * MAX_IDLE_CRASHES):
         before = client.readiness.restarts
         client.submit(make_request(f"poison-0-{number}"))
         async with asyncio.timeout(WAIT_S):
             while client.readiness.restarts == before:
                 await asyncio.sleep(0.001)
         client.abort(f"poison-0-{number}")
-    assert isinstance(await last_event(client, make_request("after")), Tokens)
+    assert isinstance(await last_event(client, make_request("after")), TokenEvent)
 
 
 async def test_an_engine_that_dies_of_everything_is_given_up(checkpoint: Path) -> None:
@@ -249,11 +249,11 @@ async def test_an_engine_that_dies_of_everything_is_given_up(checkpoint: Path) -
             number += 1
             await asyncio.sleep(0.05)
         await client.dead.wait()
-    assert client.readiness.restarts <= MAX_DEATHS + 4
+    assert client.readiness.restarts <= MAX_IDLE_CRASHES + 4
     await client.close()
 
 
-async def test_time_runs_out_also_while_the_engine_is_stopped(client: ProcessClient) -> None:
+async def test_time_runs_out_also_while_the_engine_is_stopped(client: SubprocessClient) -> None:
     await answers(client, [make_request("well")])
     pid = client.pid
     assert pid is not None
@@ -261,16 +261,16 @@ async def test_time_runs_out_also_while_the_engine_is_stopped(client: ProcessCli
     now_s = time.monotonic()
     asked = {
         DeadlineExceeded: replace(make_request("deadline"), arrival_s=now_s, deadline_s=now_s + 0.3),
-        Overloaded: replace(make_request("start"), arrival_s=now_s, start_by_s=now_s + 0.3),
+        Overloaded: replace(make_request("start"), arrival_s=now_s, queue_deadline_s=now_s + 0.3),
     }
     found = await asyncio.gather(*(last_event(client, request) for request in asked.values()))
     stats = client.stats
     os.kill(pid, signal.SIGCONT)
-    assert [type(one.error) for one in found if isinstance(one, Failed)] == list(asked)
+    assert [type(one.error) for one in found if isinstance(one, ErrorEvent)] == list(asked)
     assert stats.requests_waiting == 0 and client.pid == pid
 
 
-async def test_open_requests_are_counted_while_there_is_no_engine(client: ProcessClient) -> None:
+async def test_open_requests_are_counted_while_there_is_no_engine(client: SubprocessClient) -> None:
     told: list[StepStats] = []
     client.on_restart = lambda _: told.append(client.stats)
     stream = client.submit(replace(make_request("open"), arrival_s=time.monotonic() - 100))
@@ -283,11 +283,11 @@ async def test_open_requests_are_counted_while_there_is_no_engine(client: Proces
 
 
 async def test_a_spawner_that_is_stopped_is_not_waited_for(
-    client: ProcessClient, undisturbed: dict[str, Answer], monkeypatch: pytest.MonkeyPatch
+    client: SubprocessClient, undisturbed: dict[str, Answer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("foreword.engine.child.END_S", 1000.0)
-    monkeypatch.setattr("foreword.engine.spawning.ANSWER_S", 1000.0)
-    spawner = client._spawner._process
+    monkeypatch.setattr("foreword.engine.child.EXIT_TIMEOUT_S", 1000.0)
+    monkeypatch.setattr("foreword.engine.spawning.FORK_TIMEOUT_S", 1000.0)
+    spawner = client._fork_server._process
     assert spawner is not None and client.pid is not None
     os.kill(spawner.pid, signal.SIGSTOP)
     os.kill(client.pid, signal.SIGKILL)
@@ -295,7 +295,7 @@ async def test_a_spawner_that_is_stopped_is_not_waited_for(
     assert found["greedy"] == undisturbed["greedy"]
 
 
-async def test_a_vocabulary_that_is_not_to_be_had_ends_who_asked(client: ProcessClient, undisturbed: dict[str, Answer]) -> None:
+async def test_a_vocabulary_that_is_not_to_be_had_ends_who_asked(client: SubprocessClient, undisturbed: dict[str, Answer]) -> None:
     def unreadable() -> Vocabulary:
         raise FileNotFoundError("tokenizer.json")
 
@@ -307,22 +307,22 @@ async def test_a_vocabulary_that_is_not_to_be_had_ends_who_asked(client: Process
     event = await failed
     client._vocabulary = vocabulary
     found |= await answers(client, [make_request("after-grammar", "grammar")])
-    assert isinstance(event, Failed) and "FileNotFoundError" in event.error.message
+    assert isinstance(event, ErrorEvent) and "FileNotFoundError" in event.error.message
     assert found == {kind: undisturbed[kind] for kind in ("greedy", "grammar")}
 
 
 async def test_a_start_that_lacks_descriptors_is_tried_again(
-    client: ProcessClient, undisturbed: dict[str, Answer], monkeypatch: pytest.MonkeyPatch
+    client: SubprocessClient, undisturbed: dict[str, Answer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    create = Board.create
+    create = HeartbeatPage.create
     results = iter([None, None])
 
-    def scarce() -> Board:
+    def scarce() -> HeartbeatPage:
         if next(results, create) is None:
             raise OSError(errno.EMFILE, "Too many open files")
         return create()
 
-    monkeypatch.setattr(Board, "create", scarce)
+    monkeypatch.setattr(HeartbeatPage, "create", scarce)
     assert client.pid is not None
     os.kill(client.pid, signal.SIGKILL)
     found = await answers(client, [make_request("scarce-greedy", "greedy")])
@@ -334,57 +334,57 @@ async def test_the_end_does_not_wait_for_an_engine_that_hangs(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
     """One that gives signs of life may be in the midst of a step: there it waits, unless it is told to hurry."""
-    monkeypatch.setattr("foreword.engine.child.END_S", 1000.0)
+    monkeypatch.setattr("foreword.engine.child.EXIT_TIMEOUT_S", 1000.0)
     client = client_of(checkpoint)
     await client.start()
     stream = client.submit(make_request(f"{fault}-3-x"))
     await anext(stream)
-    assert client.pid is not None and client._child is not None
-    child = client._child
+    assert client.pid is not None and client._process is not None
+    child = client._process
     async with asyncio.timeout(WAIT_S):
-        while not child.is_silent() if fault == "stopped" else time.monotonic() - child.board.glance().since_s < 0.5:
+        while not child.is_unresponsive() if fault == "stopped" else time.monotonic() - child.heartbeat.read().busy_since_s < 0.5:
             await asyncio.sleep(0.05)
         closing = asyncio.create_task(client.close())
         if fault == "locked":
             await asyncio.sleep(0.2)
             assert not closing.done()
-            client.hurry()
+            client.skip_drain()
         await closing
 
 
 async def test_who_waits_for_a_suspect_goes_on_when_that_is_aborted(
-    client: ProcessClient, undisturbed: dict[str, Answer]
+    client: SubprocessClient, undisturbed: dict[str, Answer]
 ) -> None:
     assert client.pid is not None
     os.kill(client.pid, signal.SIGSTOP)
     client.submit(make_request("suspect"))
     for _ in range(2):
-        client._live._suspects.died(["suspect"])
+        client._inflight._suspects.on_crash(["suspect"])
     answering = asyncio.create_task(answers(client, [make_request("waits-greedy", "greedy")]))
-    while len(client._live) < 2:
+    while len(client._inflight) < 2:
         await asyncio.sleep(0)
     client.abort("suspect")
     os.kill(client.pid, signal.SIGCONT)
     assert (await answering)["greedy"] == undisturbed["greedy"]
 
 
-async def test_who_aborts_or_stops_while_there_is_no_engine_is_not_resumed(client: ProcessClient) -> None:
+async def test_who_aborts_or_stops_while_there_is_no_engine_is_not_resumed(client: SubprocessClient) -> None:
     streams = {name: client.submit(make_request(f"gone-{name}")) for name in ("abort", "finish", "leave")}
     for stream in streams.values():
         await anext(stream)
     assert client.pid is not None
     os.kill(client.pid, signal.SIGKILL)
-    while client.readiness.ready:
+    while client.readiness.is_ready:
         await asyncio.sleep(0.001)
     client.abort("gone-abort")
     client.finish("gone-finish", 1)
     await streams["leave"].aclose()  # type: ignore[attr-defined]
-    assert len(client._live) == 0
+    assert len(client._inflight) == 0
     for name in ("abort", "finish"):
-        assert not [event async for event in streams[name] if isinstance(event, Failed)]
+        assert not [event async for event in streams[name] if isinstance(event, ErrorEvent)]
 
 
-async def test_callbacks_that_fail_lose_nothing(client: ProcessClient, undisturbed: dict[str, Answer]) -> None:
+async def test_callbacks_that_fail_lose_nothing(client: SubprocessClient, undisturbed: dict[str, Answer]) -> None:
     def fail(*_: object) -> None:
         raise ValueError("a callback")
 
@@ -407,18 +407,18 @@ async def test_an_engine_that_hangs_is_noticed_and_replaced(checkpoint: Path, un
     assert "step" in told[0] and "sign of life" in told[1]
 
 
-async def test_an_engine_that_was_stopped_for_a_moment_goes_on(client: ProcessClient, undisturbed: dict[str, Answer]) -> None:
+async def test_an_engine_that_was_stopped_for_a_moment_goes_on(client: SubprocessClient, undisturbed: dict[str, Answer]) -> None:
     pid = client.pid
     assert pid is not None
     answering = asyncio.create_task(answers(client, [make_request("moment-greedy", "greedy")]))
     os.kill(pid, signal.SIGSTOP)
-    async with asyncio.timeout(SILENT_S + 2):
+    async with asyncio.timeout(NO_HEARTBEAT_S + 2):
         while client.readiness.status != "unresponsive":
             await asyncio.sleep(0.05)
     os.kill(pid, signal.SIGCONT)
     assert (await answering)["greedy"] == undisturbed["greedy"]
     async with asyncio.timeout(WAIT_S):
-        while not client.readiness.ready:
+        while not client.readiness.is_ready:
             await asyncio.sleep(0.05)
     assert client.pid == pid
 
@@ -435,7 +435,7 @@ async def test_an_engine_that_cannot_come_back_is_given_up(checkpoint: Path, tmp
     async with asyncio.timeout(WAIT_S):
         events = [event async for event in stream]
         await client.dead.wait()
-    assert isinstance(events[-1], Failed) and isinstance(events[-1].error, EngineDead)
+    assert isinstance(events[-1], ErrorEvent) and isinstance(events[-1].error, EngineDead)
     assert not client.alive and client.readiness.status == "dead"
     with pytest.raises(EngineDead):
         client.submit(make_request("b"))

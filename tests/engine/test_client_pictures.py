@@ -15,18 +15,18 @@ import pytest
 import pytest_asyncio
 
 from foreword.config import Config
-from foreword.core.events import Failed, Tokens
+from foreword.core.events import ErrorEvent, TokenEvent
 from foreword.core.params import SamplingParams
-from foreword.core.pictures import placed
+from foreword.core.pictures import expand_placeholders
 from foreword.core.request import Request
-from foreword.engine.board import Board
-from foreword.engine.client import ProcessClient
-from foreword.engine.messages import Forget, Show
+from foreword.engine.board import HeartbeatPage
+from foreword.engine.client import SubprocessClient
+from foreword.engine.messages import DropImage, AddImage
 from foreword.engine.process import _handle
 from foreword.errors import RequestFailed
 from tests.checkpoints import EOS
 from tests.engine.test_client import Answer, Killer, answers, last_event
-from tests.vision_checkpoints import IMAGE_TOKEN_ID, random_picture, write_vision_checkpoint
+from tests.vision_checkpoints import IMAGE_TOKEN_ID, random_image, write_vision_checkpoint
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -47,12 +47,12 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def client(checkpoint: Path) -> AsyncIterator[ProcessClient]:
+async def client(checkpoint: Path) -> AsyncIterator[SubprocessClient]:
     config = Config(
         model=str(checkpoint), kv_cache_memory="2000tokens", max_num_batched_tokens=32, max_num_seqs=16, threads=1,
         log_level="error", test_mode=True,
     )  # fmt: skip
-    client = ProcessClient(config, (IMAGE_TOKEN_ID,), lambda: None, entry="tests.engine.mortal")  # type: ignore[arg-type, return-value]
+    client = SubprocessClient(config, (IMAGE_TOKEN_ID,), lambda: None, entry_module="tests.engine.mortal")  # type: ignore[arg-type, return-value]
     await client.start()
     yield client
     await client.close()
@@ -61,9 +61,9 @@ async def client(checkpoint: Path) -> AsyncIterator[ProcessClient]:
 def seeing(checkpoint: Path, name: str, pictures: Sequence[int], seed: int = 0, **params: Any) -> Request:
     """Shows random pictures of these numbers."""
     ids = [number for which in pictures for number in (40, 41, IMAGE_TOKEN_ID, 50 + which)]
-    prompt, shown = placed(ids, IMAGE_TOKEN_ID, [random_picture(checkpoint, number) for number in pictures])
+    prompt, shown = expand_placeholders(ids, IMAGE_TOKEN_ID, [random_image(checkpoint, number) for number in pictures])
     sampling = SamplingParams(**{"max_tokens": 20, "ignore_eos": True, "temperature": 1.0, **params})
-    return Request(name, prompt, sampling, seed, (EOS,), pictures=shown, start_by_s=time.monotonic() + WAIT_S)
+    return Request(name, prompt, sampling, seed, (EOS,), images=shown, queue_deadline_s=time.monotonic() + WAIT_S)
 
 
 def everybody(checkpoint: Path, prefix: str) -> list[Request]:
@@ -76,7 +76,7 @@ def everybody(checkpoint: Path, prefix: str) -> list[Request]:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def undisturbed(client: ProcessClient, checkpoint: Path) -> dict[str, Answer]:
+async def undisturbed(client: SubprocessClient, checkpoint: Path) -> dict[str, Answer]:
     """What everybody gets where nothing happens."""
     found = await answers(client, everybody(checkpoint, "undisturbed"))
     assert len({tuple(answer.token_ids) for answer in found.values()}) == 6
@@ -91,7 +91,7 @@ def told(found: dict[str, Answer]) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("every", "times"), [(1, 3), (20, 1)])
 async def test_everybody_gets_the_same_from_engines_that_are_killed(
-    client: ProcessClient, checkpoint: Path, undisturbed: dict[str, Answer], every: int, times: int
+    client: SubprocessClient, checkpoint: Path, undisturbed: dict[str, Answer], every: int, times: int
 ) -> None:
     killer = Killer(client, every, times)
     assert told(await answers(client, everybody(checkpoint, f"kills {every}"), killer)) == told(undisturbed)
@@ -100,7 +100,7 @@ async def test_everybody_gets_the_same_from_engines_that_are_killed(
 
 @pytest.mark.parametrize(("fault", "picture"), [("killed", 7), ("broken", 8)])
 async def test_an_engine_that_dies_while_it_encodes_is_replaced(
-    client: ProcessClient, checkpoint: Path, undisturbed: dict[str, Answer], fault: str, picture: int
+    client: SubprocessClient, checkpoint: Path, undisturbed: dict[str, Answer], fault: str, picture: int
 ) -> None:
     """Nobody was delivered anything: who showed the picture is suspected, and has no further reason to be."""
     before = client.readiness.restarts
@@ -112,48 +112,48 @@ async def test_an_engine_that_dies_while_it_encodes_is_replaced(
 
 
 async def test_a_picture_that_kills_every_engine_ends_its_request_alone(
-    client: ProcessClient, checkpoint: Path, undisturbed: dict[str, Answer]
+    client: SubprocessClient, checkpoint: Path, undisturbed: dict[str, Answer]
 ) -> None:
     poison = asyncio.create_task(last_event(client, seeing(checkpoint, "poison-encoding-x", [9])))
     found = await answers(client, everybody(checkpoint, "beside poison"))
     failed = await poison
-    assert isinstance(failed, Failed) and isinstance(failed.error, RequestFailed) and "died" in failed.error.message
+    assert isinstance(failed, ErrorEvent) and isinstance(failed.error, RequestFailed) and "died" in failed.error.message
     assert told(found) == told(undisturbed)
 
 
 async def test_pixels_cross_once_and_are_forgotten(
-    client: ProcessClient, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+    client: SubprocessClient, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert client._child is not None
+    assert client._process is not None
     sent: list[Any] = []
-    send = client._child.send
-    monkeypatch.setattr(client._child, "send", lambda message, first=None: (sent.append(message), send(message, first)))
+    send = client._process.send
+    monkeypatch.setattr(client._process, "send", lambda message, first=None: (sent.append(message), send(message, first)))
     await answers(client, everybody(checkpoint, "watched"))
-    digests = {random_picture(checkpoint, number).digest for number in (1, 2, 3)}
-    shown = [message.digest for message in sent if isinstance(message, Show)]
+    digests = {random_image(checkpoint, number).digest for number in (1, 2, 3)}
+    shown = [message.digest for message in sent if isinstance(message, AddImage)]
     assert len(shown) == 3 and set(shown) == digests
-    assert all(picture.pixels is None for one in sent if isinstance(one, Request) for picture in one.pictures)
-    assert {message.digest for message in sent if isinstance(message, Forget)} == digests
+    assert all(picture.pixels is None for one in sent if isinstance(one, Request) for picture in one.images)
+    assert {message.digest for message in sent if isinstance(message, DropImage)} == digests
 
 
-async def test_an_aborted_picture_is_forgotten(client: ProcessClient, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert client._child is not None
+async def test_an_aborted_picture_is_forgotten(client: SubprocessClient, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert client._process is not None
     sent: list[Any] = []
-    send = client._child.send
-    monkeypatch.setattr(client._child, "send", lambda message, first=None: (sent.append(message), send(message, first)))
+    send = client._process.send
+    monkeypatch.setattr(client._process, "send", lambda message, first=None: (sent.append(message), send(message, first)))
     stream = client.submit(seeing(checkpoint, "aborted", [10], max_tokens=None))
-    assert isinstance(await anext(stream), Tokens)
+    assert isinstance(await anext(stream), TokenEvent)
     client.abort("aborted")
-    assert isinstance(sent[-1], Forget), "behind the end of the request"
+    assert isinstance(sent[-1], DropImage), "behind the end of the request"
     assert [event async for event in stream] == []
 
 
 async def test_an_engine_takes_pictures_before_the_request_that_needs_them() -> None:
     kept: dict[bytes, bytes] = {}
-    encoder = SimpleNamespace(show=kept.__setitem__, forget=kept.pop)
-    with Board.create() as board:
-        engine: Any = SimpleNamespace(num_arrived=7, encoder=encoder)
-        _handle(engine, Show(b"a", b"abc"), board)
-        assert kept == {b"a": b"abc"} and board.working_for() == (7,), "the request that follows is to blame"
-        _handle(engine, Forget(b"a"), board)
-        assert not kept and board.working_for() == ()
+    encoder = SimpleNamespace(add_pixels=kept.__setitem__, drop_pixels=kept.pop)
+    with HeartbeatPage.create() as board:
+        engine: Any = SimpleNamespace(num_submitted=7, encoder=encoder)
+        _handle(engine, AddImage(b"a", b"abc"), board)
+        assert kept == {b"a": b"abc"} and board.busy_requests() == (7,), "the request that follows is to blame"
+        _handle(engine, DropImage(b"a"), board)
+        assert not kept and board.busy_requests() == ()

@@ -13,15 +13,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foreword.core.draft import Outcome
+from foreword.core.draft import StepOutput
 from foreword.core.request import RequestState
-from foreword.engine.containment import NONFINITE, PATIENCE, Containment
-from foreword.engine.plan import Work
-from foreword.engine.stages import Stages
+from foreword.engine.containment import NONFINITE, MAX_FAILED_STEPS, FaultIsolation
+from foreword.engine.plan import ScheduledRequest
+from foreword.engine.stages import StepTimer
 from foreword.errors import InvalidRequest, RequestFailed
 from tests.engine.simulation import make_request
 
-Pass = Callable[[Sequence[str]], Sequence[Outcome]]
+Pass = Callable[[Sequence[str]], Sequence[StepOutput]]
 
 
 class Steps:
@@ -31,21 +31,21 @@ class Steps:
         self.tried: list[list[str]] = []
         self.announced: list[list[str]] = []
         self.faults: Counter[str] = Counter()
-        stages = Stages()
+        stages = StepTimer()
 
-        def attempt(works: Sequence[Work]) -> Sequence[Outcome]:
+        def attempt(works: Sequence[ScheduledRequest]) -> Sequence[StepOutput]:
             self.tried.append([work.state.id for work in works])
             with stages("forward"):
                 return compute(self.tried[-1])
 
-        def announce(works: Sequence[Work]) -> None:
+        def announce(works: Sequence[ScheduledRequest]) -> None:
             self.announced.append([work.state.id for work in works])
 
-        self.containment = Containment(attempt, announce, lambda error: Outcome(error=error), None, stages, self.faults)
+        self.containment = FaultIsolation(attempt, announce, lambda error: StepOutput(error=error), None, stages, self.faults)
 
     def run(self, *names: str) -> list[str]:
         """Of each name its result: "ok", or the class of its error."""
-        works = [Work(RequestState(make_request(name, [1]), 0, 9), 0, 1, samples=True) for name in names]
+        works = [ScheduledRequest(RequestState(make_request(name, [1]), 0, 9), 0, 1, is_sampled=True) for name in names]
         results = self.containment.run(works)
         return ["ok" if result.error is None else type(result.error).__name__ for result in results]
 
@@ -53,10 +53,10 @@ class Steps:
 def breaking(*bad: str, error: type[Exception] = RuntimeError) -> Pass:
     """A pass that fails where one of these takes part."""
 
-    def compute(names: Sequence[str]) -> Sequence[Outcome]:
+    def compute(names: Sequence[str]) -> Sequence[StepOutput]:
         if set(bad) & set(names):
             raise error("broken")
-        return [Outcome()] * len(names)
+        return [StepOutput()] * len(names)
 
     return compute
 
@@ -66,7 +66,7 @@ def test_halves_are_tried_until_it_is_known_who_fails() -> None:
     assert steps.run(*"abcd") == ["ok", "ok", "RequestFailed", "ok"]
     assert ["".join(names) for names in steps.tried] == ["abcd", "ab", "cd", "c", "c", "d"]
     assert steps.announced == steps.tried, "if it ends the process, that was it"
-    assert steps.faults == {"forward": 1} and steps.containment.disturbed
+    assert steps.faults == {"forward": 1} and steps.containment.was_retried
 
 
 @given(st.sets(st.sampled_from("abcdefgh")), st.integers(1, 8))
@@ -74,29 +74,29 @@ def test_exactly_those_fail_that_fail_alone(bad: set[str], count: int) -> None:
     names = "abcdefgh"[:count]
     steps = Steps(breaking(*bad))
     assert steps.run(*names) == ["RequestFailed" if name in bad else "ok" for name in names]
-    assert steps.containment.disturbed == bool(bad & set(names))
+    assert steps.containment.was_retried == bool(bad & set(names))
     assert len(steps.tried) <= 3 * count + 1
 
 
 def test_what_passes_ends_nobody() -> None:
     errors = [MemoryError()]
 
-    def compute(names: Sequence[str]) -> Sequence[Outcome]:
+    def compute(names: Sequence[str]) -> Sequence[StepOutput]:
         if errors and len(names) == 1:
             raise errors.pop()
-        return [Outcome()] * len(names)
+        return [StepOutput()] * len(names)
 
     steps = Steps(compute)
     assert steps.run("a") == ["ok"]
-    assert steps.run("a", "b") == ["ok", "ok"] and not steps.containment.disturbed
+    assert steps.run("a", "b") == ["ok", "ok"] and not steps.containment.was_retried
     assert not steps.faults
 
 
 def test_a_step_that_is_too_large_ends_nobody() -> None:
-    def compute(names: Sequence[str]) -> Sequence[Outcome]:
+    def compute(names: Sequence[str]) -> Sequence[StepOutput]:
         if len(names) > 2:
             raise torch.OutOfMemoryError("too much at once")
-        return [Outcome()] * len(names)
+        return [StepOutput()] * len(names)
 
     assert Steps(compute).run(*"abcdefg") == ["ok"] * 7
 
@@ -106,14 +106,14 @@ def test_the_memory_of_what_failed_is_free_before_the_next_try(caplog: pytest.Lo
     held: list[weakref.ref[torch.Tensor]] = []
     still_there: list[Sequence[str]] = []
 
-    def compute(names: Sequence[str]) -> Sequence[Outcome]:
+    def compute(names: Sequence[str]) -> Sequence[StepOutput]:
         if any(ref() is not None for ref in held):
             still_there.append(names)
         activations = torch.zeros(4)
         held.append(weakref.ref(activations))
         if "bad" in names and names != ["nobody"]:
             raise RuntimeError("broken")
-        return [Outcome()] * len(names)
+        return [StepOutput()] * len(names)
 
     gc.disable()
     try:
@@ -140,10 +140,10 @@ def test_a_lost_device_ends_the_engine_at_once() -> None:
     ],
 )
 def test_a_kernel_of_triton_may_be_the_first_to_know_that_the_device_is_lost(told: str, lost: bool) -> None:
-    def compute(names: Sequence[str]) -> Sequence[Outcome]:
+    def compute(names: Sequence[str]) -> Sequence[StepOutput]:
         if "b" in names:
             raise RuntimeError(f"Triton Error [CUDA]: {told}")
-        return [Outcome()] * len(names)
+        return [StepOutput()] * len(names)
 
     steps = Steps(compute)
     if lost:
@@ -155,10 +155,10 @@ def test_a_kernel_of_triton_may_be_the_first_to_know_that_the_device_is_lost(tol
 
 
 def test_a_device_without_memory_is_not_lost() -> None:
-    def compute(names: Sequence[str]) -> Sequence[Outcome]:
+    def compute(names: Sequence[str]) -> Sequence[StepOutput]:
         if len(names) > 1:
             raise torch.AcceleratorError("CUDA error: out of memory")
-        return [Outcome()]
+        return [StepOutput()]
 
     assert Steps(compute).run("a", "b") == ["ok", "ok"]
 
@@ -170,29 +170,29 @@ def test_where_all_fail_a_harmless_request_tells_whose_fault_it_is() -> None:
     with pytest.raises(RuntimeError):
         Steps(breaking("a", "b", "nobody")).run("a", "b")
     with pytest.raises(RuntimeError, match="nobody sent fails as well"):
-        Steps(lambda names: [Outcome(error=RequestFailed("NaN"))] * len(names)).run("a")
+        Steps(lambda names: [StepOutput(error=RequestFailed("NaN"))] * len(names)).run("a")
 
 
 def test_patience_ends_only_where_nobody_gets_anything() -> None:
     steps = Steps(breaking("bad"))
-    for _ in range(2 * PATIENCE):
+    for _ in range(2 * MAX_FAILED_STEPS):
         steps.run("bad")
         if len(steps.tried) % 2:
             steps.run("good")
         steps.run("good")
-    for _ in range(PATIENCE - 1):
+    for _ in range(MAX_FAILED_STEPS - 1):
         steps.run("bad")
-    with pytest.raises(RuntimeError, match=f"{PATIENCE} steps"):
+    with pytest.raises(RuntimeError, match=f"{MAX_FAILED_STEPS} steps"):
         steps.run("bad")
 
 
 def test_errors_of_the_caller_are_none_of_ours() -> None:
-    def compute(names: Sequence[str]) -> Sequence[Outcome]:
+    def compute(names: Sequence[str]) -> Sequence[StepOutput]:
         errors = {"nan": RequestFailed("NaN"), "asked": InvalidRequest("nothing is left")}
-        return [Outcome(error=errors.get(name)) for name in names]
+        return [StepOutput(error=errors.get(name)) for name in names]
 
     steps = Steps(compute)
-    for _ in range(2 * PATIENCE):
+    for _ in range(2 * MAX_FAILED_STEPS):
         assert steps.run("asked") == ["InvalidRequest"]
     assert steps.run("a", "nan") == ["ok", "RequestFailed"]
     assert steps.faults == {NONFINITE: 1}

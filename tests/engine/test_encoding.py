@@ -11,20 +11,20 @@ import pytest
 import torch
 
 from foreword.config import Config
-from foreword.core.events import Event, Failed, Tokens
+from foreword.core.events import Event, ErrorEvent, TokenEvent
 from foreword.core.params import SamplingParams
-from foreword.core.pictures import Picture, placed
+from foreword.core.pictures import PromptImage, expand_placeholders
 from foreword.core.request import Request
-from foreword.engine.encoding import Encoder
+from foreword.engine.encoding import VisionEncoderRunner
 from foreword.engine.engine import Engine
 from foreword.engine.load import load
 from foreword.engine.trace import replay
 from foreword.errors import InvalidRequest, RequestFailed
-from foreword.models.loader import read_facts
+from foreword.models.loader import read_model_info
 from tests.checkpoints import EOS, write_checkpoint
-from tests.faults import Fault, Faults
-from tests.models.driving import Driver
-from tests.vision_checkpoints import IMAGE_TOKEN_ID, VISION_FAMILIES, random_picture, write_vision_checkpoint
+from tests.faults import Fault, FaultInjector
+from tests.models.driving import ForwardHelper
+from tests.vision_checkpoints import IMAGE_TOKEN_ID, VISION_FAMILIES, random_image, write_vision_checkpoint
 
 TEXT = (40, 41, 42, 43, 44)
 SIZES = ((40, 30), (30, 60), (56, 56))
@@ -41,19 +41,19 @@ def engine_of(checkpoint: Path, **options: Any) -> Engine:
         "kv_cache_memory": "1000tokens", "max_model_len": 160, "max_num_batched_tokens": 64, "max_num_seqs": 8, "threads": 1,
         "test_mode": True, "draft_length": "fixed",
     }  # fmt: skip
-    return load(Config(model=str(checkpoint), **(defaults | options)), unused_ids=(read_facts(checkpoint).image_token_id or 0,))
+    return load(Config(model=str(checkpoint), **(defaults | options)), never_sampled_ids=(read_model_info(checkpoint).image_token_id or 0,))
 
 
 def seeing(checkpoint: Path, name: str, pictures: Sequence[int] = (1,), seed: int = 1, **options: Any) -> Request:
     """A request that begins with text, and shows the random pictures of these numbers with some text behind each."""
-    ids, placeholder = [*TEXT], read_facts(checkpoint).image_token_id
+    ids, placeholder = [*TEXT], read_model_info(checkpoint).image_token_id
     assert placeholder is not None
     for number in pictures:
         ids += [placeholder, 50 + number, 51]
-    prompt, shown = placed(ids, placeholder, [random_picture(checkpoint, number, *SIZES[number % 3]) for number in pictures])
+    prompt, shown = expand_placeholders(ids, placeholder, [random_image(checkpoint, number, *SIZES[number % 3]) for number in pictures])
     fields = {key: options.pop(key) for key in ("tenant", "delivered_ids", "priority") if key in options}
     sampling = SamplingParams(**{"max_tokens": 10, "ignore_eos": True, "temperature": 0.0, **options})
-    return Request(name, prompt, sampling, seed, (EOS,), pictures=shown, **fields)
+    return Request(name, prompt, sampling, seed, (EOS,), images=shown, **fields)
 
 
 def reading(name: str, length: int = 30, seed: int = 1, **params: Any) -> Request:
@@ -79,8 +79,8 @@ def hear(engine: Engine, requests: Sequence[Request], apart: int = 0) -> dict[st
 
 def told(events: Sequence[Event]) -> Told:
     """Tokens with the hashes of their logits."""
-    assert all(isinstance(event, Tokens) for event in events), events
-    return [pair for event in events if isinstance(event, Tokens) for pair in zip(event.token_ids, event.hashes, strict=True)]
+    assert all(isinstance(event, TokenEvent) for event in events), events
+    return [pair for event in events if isinstance(event, TokenEvent) for pair in zip(event.token_ids, event.logits_hashes, strict=True)]
 
 
 def alone(checkpoint: Path, request: Request, **options: Any) -> Told:
@@ -113,8 +113,8 @@ def test_every_family(family: str, tmp_path: Path) -> None:
     requests = [seeing(path, "a", [1, 2, 3]), seeing(path, "b", [4, 2], temperature=0.8, max_tokens=30), reading("t")]
     expected = {one.id: alone(path, one, max_model_len=256) for one in requests}
     assert len({tuple(one) for one in expected.values()}) == 3
-    driver, first = Driver(path, max_len=256), requests[0]
-    assert [token_id for token_id, _ in expected["a"]] == driver.greedy(first.prompt_ids, 10, first.pictures)
+    driver, first = ForwardHelper(path, max_len=256), requests[0]
+    assert [token_id for token_id, _ in expected["a"]] == driver.greedy(first.prompt_ids, 10, first.images)
     common = {"max_model_len": 256, "kv_cache_memory": "330tokens", "block_size": 4, "speculate": "suffix,ngram"}
     for rows in (11, 64):
         engine = engine_of(path, max_num_batched_tokens=rows, **common)
@@ -139,10 +139,10 @@ def test_a_beginning_that_is_cached_needs_no_picture(checkpoint: Path) -> None:
     request = seeing(checkpoint, "a", [1, 2])
     engine = engine_of(checkpoint, block_size=1, image_cache_memory="0")
     first = told(hear(engine, [request])["a"])
-    bare = replace(request, pictures=tuple(picture.bare() for picture in request.pictures))
+    bare = replace(request, pictures=tuple(picture.without_pixels() for picture in request.images))
     (event, *_), again = (heard := hear(engine, [bare])["a"]), told(heard)
     assert again == first and engine.encoder.num_encoded == 2
-    assert isinstance(event, Tokens) and event.num_cached == len(request.prompt_ids) - 1
+    assert isinstance(event, TokenEvent) and event.num_cached == len(request.prompt_ids) - 1
 
 
 def test_only_the_same_pictures_at_the_same_places_are_found(checkpoint: Path) -> None:
@@ -150,8 +150,8 @@ def test_only_the_same_pictures_at_the_same_places_are_found(checkpoint: Path) -
 
     def swapped(name: str, first: int, second: int, **options: Any) -> Request:
         request = seeing(checkpoint, name, [1, 2], **options)
-        shown = [random_picture(checkpoint, number) for number in (first, second)]
-        places = [replace(one, start=old.start) for one, old in zip(shown, request.pictures, strict=True)]
+        shown = [random_image(checkpoint, number) for number in (first, second)]
+        places = [replace(one, start=old.start) for one, old in zip(shown, request.images, strict=True)]
         return replace(request, pictures=tuple(places))
 
     engine = engine_of(checkpoint, block_size=4)
@@ -164,7 +164,7 @@ def test_only_the_same_pictures_at_the_same_places_are_found(checkpoint: Path) -
         heard = hear(engine, [request])[name]
         assert told(heard) == alone(checkpoint, request)
         cached[name] = heard[0].num_cached  # type: ignore[union-attr]
-    length, (one, two) = len(requests["first"].prompt_ids), requests["first"].pictures
+    length, (one, two) = len(requests["first"].prompt_ids), requests["first"].images
     assert cached["first"] == cached["another"] == 0 and cached["again"] == (length - 1) // 4 * 4
     assert cached["swapped"] == one.start // 4 * 4 and cached["second differs"] == two.start // 4 * 4
 
@@ -209,7 +209,7 @@ def test_prompts_are_scored_alike(checkpoint: Path) -> None:
 def test_what_was_delivered_by_an_engine_that_died_is_output(checkpoint: Path, speculate: str) -> None:
     request = seeing(checkpoint, "a", [1, 2], max_tokens=24, temperature=0.8)
     expected = alone(checkpoint, request)
-    resumed = replace(request, delivered_ids=tuple(token_id for token_id, _ in expected[:9]))
+    resumed = replace(request, resume_output_ids=tuple(token_id for token_id, _ in expected[:9]))
     assert told(hear(engine_of(checkpoint, speculate=speculate, max_num_batched_tokens=16), [resumed])["a"]) == expected[9:]
 
 
@@ -220,7 +220,7 @@ def test_who_comes_again_after_a_death_hits_nothing_anew(checkpoint: Path) -> No
     delivered = tuple(token_id for token_id, _ in expected[:5])
     engine = engine_of(checkpoint, prefix_caching=False)
     hear(engine, [replace(request, id="before")])
-    assert told(hear(engine, [replace(request, delivered_ids=delivered, resumed=True)])["a"]) == expected[5:]
+    assert told(hear(engine, [replace(request, resume_output_ids=delivered, resumed=True)])["a"]) == expected[5:]
     assert (engine.encoder.num_encoded, engine.encoder.num_hits) == (1, 0)
     hear(engine, [replace(request, id="behind")])
     assert (engine.encoder.num_encoded, engine.encoder.num_hits) == (1, 1)
@@ -261,11 +261,11 @@ def showing(checkpoint: Path) -> list[Request]:
 def test_a_picture_that_cannot_be_encoded_ends_those_who_show_it(checkpoint: Path, kind: str) -> None:
     requests = showing(checkpoint)
     engine = engine_of(checkpoint)
-    Faults(engine, Fault("encode", kind, "bad"))
+    FaultInjector(engine, Fault("encode", kind, "bad"))
     heard = hear(engine, requests)
     for name in ("bad", "bad too"):
         (failed,) = heard[name]
-        assert isinstance(failed, Failed) and isinstance(failed.error, RequestFailed), failed
+        assert isinstance(failed, ErrorEvent) and isinstance(failed.error, RequestFailed), failed
     for request in requests[2:]:
         assert told(heard[request.id]) == alone(checkpoint, request)
     assert engine.step().stats.faults == {"nonfinite" if kind in ("nan", "infinite") else "encode": 2}
@@ -275,7 +275,7 @@ def test_a_picture_that_cannot_be_encoded_ends_those_who_show_it(checkpoint: Pat
 def test_what_does_not_happen_again_is_nobodys_fault(checkpoint: Path, kind: str) -> None:
     requests = showing(checkpoint)
     engine = engine_of(checkpoint)
-    Faults(engine, Fault("encode", kind))
+    FaultInjector(engine, Fault("encode", kind))
     heard = hear(engine, requests)
     assert {name: told(events) for name, events in heard.items()} == {one.id: alone(checkpoint, one) for one in requests}
     assert not engine.step().stats.faults
@@ -283,7 +283,7 @@ def test_what_does_not_happen_again_is_nobodys_fault(checkpoint: Path, kind: str
 
 def test_a_lost_device_is_the_end_of_the_engine(checkpoint: Path) -> None:
     engine = engine_of(checkpoint)
-    Faults(engine, Fault("encode", "device"))
+    FaultInjector(engine, Fault("encode", "device"))
     engine.submit(seeing(checkpoint, "a"))
     with pytest.raises(torch.AcceleratorError):
         while True:
@@ -292,13 +292,13 @@ def test_a_lost_device_is_the_end_of_the_engine(checkpoint: Path) -> None:
 
 def test_pixels_that_are_missing_end_the_request(checkpoint: Path) -> None:
     request = seeing(checkpoint, "a")
-    bare = replace(request, id="bare", pictures=tuple(picture.bare() for picture in request.pictures))
+    bare = replace(request, id="bare", pictures=tuple(picture.without_pixels() for picture in request.images))
     engine = engine_of(checkpoint)
     (failed,) = hear(engine, [bare])["bare"]
-    assert isinstance(failed, Failed) and "did not reach the engine" in failed.error.message
-    (picture,) = request.pictures
+    assert isinstance(failed, ErrorEvent) and "did not reach the engine" in failed.error.message
+    (picture,) = request.images
     assert picture.pixels is not None
-    engine.encoder.show(picture.digest, picture.pixels)
+    engine.encoder.add_pixels(picture.digest, picture.pixels)
     assert told(hear(engine, [bare])["bare"]) == alone(checkpoint, request)
 
 
@@ -315,13 +315,13 @@ def test_who_is_given_up_is_not_encoded_for(checkpoint: Path) -> None:
 def test_the_board_says_for_whom_a_picture_is_encoded(checkpoint: Path) -> None:
     engine = engine_of(checkpoint, max_num_batched_tokens=8)
     noted: list[list[int]] = []
-    engine.at_work = noted.append
+    engine.on_batch = noted.append
     for request in (reading("text"), seeing(checkpoint, "a"), seeing(checkpoint, "b")):
         engine.submit(request)
     at_work: list[set[int]] = []
     encode = engine.encoder._tower.encode  # type: ignore[union-attr]
 
-    def watched(picture: Picture) -> Any:
+    def watched(picture: PromptImage) -> Any:
         pieces = encode(picture)
         while True:
             at_work.append(set(noted[-1]))
@@ -336,15 +336,15 @@ def test_the_board_says_for_whom_a_picture_is_encoded(checkpoint: Path) -> None:
 
 
 def with_picture(request: Request, **changes: Any) -> Request:
-    return replace(request, pictures=(replace(request.pictures[0], **changes), *request.pictures[1:]))
+    return replace(request, pictures=(replace(request.images[0], **changes), *request.images[1:]))
 
 
 REFUSED: dict[str, Callable[[Request], Request]] = {
     "does not stand on 16 placeholders": lambda one: with_picture(one, start=4),
     "reaches out of the prompt": lambda one: with_picture(one, start=500),
-    "overlaps another": lambda one: replace(one, pictures=one.pictures[::-1]),
-    "stands for pictures, and for nothing else": lambda one: replace(one, pictures=one.pictures[:1]),
-    f"token id {IMAGE_TOKEN_ID} stands for pictures": lambda one: replace(one, delivered_ids=(IMAGE_TOKEN_ID,)),
+    "overlaps another": lambda one: replace(one, pictures=one.images[::-1]),
+    "stands for pictures, and for nothing else": lambda one: replace(one, pictures=one.images[:1]),
+    f"token id {IMAGE_TOKEN_ID} stands for pictures": lambda one: replace(one, resume_output_ids=(IMAGE_TOKEN_ID,)),
     "a digest of 16 bytes": lambda one: with_picture(one, digest=b"short"),
     "a token at least": lambda one: with_picture(one, num_tokens=0),
     "has 7 bytes of pixels": lambda one: with_picture(one, pixels=b"1234567"),
@@ -355,13 +355,13 @@ REFUSED: dict[str, Callable[[Request], Request]] = {
 @pytest.mark.parametrize("words", REFUSED)
 def test_pictures_that_do_not_fit_their_prompt_are_refused(checkpoint: Path, words: str) -> None:
     (failed,) = hear(engine_of(checkpoint), [REFUSED[words](seeing(checkpoint, "a", [1, 2]))])["a"]
-    assert isinstance(failed, Failed) and isinstance(failed.error, InvalidRequest) and words in failed.error.message
+    assert isinstance(failed, ErrorEvent) and isinstance(failed.error, InvalidRequest) and words in failed.error.message
 
 
 def test_a_model_without_a_tower_sees_nothing(checkpoint: Path, tmp_path: Path) -> None:
     blind = load(Config(model=str(write_checkpoint(tmp_path / "model", "llama")), threads=1, kv_cache_memory="500tokens"), ())
     (failed,) = hear(blind, [seeing(checkpoint, "a")])["a"]
-    assert isinstance(failed, Failed) and "sees no pictures" in failed.error.message
+    assert isinstance(failed, ErrorEvent) and "sees no pictures" in failed.error.message
 
 
 # Beside others
@@ -378,7 +378,7 @@ def test_streams_get_their_token_in_every_step(checkpoint: Path) -> None:
     while engine.scheduler.states.keys() - {"stream"}:
         events = engine.step().events
         assert any(event.request_id == "stream" for event in events)
-        most = max(most, engine.encoder.rows)
+        most = max(most, engine.encoder.cost_rows)
     assert engine.encoder.num_encoded == 6 and most
 
 
@@ -389,14 +389,14 @@ def test_the_rows_of_a_step_are_shared_with_pictures(checkpoint: Path) -> None:
     for request in (reading("text", 150, max_tokens=1), seeing(checkpoint, "a", max_tokens=1)):
         engine.submit(request)
     spent = []
-    plan = engine.scheduler.plan
+    plan = engine.scheduler.schedule
 
     def watched(taken: int) -> Any:
         made = plan(taken)
-        spent.append((taken, sum(work.num_tokens for work in made.work)))
+        spent.append((taken, sum(work.num_tokens for work in made.requests)))
         return made
 
-    engine.scheduler.plan = watched  # type: ignore[method-assign]
+    engine.scheduler.schedule = watched  # type: ignore[method-assign]
     hear(engine, [])
     assert [taken for taken, _ in spent if taken] == [40, 40, 10]
     assert all(taken + rows <= 64 for taken, rows in spent) and (40, 23) in spent, "a row is left to whoever came later"
@@ -405,14 +405,14 @@ def test_the_rows_of_a_step_are_shared_with_pictures(checkpoint: Path) -> None:
 class Slow:
     """A tower of zeros."""
 
-    def __init__(self, encoder: Encoder, pieces: int) -> None:
+    def __init__(self, encoder: VisionEncoderRunner, pieces: int) -> None:
         assert encoder._tower is not None
-        self.width, self._cost, self._pieces = encoder._tower.width, encoder._row_cost * 10, pieces
+        self.feature_size, self._cost, self._pieces = encoder._tower.feature_size, encoder._row_cost * 10, pieces
 
-    def encode(self, picture: Picture) -> Iterator[int]:
+    def encode(self, image: PromptImage) -> Iterator[int]:
         for _ in range(self._pieces):
             yield self._cost
-        return torch.zeros(picture.num_tokens, self.width)
+        return torch.zeros(image.num_tokens, self.feature_size)
 
 
 def test_many_with_pictures_keep_nobody_out(checkpoint: Path) -> None:
@@ -433,4 +433,4 @@ def test_a_trace_of_pictures_is_replayed(checkpoint: Path, tmp_path: Path) -> No
     engine.encoder._tower = Slow(engine.encoder, pieces=9)
     hear(engine, [*showing(checkpoint), seeing(checkpoint, "last", [1, 5], max_tokens=30)], apart=2)
     plans = list(replay((tmp_path / "trace").read_text().splitlines()))
-    assert len(plans) == engine._num_steps and any(not plan.work for plan in plans)
+    assert len(plans) == engine._num_steps and any(not plan.requests for plan in plans)

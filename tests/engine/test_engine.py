@@ -15,10 +15,10 @@ from foreword import LLM, SamplingParams, Speculation
 from foreword.config import Config
 from foreword.core.batch import Batch
 from foreword.core.draft import Draft
-from foreword.core.events import Event, Failed, Tokens
+from foreword.core.events import Event, ErrorEvent, TokenEvent
 from foreword.core.request import Request
 from foreword.core.structured import StructuredOutput
-from foreword.drafting.base import Ask
+from foreword.drafting.base import DraftRequest
 from foreword.engine.engine import Engine
 from foreword.engine.load import load
 from foreword.engine.trace import replay
@@ -35,14 +35,14 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def engine_of(checkpoint: Path, **options: object) -> Engine:
     defaults = {"kv_cache_memory": "1000tokens", "max_model_len": 64, "threads": 1, "test_mode": True}
-    return load(Config(model=str(checkpoint), **(defaults | options)), unused_ids=())  # type: ignore[arg-type]
+    return load(Config(model=str(checkpoint), **(defaults | options)), never_sampled_ids=())  # type: ignore[arg-type]
 
 
 def make_request(
     name: str, prompt: Sequence[int] = PROMPT, seed: int = 1, delivered: Sequence[int] = (), **params: object
 ) -> Request:
     sampling = SamplingParams(**{"max_tokens": 20, "ignore_eos": True, **params})  # type: ignore[arg-type]
-    return Request(name, tuple(prompt), sampling, seed, (EOS,), delivered_ids=tuple(delivered))
+    return Request(name, tuple(prompt), sampling, seed, (EOS,), resume_output_ids=tuple(delivered))
 
 
 def run(engine: Engine) -> dict[str, list[Event]]:
@@ -56,7 +56,7 @@ def run(engine: Engine) -> dict[str, list[Event]]:
 
 
 def tokens_of(events: Sequence[Event]) -> list[int]:
-    return [token_id for event in events if isinstance(event, Tokens) for token_id in event.token_ids]
+    return [token_id for event in events if isinstance(event, TokenEvent) for token_id in event.token_ids]
 
 
 class Broken:
@@ -78,10 +78,10 @@ class Broken:
     def check(self, live: object) -> None:
         pass
 
-    def propose(self, asks: Sequence[Ask]) -> list[Draft | None]:
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Draft | None]:
         if self.answer is None:
             raise RuntimeError("propose")
-        return [Draft(self.answer, self.name) for _ in asks]  # type: ignore[arg-type]
+        return [Draft(self.answer, self.name) for _ in requests]  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("answer", [None, (-1, 5), (10**9,), (5,) * 1000, ()])
@@ -90,7 +90,7 @@ def test_a_drafter_can_be_as_wrong_as_it_likes(checkpoint: Path, answer: object)
     plain.submit(make_request("a"))
     expected = tokens_of(run(plain)["a"])
     engine = engine_of(checkpoint)
-    engine.drafting.drafters = (Broken(answer),)
+    engine.proposer.drafters = (Broken(answer),)
     engine.submit(make_request("a"))
     assert tokens_of(run(engine)["a"]) == expected
     assert (engine.step().stats.drafter_errors.get("ngram", 0) > 0) == (answer is None)
@@ -101,7 +101,7 @@ def test_a_row_without_a_token_ends_its_request_alone(checkpoint: Path) -> None:
     engine = engine_of(checkpoint)
     engine.submit(make_request("good"))
     expected = tokens_of(run(engine)["good"])
-    logits_of, poisoned = engine.runner._logits, 99
+    logits_of, poisoned = engine.model_runner._forward, 99
 
     def logits(batch: Batch) -> Tensor:
         lines = logits_of(batch)
@@ -111,23 +111,23 @@ def test_a_row_without_a_token_ends_its_request_alone(checkpoint: Path) -> None:
         return lines
 
     planned: list[str] = []
-    build = engine.assembler.build
+    build = engine.batch_builder.build
 
     def remember(plan):  # type: ignore[no-untyped-def]
         batch = build(plan)
-        planned[:] = [row.state.id for row in batch.rows]
+        planned[:] = [row.state.id for row in batch.sample_rows]
         return batch
 
     def current_rows() -> list[str]:
         return planned
 
-    engine.assembler.build = remember  # type: ignore[method-assign]
-    engine.runner._logits = logits
+    engine.batch_builder.build = remember  # type: ignore[method-assign]
+    engine.model_runner._forward = logits
     engine.submit(make_request("bad"))
     engine.submit(make_request("good"))
     events = run(engine)
     (failed,) = events["bad"]
-    assert isinstance(failed, Failed) and isinstance(failed.error, RequestFailed) and "not finite" in failed.error.message
+    assert isinstance(failed, ErrorEvent) and isinstance(failed.error, RequestFailed) and "not finite" in failed.error.message
     assert tokens_of(events["good"]) == expected
 
 
@@ -137,7 +137,7 @@ def test_a_request_whose_tokens_are_all_masked_fails_alone(checkpoint: Path) -> 
     engine.submit(make_request("good"))
     events = run(engine)
     failed = events["masked"][-1]
-    assert isinstance(failed, Failed) and isinstance(failed.error, Unsatisfiable)
+    assert isinstance(failed, ErrorEvent) and isinstance(failed.error, Unsatisfiable)
     assert failed.error.param == "allowed_token_ids"
     assert failed.error.message == (
         "allowed_token_ids and min_tokens contradict each other: together they leave no token that could follow "
@@ -164,7 +164,7 @@ def test_an_impossible_request_is_answered_by_an_error(
     engine = engine_of(checkpoint)
     engine.submit(request_)
     (event,) = run(engine)["a"]
-    assert isinstance(event, Failed) and isinstance(event.error, error) and text in event.error.message
+    assert isinstance(event, ErrorEvent) and isinstance(event.error, error) and text in event.error.message
 
 
 def test_choices_are_requests_with_the_next_seeds(checkpoint: Path) -> None:
@@ -188,7 +188,7 @@ def test_a_resumed_request_goes_on_as_if_nothing_had_happened(checkpoint: Path, 
     whole = tokens_of(run(engine)["whole"])
     engine.submit(make_request("rest", delivered=whole[:delivered], **params))
     events = run(engine)["rest"]
-    assert isinstance(events[0], Tokens) and events[0].index == delivered
+    assert isinstance(events[0], TokenEvent) and events[0].index == delivered
     assert tokens_of(events) == whole[delivered:]
 
 
@@ -212,9 +212,9 @@ def test_eos_inside_an_accepted_run_ends_the_answer_there(checkpoint: Path, tmp_
         events = run(speculating)[name]
         last = events[-1]
         assert tokens_of(events) == whole[: first + 1]
-        assert isinstance(last, Tokens) and (last.finish_reason, last.stop_id) == ("stop", stop)
-        assert last.draft is not None and last.draft.drafted == 16
-        assert last.draft.accepted == len(last.token_ids) == first, "accepted tokens behind EOS are not counted"
+        assert isinstance(last, TokenEvent) and (last.finish_reason, last.stop_id) == ("stop", stop)
+        assert last.draft is not None and last.draft.num_drafted == 16
+        assert last.draft.num_accepted == len(last.token_ids) == first, "accepted tokens behind EOS are not counted"
 
 
 def test_removing_a_request_frees_everything_at_once(checkpoint: Path) -> None:
@@ -227,9 +227,9 @@ def test_removing_a_request_frees_everything_at_once(checkpoint: Path) -> None:
         engine.remove(name)
         engine.check()
     assert engine.idle and engine.scheduler.pool.num_used == 0
-    (drafter,) = engine.drafting.passes
+    (drafter,) = engine.proposer.model_drafters
     drafter.check(())
-    assert not drafter._tracks  # type: ignore[attr-defined]
+    assert not drafter._states  # type: ignore[attr-defined]
     engine.remove("nobody")
 
 
@@ -246,12 +246,12 @@ class Clock:
 def timed(checkpoint: Path, **options: object) -> tuple[Engine, Clock]:
     engine, clock = engine_of(checkpoint, **options), Clock()
     engine._clock = clock
-    engine._looked_s = clock.now_s
+    engine._last_housekeeping_s = clock.now_s
     return engine, clock
 
 
 def limited(name: str, start_by_s: float | None = None, deadline_s: float | None = None, **fields: Any) -> Request:
-    return replace(make_request(name, **fields), arrival_s=100.0, start_by_s=start_by_s, deadline_s=deadline_s)
+    return replace(make_request(name, **fields), arrival_s=100.0, queue_deadline_s=start_by_s, deadline_s=deadline_s)
 
 
 def test_who_waits_for_too_long_is_told_when_to_come_again(checkpoint: Path) -> None:
@@ -263,7 +263,7 @@ def test_who_waits_for_too_long_is_told_when_to_come_again(checkpoint: Path) -> 
     for second in range(4):
         clock.now_s = 100.0 + second
         for event in engine.step().events:
-            if isinstance(event, Failed):
+            if isinstance(event, ErrorEvent):
                 assert second == 2 and event.request_id == "waits"
                 assert isinstance(event.error, Overloaded) and event.error.retry_after_s == 2.0
                 assert event.error.message == "the request waited 2 s and could not be started"
@@ -285,9 +285,9 @@ def test_a_deadline_ends_a_request_whatever_it_has(checkpoint: Path, name: str) 
     for request in requests.values():
         engine.submit(replace(request, deadline_s=101.5) if request.id == name else request)
     before = [event for _ in range(3) for event in engine.step().events]
-    assert not [event for event in before if isinstance(event, Failed)]
+    assert not [event for event in before if isinstance(event, ErrorEvent)]
     clock.now_s = 101.6
-    (failed,) = [event for event in engine.step().events if isinstance(event, Failed)]
+    (failed,) = [event for event in engine.step().events if isinstance(event, ErrorEvent)]
     assert failed.request_id == name and isinstance(failed.error, DeadlineExceeded)
     assert failed.error.message == "the request was given 1.5 s, and took longer"
     engine.check()
@@ -301,9 +301,9 @@ def test_limits_are_looked_at_now_and_then(checkpoint: Path) -> None:
     engine, clock = timed(checkpoint)
     engine.submit(limited("a", deadline_s=100.1, max_tokens=50))
     clock.now_s = 100.15
-    assert not [event for event in engine.step().events if isinstance(event, Failed)]
+    assert not [event for event in engine.step().events if isinstance(event, ErrorEvent)]
     clock.now_s = 100.2
-    assert [event for event in engine.step().events if isinstance(event, Failed)]
+    assert [event for event in engine.step().events if isinstance(event, ErrorEvent)]
 
 
 def test_who_ran_out_of_time_is_in_the_trace(checkpoint: Path, tmp_path: Path) -> None:
@@ -320,4 +320,4 @@ def test_without_drafters_nothing_is_kept_of_requests_that_ended(checkpoint: Pat
     engine = engine_of(checkpoint, speculate="off")
     engine.submit(make_request("a"))
     run(engine)
-    assert not engine.drafting._live
+    assert not engine.proposer._request_drafters

@@ -13,20 +13,20 @@ from typing import Any
 import pytest
 
 from foreword.config import Config
-from foreword.core.events import Embedded, Event, Failed, Tokens
+from foreword.core.events import EmbeddingEvent, Event, ErrorEvent, TokenEvent
 from foreword.core.params import SamplingParams
 from foreword.core.request import Request
 from foreword.core.structured import StructuredOutput
 from foreword.core.vocabulary import Vocabulary
-from foreword.engine.client import ProcessClient
-from foreword.engine.containment import PATIENCE
+from foreword.engine.client import SubprocessClient
+from foreword.engine.containment import MAX_FAILED_STEPS
 from foreword.engine.engine import Engine
 from foreword.engine.load import load
 from foreword.engine.trace import replay
 from foreword.errors import RequestFailed
 from tests import faulty_engine
 from tests.checkpoints import EOS, VOCAB_SIZE, write_checkpoint
-from tests.faults import Fault, Faults
+from tests.faults import Fault, FaultInjector
 
 COMMON = (40, 41, 42, 40, 41, 43, 40, 41, 42, 40, 41, 44, 45, 40, 41, 42, 40)
 LONG = tuple(30 + 7 * i % 190 for i in range(60))
@@ -49,8 +49,8 @@ def config_of(checkpoint: Path, **options: object) -> Config:
 
 
 def engine_of(checkpoint: Path, **options: object) -> Engine:
-    engine = load(config_of(checkpoint, **options), unused_ids=())
-    engine.know(VOCABULARY)
+    engine = load(config_of(checkpoint, **options), never_sampled_ids=())
+    engine.set_vocabulary(VOCABULARY)
     return engine
 
 
@@ -84,7 +84,7 @@ def twins() -> list[Request]:
     ]
 
 
-def hear(engine: Engine, requests: Sequence[Request], faults: Faults | None = None) -> dict[str, list[Event]]:
+def hear(engine: Engine, requests: Sequence[Request], faults: FaultInjector | None = None) -> dict[str, list[Event]]:
     """Serve the requests. Whoever fails does so in a step in which a fault struck."""
     for request in requests:
         engine.submit(request)
@@ -93,10 +93,10 @@ def hear(engine: Engine, requests: Sequence[Request], faults: Faults | None = No
         report = engine.step()
         for event in report.events:
             heard[event.request_id].append(event)
-            if isinstance(event, Failed) and faults is not None:
+            if isinstance(event, ErrorEvent) and faults is not None:
                 assert report.stats.step - 1 in faults.steps or "start" in report.stats.faults, "it was told later"
         engine.check()
-    assert engine.scheduler.pool.num_used == 0 and not engine.drafting._live
+    assert engine.scheduler.pool.num_used == 0 and not engine.proposer._request_drafters
     return heard
 
 
@@ -104,11 +104,11 @@ def told(events: Sequence[Event]) -> list[Any]:
     """All that may not depend on others: tokens, hashes of logits, logprobs, vectors, how it ended."""
     found: list[Any] = []
     for event in events:
-        if isinstance(event, Tokens):
-            found += zip(event.token_ids, event.hashes, event.logprobs or (None,) * len(event.token_ids), strict=True)
+        if isinstance(event, TokenEvent):
+            found += zip(event.token_ids, event.logits_hashes, event.logprobs or (None,) * len(event.token_ids), strict=True)
             found += [event.prompt_logprobs] if event.prompt_logprobs else []
             found += [event.finish_reason] if event.finish_reason else []
-        elif isinstance(event, Embedded):
+        elif isinstance(event, EmbeddingEvent):
             found.append(event.vector)
     return found
 
@@ -121,7 +121,7 @@ def undisturbed(checkpoint: Path) -> Heard:
 def check_neighbours(heard: Heard, undisturbed: Heard, victims: Sequence[str] = ()) -> None:
     for name, events in heard.items():
         if name not in victims:
-            assert not [event for event in events if isinstance(event, Failed)], name
+            assert not [event for event in events if isinstance(event, ErrorEvent)], name
             assert told(events) == told(undisturbed[name]), name
 
 
@@ -155,13 +155,13 @@ def test_a_fault_ends_its_request_in_its_step_and_nobody_else(
     checkpoint: Path, undisturbed: Heard, fault: Fault, speculate: str
 ) -> None:
     engine = engine_of(checkpoint, speculate=speculate)
-    faults = Faults(engine, fault)
+    faults = FaultInjector(engine, fault)
     victim = str(fault.request)
     heard = hear(engine, twins(), faults)
     assert faults.steps, "the fault never struck"
     check_neighbours(heard, undisturbed, [victim])
     *before, last = heard[victim]
-    assert isinstance(last, Failed) and isinstance(last.error, RequestFailed)
+    assert isinstance(last, ErrorEvent) and isinstance(last.error, RequestFailed)
     assert told(before) == told(undisturbed[victim])[: len(told(before))], "what it had before is what it would have had"
     assert sum(engine.step().stats.faults.values()) == 1
 
@@ -182,7 +182,7 @@ def test_what_fails_for_the_whole_step_and_not_for_its_parts_ends_nobody(
 ) -> None:
     """As an allocation does that is too large; and no part of the step has been done twice."""
     engine = engine_of(checkpoint, speculate="suffix")
-    faults = Faults(engine, fault)
+    faults = FaultInjector(engine, fault)
     check_neighbours(hear(engine, twins()), undisturbed)
     assert faults.steps, "the fault never struck"
     assert not engine.step().stats.faults
@@ -193,7 +193,7 @@ def test_what_fails_for_the_whole_step_and_not_for_its_parts_ends_nobody(
 def test_a_pass_over_prompts_is_done_again_too(checkpoint: Path, undisturbed: Heard, kind: str, call: int) -> None:
     """Nobody wants tokens: several prompts share a pass, and the sums of a mean are not added up twice."""
     engine = engine_of(checkpoint, max_num_batched_tokens=60)
-    faults = Faults(engine, Fault("pool", kind, call=call))
+    faults = FaultInjector(engine, Fault("pool", kind, call=call))
     check_neighbours(hear(engine, [one for one in twins() if one.pooling is not None]), undisturbed)
     assert faults.steps and not engine.step().stats.faults
 
@@ -208,7 +208,7 @@ def test_a_pass_over_prompts_is_done_again_too(checkpoint: Path, undisturbed: He
 def test_drafters_and_their_policy_end_nobody(checkpoint: Path, undisturbed: Heard, fault: Fault, draft_length: str) -> None:
     options = {"speculate": "suffix,draft", "draft_model": str(checkpoint), "draft_length": draft_length}
     engine = engine_of(checkpoint, **options)
-    faults = Faults(engine, fault)
+    faults = FaultInjector(engine, fault)
     for request in twins():
         engine.submit(request)
     heard: dict[str, list[Event]] = {request.id: [] for request in twins()}
@@ -236,47 +236,47 @@ def test_drafters_and_their_policy_end_nobody(checkpoint: Path, undisturbed: Hea
 def test_what_is_nobodys_own_fault_ends_the_engine(checkpoint: Path, fault: Fault) -> None:
     """The device is lost, a plan cannot be made, or a harmless request fails like all others."""
     engine = engine_of(checkpoint)
-    Faults(engine, fault)
+    FaultInjector(engine, fault)
     requests = everybody()
     for request in requests:
         engine.submit(request)
     ended: list[str] = []
     with pytest.raises((RuntimeError, MemoryError)):
         while not engine.idle:
-            ended += [event.request_id for event in engine.step().events if isinstance(event, Failed)]
+            ended += [event.request_id for event in engine.step().events if isinstance(event, ErrorEvent)]
     assert not ended, "nobody is told of an end that the next engine makes good"
 
 
 def test_one_bad_request_after_the_other_does_not_end_the_engine(checkpoint: Path) -> None:
     """Not even if nobody else is there, and with choices that all fail in one step."""
     engine = engine_of(checkpoint)
-    names = [f"bad-{number}" for number in range(PATIENCE - 1)]
-    Faults(engine, *(Fault("sample", "error", name) for name in names))
+    names = [f"bad-{number}" for number in range(MAX_FAILED_STEPS - 1)]
+    FaultInjector(engine, *(Fault("sample", "error", name) for name in names))
     for first, second in zip(names[::2], names[1::2], strict=False):
         heard = hear(engine, [generation(first), generation(second)])
-        assert all(isinstance(events[-1], Failed) for events in heard.values())
+        assert all(isinstance(events[-1], ErrorEvent) for events in heard.values())
 
 
 def test_errors_without_end_end_the_engine(checkpoint: Path) -> None:
     """Something is broken that a harmless request does not meet."""
     engine = engine_of(checkpoint)
-    Faults(engine, *(Fault("sample", "error", str(number)) for number in range(PATIENCE)))
+    FaultInjector(engine, *(Fault("sample", "error", str(number)) for number in range(MAX_FAILED_STEPS)))
     with pytest.raises(RuntimeError, match="nothing but errors"):
-        for number in range(PATIENCE):
+        for number in range(MAX_FAILED_STEPS):
             hear(engine, [generation(str(number))])
 
 
 def test_broken_bookkeeping_ends_the_engine(checkpoint: Path) -> None:
     """The error of one request left its traces in what belongs to all."""
     engine = engine_of(checkpoint)
-    Faults(engine, Fault("commit", "error", "greedy"))
-    fail = engine.scheduler._fail
+    FaultInjector(engine, Fault("commit", "error", "greedy"))
+    fail = engine.scheduler._finish_with_error
 
-    def leak(*args: Any) -> Failed:
+    def leak(*args: Any) -> ErrorEvent:
         engine.scheduler.pool.allocate()
         return fail(*args)
 
-    engine.scheduler._fail = leak  # type: ignore[method-assign]
+    engine.scheduler._finish_with_error = leak  # type: ignore[method-assign]
     engine.submit(generation("greedy"))
     with pytest.raises(AssertionError):
         engine.step()
@@ -285,18 +285,18 @@ def test_broken_bookkeeping_ends_the_engine(checkpoint: Path) -> None:
 def test_what_a_failed_request_computed_is_not_found_again(checkpoint: Path, undisturbed: Heard) -> None:
     """Its numbers were none; perhaps those in its blocks are none either."""
     engine = engine_of(checkpoint)
-    Faults(engine, Fault("forward", "nan", "long", call=3))
+    FaultInjector(engine, Fault("forward", "nan", "long", call=3))
     hear(engine, [request for request in everybody() if request.id == "long"])
     again = generation("again", LONG[1:], seed=5, logit_bias={50: 2.0})
     events = hear(engine, [again])["again"]
-    assert isinstance(events[0], Tokens) and events[0].num_cached == 0
+    assert isinstance(events[0], TokenEvent) and events[0].num_cached == 0
     assert told(events) == told(undisturbed["long"])
 
 
 def test_the_log_tells_who_and_where_and_no_text(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
     engine = engine_of(checkpoint)
-    Faults(engine, Fault("sample", "error", "greedy", call=2))
-    (last,) = [event for event in hear(engine, everybody())["greedy"] if isinstance(event, Failed)]
+    FaultInjector(engine, Fault("sample", "error", "greedy", call=2))
+    (last,) = [event for event in hear(engine, everybody())["greedy"] if isinstance(event, ErrorEvent)]
     assert last.error.status == 500 and "(sample)" in last.error.message
     (record,) = [record for record in caplog.records if record.levelname == "ERROR"]
     assert record.exc_info and "greedy" in record.getMessage() and "injected" not in last.error.message
@@ -311,7 +311,7 @@ def test_a_trace_with_faults_is_replayed(checkpoint: Path, tmp_path: Path) -> No
         Fault("pool", "error", "mean"),
     ]
     engine = engine_of(checkpoint, trace=str(tmp_path / "trace"), speculate="suffix", kv_cache_memory="192tokens")
-    Faults(engine, *struck)
+    FaultInjector(engine, *struck)
     hear(engine, twins())
     late = [Request(f"late {one.id}", one.prompt_ids, one.params, one.seed, (EOS,), pooling=one.pooling) for one in twins()]
     hear(engine, [one for one in late if one.params.structured is None])
@@ -338,9 +338,9 @@ def test_faults_at_random(checkpoint: Path, undisturbed: Heard, seed: int) -> No
     method, cache = chance.choice(("off", "suffix", "suffix,draft")), chance.choice(("600tokens", "192tokens"))
     options = {"draft_model": str(checkpoint)} if "draft" in method else {}
     engine = engine_of(checkpoint, speculate=method, kv_cache_memory=cache, **options)
-    Faults(engine, *struck, passing)
+    FaultInjector(engine, *struck, passing)
     heard = hear(engine, requests)
-    victims = [name for name, events in heard.items() if isinstance(events[-1], Failed)]
+    victims = [name for name, events in heard.items() if isinstance(events[-1], ErrorEvent)]
     check_neighbours(heard, undisturbed, victims)
     assert set(victims) <= {fault.request for fault in struck}
     for name in victims:
@@ -351,8 +351,8 @@ def test_faults_at_random(checkpoint: Path, undisturbed: Heard, seed: int) -> No
 async def test_in_a_process_of_its_own(checkpoint: Path, undisturbed: Heard, monkeypatch: pytest.MonkeyPatch) -> None:
     """A request fails and the engine goes on; the device is lost and the engine does not, which costs nobody a token."""
     struck = [Fault("sample", "error", "penalized", call=3), Fault("forward", "device", call=22)]
-    monkeypatch.setenv(faulty_engine.VARIABLE, json.dumps([asdict(fault) for fault in struck]))
-    client = ProcessClient(config_of(checkpoint), (), lambda: VOCABULARY, entry=faulty_engine.__name__)
+    monkeypatch.setenv(faulty_engine.FAULTS_VARIABLE, json.dumps([asdict(fault) for fault in struck]))
+    client = SubprocessClient(config_of(checkpoint), (), lambda: VOCABULARY, entry_module=faulty_engine.__name__)
     restarts: list[str] = []
     client.on_restart = restarts.append
     await client.start()
@@ -363,5 +363,5 @@ async def test_in_a_process_of_its_own(checkpoint: Path, undisturbed: Heard, mon
     answers = await asyncio.gather(*map(answer, twins()))
     await client.close()
     heard = {request.id: events for request, events in zip(twins(), answers, strict=True)}
-    assert isinstance(heard["penalized"][-1], Failed) and restarts
+    assert isinstance(heard["penalized"][-1], ErrorEvent) and restarts
     check_neighbours(heard, undisturbed, ["penalized"])

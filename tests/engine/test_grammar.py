@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from foreword.core.events import Failed, Tokens
+from foreword.core.events import ErrorEvent, TokenEvent
 from foreword.core.grammar import RequestGrammar
 from foreword.core.request import Request
 from foreword.core.rows import SampleRow
@@ -42,11 +42,11 @@ class Alternating:
         if self._broken and self._seen >= self._length:
             self.error = "the grammar became too complex"
 
-    def legal(self, draft: Sequence[int]) -> int:
+    def num_legal(self, draft: Sequence[int]) -> int:
         return next((i for i, token_id in enumerate(draft) if token_id not in self._allowed(self._seen + i)), len(draft))
 
     def forced(self, max_tokens: int) -> tuple[int, ...]:
-        return (EOS,) if self.only_end(()) else ()
+        return (EOS,) if self.must_end(()) else ()
 
     def mask(self, draft: tuple[int, ...]) -> Tensor | None:
         words = torch.zeros(-(-VOCAB_SIZE // 32), dtype=torch.int64)
@@ -54,7 +54,7 @@ class Alternating:
             words[token_id // 32] += 1 << token_id % 32
         return words.to(torch.int32)
 
-    def only_end(self, draft: tuple[int, ...]) -> bool:
+    def must_end(self, draft: tuple[int, ...]) -> bool:
         return self._seen + len(draft) >= self._length
 
     def _allowed(self, index: int) -> Sequence[int]:
@@ -70,13 +70,13 @@ class Compiler:
         self.begun: dict[str, Future[RequestGrammar]] = {}
         self.prepared: list[int] = []
 
-    def know(self, vocabulary: Vocabulary) -> None: ...
+    def set_vocabulary(self, vocabulary: Vocabulary) -> None: ...
 
-    def begin(self, request: Request) -> Future[RequestGrammar]:
+    def compile(self, request: Request) -> Future[RequestGrammar]:
         self.begun[request.id] = Future()
         return self.begun[request.id]
 
-    def prepare(self, rows: Sequence[SampleRow]) -> None:
+    def start_masks(self, rows: Sequence[SampleRow]) -> None:
         self.prepared.append(len(rows))
 
     def close(self) -> None: ...
@@ -84,7 +84,7 @@ class Compiler:
 
 def engine_with(checkpoint: Path, **options: object) -> tuple[Engine, Compiler]:
     engine, compiler = engine_of(checkpoint, **options), Compiler()
-    engine.grammars = engine.runner.grammars = compiler  # type: ignore[assignment]
+    engine.grammars = engine.model_runner.grammars = compiler  # type: ignore[assignment]
     return engine, compiler
 
 
@@ -112,7 +112,7 @@ def test_a_grammar_that_is_refused_ends_its_request_alone(checkpoint: Path) -> N
     compiler.begun["bad"].set_exception(InvalidRequest("no such rule", "grammar"))
     events = run(engine)
     (failed,) = events["bad"]
-    assert isinstance(failed, Failed) and failed.error.param == "grammar"
+    assert isinstance(failed, ErrorEvent) and failed.error.param == "grammar"
     assert len(tokens_of(events["good"])) == 20
 
 
@@ -123,7 +123,7 @@ def test_a_compiler_that_fails_costs_one_request(checkpoint: Path) -> None:
     compiler.begun["bad"].set_exception(RuntimeError("a bug"))
     events = run(engine)
     (failed,) = events["bad"]
-    assert isinstance(failed, Failed) and failed.error.status == 500 and "bug" not in failed.error.message
+    assert isinstance(failed, ErrorEvent) and failed.error.status == 500 and "bug" not in failed.error.message
     assert len(tokens_of(events["good"])) == 20
 
 
@@ -142,7 +142,7 @@ def test_an_abort_while_the_grammar_compiles(checkpoint: Path) -> None:
     engine.submit(make_request("a", structured=JSON))
     engine.submit(make_request("a"))
     (event,) = engine.step().events
-    assert isinstance(event, Failed) and event.error.param == "id", "the name is taken while its grammar compiles"
+    assert isinstance(event, ErrorEvent) and event.error.param == "id", "the name is taken while its grammar compiles"
 
 
 def test_a_grammar_that_gives_up_ends_its_request_alone(checkpoint: Path) -> None:
@@ -156,7 +156,7 @@ def test_a_grammar_that_gives_up_ends_its_request_alone(checkpoint: Path) -> Non
     assert tokens_of(events["good"]) == expected
     assert len(tokens_of(events["bad"])) == 5
     last = events["bad"][-1]
-    assert isinstance(last, Failed) and isinstance(last.error, Unsatisfiable) and "too complex" in last.error.message
+    assert isinstance(last, ErrorEvent) and isinstance(last.error, Unsatisfiable) and "too complex" in last.error.message
 
 
 class Shy(Alternating):
@@ -181,7 +181,7 @@ def test_a_mask_that_gives_up_behind_a_draft_fails_nobody(checkpoint: Path) -> N
     compiler.begun["a"].set_result(Shy(9))
     events = run(engine)["a"]
     assert tokens_of(events) == [*range(30, 39), EOS]
-    assert max(len(event.token_ids) for event in events if isinstance(event, Tokens)) == 2
+    assert max(len(event.token_ids) for event in events if isinstance(event, TokenEvent)) == 2
 
 
 def answer(engine: Engine, compiler: Compiler, delivered: Sequence[int] = (), **params: object) -> list[int]:
@@ -191,7 +191,7 @@ def answer(engine: Engine, compiler: Compiler, delivered: Sequence[int] = (), **
     grammar.accept(delivered)
     compiler.begun["a"].set_result(grammar)
     events = run(engine)["a"]
-    assert isinstance(events[-1], Tokens) and events[-1].finish_reason == "stop", "the end of the grammar ends the answer"
+    assert isinstance(events[-1], TokenEvent) and events[-1].finish_reason == "stop", "the end of the grammar ends the answer"
     return [*delivered, *tokens_of(events)]
 
 

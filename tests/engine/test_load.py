@@ -16,8 +16,8 @@ from foreword.engine import load as module
 from foreword.engine import parts
 from foreword.engine.load import load
 from foreword.errors import ConfigError
-from foreword.kernels.reference import Reference
-from foreword.kernels.registry import why_not_native
+from foreword.kernels.reference import ReferenceOps
+from foreword.kernels.registry import native_unavailable_reason
 from tests.checkpoints import write_checkpoint
 from tests.device import DEVICE
 from tests.gguf_files import write_gguf
@@ -30,7 +30,7 @@ def warnings(path: Path, **options: str) -> tuple[str, ...]:
 
 def unbuilt() -> tuple[str, ...]:
     """What is said wherever torch computes because kernels for the device are not to be had."""
-    reason = why_not_native(DEVICE)
+    reason = native_unavailable_reason(DEVICE)
     return (reason,) if reason else ()
 
 
@@ -41,7 +41,7 @@ def test_nothing_to_say(tmp_path: Path) -> None:
 
 def test_missing_kernels_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_checkpoint(tmp_path / "model", "llama", seed=1)
-    monkeypatch.setattr(module, "why_not_native", lambda device: f"no compiler for the {device}")
+    monkeypatch.setattr(module, "native_unavailable_reason", lambda device: f"no compiler for the {device}")
     assert warnings(path) == (f"no compiler for the {DEVICE}",)
 
 
@@ -55,9 +55,9 @@ def test_quantization_that_has_no_effect_is_told(tmp_path: Path) -> None:
 def test_what_was_timed_once_is_not_timed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = Config(model=str(write_checkpoint(tmp_path / "model", "llama", seed=1)), kv_cache_memory="400tokens", threads=1)
     first = load(config, ())
-    monkeypatch.delattr(module, "Calibrator")
-    again = load(config, (), first.info.resolved, timings=first.drafting.timings)
-    assert first.drafting.timings is not None and again.drafting.timings is first.drafting.timings
+    monkeypatch.delattr(module, "StepCostProfiler")
+    again = load(config, (), first.info.resolved, timings=first.proposer.timings)
+    assert first.proposer.timings is not None and again.proposer.timings is first.proposer.timings
 
 
 def fingerprint(path: Path) -> str:
@@ -81,10 +81,10 @@ def test_the_source_of_kernels_for_gpus_is_part_of_the_fingerprint(tmp_path: Pat
     """They are compiled where they run: no file of the library tells one version from the next."""
     config = Config(model=str(write_checkpoint(tmp_path / "model", "llama", seed=1)), kv_cache_memory="400tokens", threads=1)
     on_gpu = replace(load(config, ()).info.resolved, device="cuda")
-    before = module._fingerprint(config, on_gpu, Reference(), False)
-    assert before == module._fingerprint(config, on_gpu, Reference(), False)
+    before = module._fingerprint(config, on_gpu, ReferenceOps(), False)
+    assert before == module._fingerprint(config, on_gpu, ReferenceOps(), False)
     monkeypatch.setattr(module, "source_digest", lambda: "another")
-    assert before != module._fingerprint(config, on_gpu, Reference(), False)
+    assert before != module._fingerprint(config, on_gpu, ReferenceOps(), False)
 
 
 @pytest.mark.parametrize("error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory: 12 bytes")])

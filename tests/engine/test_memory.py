@@ -15,20 +15,20 @@ from hypothesis import strategies as st
 from foreword.config import Config
 from foreword.core.batch import Batch
 from foreword.engine import load as module
-from foreword.engine.largest import LargestSteps, graph_rows
+from foreword.engine.largest import ProfileRun, max_graph_rows
 from foreword.engine.load import load
-from foreword.engine.memory import CudaMeter, measured, no_memory, told
+from foreword.engine.memory import CudaMemoryMeter, profile_memory, oom_message, log_memory
 from foreword.errors import ConfigError
-from foreword.estimate import DeviceMemory, estimated_memory
-from foreword.hardware import machine, probe
-from foreword.models.loader import read_facts
-from foreword.resolve import Resolved, resolve
+from foreword.estimate import DeviceMemory, estimate_memory
+from foreword.hardware import hardware_info, probe_hardware
+from foreword.models.loader import read_model_info
+from foreword.resolve import ResolvedConfig, resolve
 from tests.checkpoints import write_checkpoint, write_drafter
-from tests.recordable import BLOCK_SIZE, CONTEXT, Recordable
+from tests.recordable import BLOCK_SIZE, CONTEXT_LEN, GraphCapturableOps
 from tests.vision_checkpoints import write_vision_checkpoint
 
 GIB, MIB = 1 << 30, 1 << 20
-ESTIMATE = estimated_memory(80 * GIB, 79 * GIB, 0.9, 15 * GIB, 9 * GIB, 0, graphs=True)
+ESTIMATE = estimate_memory(80 * GIB, 79 * GIB, 0.9, 15 * GIB, 9 * GIB, 0, cuda_graphs=True)
 
 
 class ScriptedMeter:
@@ -45,7 +45,7 @@ class ScriptedMeter:
     def free(self) -> int:
         return self._total - self.others - self._held
 
-    def held(self) -> int:
+    def reserved(self) -> int:
         return self._held
 
     def peak(self) -> int:
@@ -67,11 +67,11 @@ class ScriptedPasses:
         self.loads = loads
         self.run: list[str] = []
 
-    def largest(self) -> None:
+    def run_max(self) -> None:
         self.meter.others += self.loads
         self._run("largest")
 
-    def captured(self) -> None:
+    def run_graphs(self) -> None:
         self._run("captured")
 
     def _run(self, name: str) -> None:
@@ -92,26 +92,26 @@ def test_all_parts_are_what_was_seen(others: int, weights: int, largest: int, ca
     """Together with the cache they fill the share that may be used, and no more, whatever others have."""
     meter = ScriptedMeter(80 * GIB, others, weights)
     passes = ScriptedPasses(meter, largest, captured, loads)
-    memory = measured(meter, replace(ESTIMATE, graphs=0) if eager else ESTIMATE, passes)
-    assert memory.measured and passes.run == (["largest"] if eager else ["largest", "captured"])
-    assert (memory.weights, memory.activations, memory.others) == (weights, largest, others + loads)
-    assert memory.graphs == (0 if eager else ESTIMATE.graphs + captured)
-    assert memory.for_kv == int(0.9 * 80 * GIB) - memory.margin - memory.graphs - weights - largest - others - loads
-    assert meter.held() == weights, "what was measured is given back"
+    memory = profile_memory(meter, replace(ESTIMATE, cuda_graphs=0) if eager else ESTIMATE, passes)
+    assert memory.is_measured and passes.run == (["largest"] if eager else ["largest", "captured"])
+    assert (memory.weights, memory.activations, memory.other_processes) == (weights, largest, others + loads)
+    assert memory.cuda_graphs == (0 if eager else ESTIMATE.cuda_graphs + captured)
+    assert memory.kv_cache == int(0.9 * 80 * GIB) - memory.margin - memory.cuda_graphs - weights - largest - others - loads
+    assert meter.reserved() == weights, "what was measured is given back"
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, meter: ScriptedMeter, graphs: bool = True) -> None:
     """The CPU is a GPU of this memory to resolve() and to the loader."""
 
-    def as_on_a_gpu(config: Config, *rest: object) -> Resolved:
+    def as_on_a_gpu(config: Config, *rest: object) -> ResolvedConfig:
         chosen = resolve(config, *rest)  # type: ignore[arg-type]
         facts = rest[1]
         share = config.gpu_memory_utilization
-        memory = estimated_memory(meter.total(), meter.free(), share, chosen.weight_bytes, 0, 0, graphs)
-        return replace(module.fitted(chosen, config, memory, [facts]), device="cpu")  # type: ignore[list-item]
+        memory = estimate_memory(meter.total(), meter.free(), share, chosen.weight_bytes, 0, 0, graphs)
+        return replace(module.with_kv_cache(chosen, config, memory, [facts]), device="cpu")  # type: ignore[list-item]
 
     monkeypatch.setattr(module, "resolve", as_on_a_gpu)
-    monkeypatch.setattr(module, "CudaMeter", lambda: meter)
+    monkeypatch.setattr(module, "CudaMemoryMeter", lambda: meter)
 
 
 def options(path: Path, **more: object) -> Config:
@@ -124,20 +124,20 @@ def test_the_cache_is_what_the_largest_steps_leave(tmp_path: Path, monkeypatch: 
     meter = ScriptedMeter(600 * MIB, 500 * MIB, MIB)
     ran: list[str] = []
 
-    def largest(self: LargestSteps) -> None:
+    def largest(self: ProfileRun) -> None:
         ran.append("largest")
         meter.hold(24 * MIB)
 
-    monkeypatch.setattr(LargestSteps, "largest", largest)
-    monkeypatch.setattr(LargestSteps, "captured", lambda self: None)
+    monkeypatch.setattr(ProfileRun, "largest", largest)
+    monkeypatch.setattr(ProfileRun, "run_graphs", lambda self: None)
     pretend(monkeypatch, meter, graphs=False)
     config = options(path, max_num_seqs=64, gpu_memory_utilization=0.9)
     engine = load(config, ())
     resolved = engine.info.resolved
     memory = resolved.memory
-    assert memory is not None and memory.measured and ran == ["largest"]
+    assert memory is not None and memory.is_measured and ran == ["largest"]
     per_block = 16 * 2 * 2 * 2 * 16 * 4  # tokens, K and V, layers, heads, dimension, float32
-    assert resolved.num_blocks == memory.for_kv // per_block == (540 - 525 - 600 / 64) * MIB // per_block
+    assert resolved.num_blocks == memory.kv_cache // per_block == (540 - 525 - 600 / 64) * MIB // per_block
     assert resolved.kv_bytes == resolved.num_blocks * per_block
     assert engine.scheduler.pool.num_free == resolved.num_blocks
     monkeypatch.setattr(module, "measured", None)
@@ -150,7 +150,7 @@ def test_the_context_is_that_of_the_cache_that_was_measured(tmp_path: Path, monk
     rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
     path = write_checkpoint(tmp_path / "model", "llama", seed=1, rope_scaling=rope, max_position_embeddings=128)
     meter = ScriptedMeter(600 * MIB, 500 * MIB, MIB)
-    monkeypatch.setattr(LargestSteps, "largest", lambda self: meter.hold(29 * MIB + 512 * 1024))
+    monkeypatch.setattr(ProfileRun, "largest", lambda self: meter.hold(29 * MIB + 512 * 1024))
     pretend(monkeypatch, meter, graphs=False)
     measured_engine = load(options(path, speculate="off"), ())
     resolved = measured_engine.info.resolved
@@ -159,7 +159,7 @@ def test_the_context_is_that_of_the_cache_that_was_measured(tmp_path: Path, monk
     told_engine = load(options(path, speculate="off", kv_cache_memory=f"{resolved.num_blocks * 16}tokens"), ())
     assert told_engine.info.resolved.max_model_len == resolved.max_model_len
     tables = [
-        [rope.table for rope in engine.runner.pooler._model._ropes.values()]  # type: ignore[attr-defined]
+        [rope.table for rope in engine.model_runner.pooler._model._ropes.values()]  # type: ignore[attr-defined]
         for engine in (measured_engine, told_engine)
     ]
     assert all(torch.equal(one, other) for one, other in zip(*tables, strict=True))
@@ -168,7 +168,7 @@ def test_the_context_is_that_of_the_cache_that_was_measured(tmp_path: Path, monk
 def test_what_does_not_fit_is_refused_with_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_checkpoint(tmp_path / "model", "llama", seed=1)
     meter = ScriptedMeter(600 * MIB, 500 * MIB, MIB)
-    monkeypatch.setattr(LargestSteps, "largest", lambda self: meter.hold(60 * MIB))
+    monkeypatch.setattr(ProfileRun, "largest", lambda self: meter.hold(60 * MIB))
     pretend(monkeypatch, meter, graphs=False)
     with pytest.raises(ConfigError, match=r"max_model_len 400 does not fit: .*measured: weights 0.00, activations 0.06, CUDA"):
         load(options(path, max_model_len=400), ())
@@ -182,7 +182,7 @@ class Recorded:
         self.shapes: list[tuple[int, int, int]] = []
 
     def __call__(self, batch: Batch) -> torch.Tensor:
-        rows = batch.row_starts[-1]
+        rows = batch.query_start_loc[-1]
         self.shapes.append((rows, len(batch.sample_rows), int(batch.positions[:rows].max())))
         return self.forward(batch)
 
@@ -192,12 +192,12 @@ def test_the_largest_steps_are_as_large_as_any(tmp_path: Path, speculate: str) -
     path, draft = write_checkpoint(tmp_path / "model", "llama", seed=1), write_drafter(tmp_path / "draft")
     config = options(path, speculate=speculate, draft_model=str(draft), kv_cache_memory="1000tokens", max_model_len=300)
     engine = load(config, ())
-    runner, passes = engine.runner, engine.drafting.passes
+    runner, passes = engine.model_runner, engine.proposer.model_drafters
     timed: list[tuple[int, int]] = []
     for drafter in passes:
         drafter.pass_seconds = lambda rows, sampled: timed.append((rows, sampled)) or 0.0  # type: ignore[method-assign]
-    recorded = runner._logits = Recorded(runner.forward)
-    LargestSteps(engine.info.resolved, engine.assembler, runner, passes).largest()
+    recorded = runner._forward = Recorded(runner.forward)
+    ProfileRun(engine.info.resolved, engine.batch_builder, runner, passes).run_max()
     prompt, scored, everybody = recorded.shapes
     assert prompt == (64, 1, 298), "a prompt of as many rows as a step may have, that ends where the context ends"
     assert scored == (64, 64, 63)
@@ -209,19 +209,19 @@ def test_the_largest_steps_are_as_large_as_any(tmp_path: Path, speculate: str) -
 def test_a_graph_is_measured_with_as_many_rows_as_it_gets(tmp_path: Path) -> None:
     path = write_checkpoint(tmp_path / "model", "llama", seed=1)
     engine = load(options(path, kv_cache_memory="1000tokens", max_num_batched_tokens=512, max_num_seqs=300), ())
-    runner = engine.runner
-    recorded = runner._logits = Recorded(runner.forward)
-    LargestSteps(engine.info.resolved, engine.assembler, runner).captured()
-    assert recorded.shapes[0][:2] == (300, 300) == (graph_rows(engine.info.resolved),) * 2
-    assert [graph_rows(replace(engine.info.resolved, max_num_seqs=n)) for n in (1, 512)] == [256, 512]
+    runner = engine.model_runner
+    recorded = runner._forward = Recorded(runner.forward)
+    ProfileRun(engine.info.resolved, engine.batch_builder, runner).run_graphs()
+    assert recorded.shapes[0][:2] == (300, 300) == (max_graph_rows(engine.info.resolved),) * 2
+    assert [max_graph_rows(replace(engine.info.resolved, max_num_seqs=n)) for n in (1, 512)] == [256, 512]
 
 
 @pytest.mark.parametrize("family", ["llava", "llava_next", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
 def test_a_tower_sees_its_largest_picture(tmp_path: Path, family: str) -> None:
     engine = load(options(write_vision_checkpoint(tmp_path, family), kv_cache_memory="400tokens"), ())
-    tower = engine.runner.pooler._model.tower
+    tower = engine.model_runner.pooler._model.vision_encoder
     assert tower is not None
-    picture = tower.largest(50)
+    picture = tower.make_max_image(50)
     assert picture.num_tokens <= 50 or not family.startswith("qwen")
     assert picture.num_tokens > 40 or not family.startswith("qwen")
     pieces, costs = tower.encode(picture), []
@@ -232,21 +232,21 @@ def test_a_tower_sees_its_largest_picture(tmp_path: Path, family: str) -> None:
             except StopIteration as end:
                 features = end.value
                 break
-    assert features.shape == (picture.num_tokens, tower.width)
-    LargestSteps(engine.info.resolved, engine.assembler, engine.runner, towers=[tower])._look(tower)
+    assert features.shape == (picture.num_tokens, tower.feature_size)
+    ProfileRun(engine.info.resolved, engine.batch_builder, engine.model_runner, vision_encoders=[tower])._encode(tower)
 
 
 def test_graphs_are_captured_at_the_start_and_shown_as_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And without a flag against it, draft models have theirs."""
     path, draft = write_checkpoint(tmp_path / "model", "llama", seed=1), write_drafter(tmp_path / "draft")
-    monkeypatch.setattr(module, "select", lambda *_: Recordable())
+    monkeypatch.setattr(module, "select_backend", lambda *_: GraphCapturableOps())
     seen: list[tuple[int, int]] = []
-    more = {"kv_cache_memory": "400tokens", "max_model_len": CONTEXT, "block_size": BLOCK_SIZE}
+    more = {"kv_cache_memory": "400tokens", "max_model_len": CONTEXT_LEN, "block_size": BLOCK_SIZE}
     more |= {"draft_model": str(draft), "draft_length": "fixed"}
-    engine = load(options(path, **more), (), progress=lambda done, total: seen.append((done, total)))
+    engine = load(options(path, **more), (), on_progress=lambda done, total: seen.append((done, total)))
     sizes = seen[-1][1]
     assert seen[-2 * sizes :] == [(done, sizes) for _ in range(2) for done in range(1, sizes + 1)]
-    assert "graphs" in engine.info.load_seconds and engine.info.num_graphs == 0, "a CPU has none"
+    assert "graphs" in engine.info.load_seconds and engine.info.num_cuda_graphs == 0, "a CPU has none"
     assert "graphs" not in load(options(path, enforce_eager=True, **more), ()).info.load_seconds
 
 
@@ -256,33 +256,33 @@ def test_all_of_it_on_the_kernels_of_gpus(tmp_path: Path, monkeypatch: pytest.Mo
     backend = pytest.importorskip("foreword.kernels.triton.backend")
     path = write_checkpoint(tmp_path / "model", "llama", seed=1, num_hidden_layers=1)
     (path / "model.safetensors").unlink()
-    monkeypatch.setattr(module, "select", lambda *options: backend.TritonOps(eager=options[-1]))
+    monkeypatch.setattr(module, "select_backend", lambda *options: backend.TritonOps(eager=options[-1]))
     meter = ScriptedMeter(600 * MIB, 300 * MIB, MIB)
     pretend(monkeypatch, meter)
     shape = {"max_num_seqs": 2, "max_num_batched_tokens": 4, "max_model_len": 32, "load_format": "dummy"}
     engine = load(options(path, speculate="off", **shape), ())
     resolved = engine.info.resolved
-    assert resolved.memory is not None and resolved.memory.measured and resolved.num_blocks == 2 * 2
+    assert resolved.memory is not None and resolved.memory.is_measured and resolved.num_blocks == 2 * 2
     assert engine.info.backend == "triton" and "graphs" in engine.info.load_seconds
 
 
 def test_graphs_that_take_more_than_was_set_aside_are_told(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "foreword"):
-        told(ESTIMATE, ESTIMATE.graphs)
+        log_memory(ESTIMATE, ESTIMATE.cuda_graphs)
         assert "72.00 of 80.00 GiB may be used; estimated: weights 15.00, activations 9.00, CUDA graphs 1.00" in caplog.text
         assert not [record for record in caplog.records if record.levelno > logging.INFO]
-        told(ESTIMATE, 3 * GIB)
+        log_memory(ESTIMATE, 3 * GIB)
         assert "CUDA graphs took 3.00 GiB, 1.00 were set aside: a lower --gpu-memory-utilization" in caplog.text
 
 
 def test_memory_that_runs_out_is_told_with_the_figures(tmp_path: Path) -> None:
     path = write_checkpoint(tmp_path, "llama")
-    chosen = resolve(Config(model=str(path)), machine(probe("cpu")), read_facts(path))
+    chosen = resolve(Config(model=str(path)), hardware_info(probe_hardware("cpu")), read_model_info(path))
     error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nGPU 0 has 1.00 GiB free.")
-    on_gpu = no_memory(replace(chosen, device="cuda", memory=ESTIMATE), error)
+    on_gpu = oom_message(replace(chosen, device="cuda", memory=ESTIMATE), error)
     assert "72.00 of 80.00 GiB may be used; estimated: weights 15.00" in on_gpu
     assert on_gpu.endswith("would need less (CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has 1.00 GiB free.)")
-    assert no_memory(chosen, MemoryError()).endswith("--quantization or --kv-cache-memory would need less")
+    assert oom_message(chosen, MemoryError()).endswith("--quantization or --kv-cache-memory would need less")
 
 
 def test_the_meter_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -293,8 +293,8 @@ def test_the_meter_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, name, lambda figure=figure: figure)
     for name in ("synchronize", "empty_cache", "reset_peak_memory_stats"):
         monkeypatch.setattr(torch.cuda, name, lambda name=name: done.append(name))
-    meter = CudaMeter()
-    assert (meter.total(), meter.free(), meter.held(), meter.peak()) == (80, 30, 20, 25)
+    meter = CudaMemoryMeter()
+    assert (meter.total(), meter.free(), meter.reserved(), meter.peak()) == (80, 30, 20, 25)
     done.clear()
     meter.reset()
     assert done == ["synchronize", "empty_cache", "reset_peak_memory_stats"], "what runs may still allocate"
@@ -302,4 +302,4 @@ def test_the_meter_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_parts_add_up() -> None:
     memory = DeviceMemory(24 * GIB, 0.5, GIB, 2 * GIB, 3 * GIB, 0, GIB)
-    assert memory.for_kv == 12 * GIB - 7 * GIB - 384 * MIB
+    assert memory.kv_cache == 12 * GIB - 7 * GIB - 384 * MIB

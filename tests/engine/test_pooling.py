@@ -12,14 +12,14 @@ import transformers
 
 from foreword import SamplingParams
 from foreword.config import Config
-from foreword.core.events import Embedded, Event, Failed, Tokens
-from foreword.core.request import POOLINGS, Request
-from foreword.drafting.policy import Load
-from foreword.engine.engine import Engine, _load
+from foreword.core.events import EmbeddingEvent, Event, ErrorEvent, TokenEvent
+from foreword.core.request import POOLING_TYPES, Request
+from foreword.drafting.policy import PrefillLoad
+from foreword.engine.engine import Engine, _prefill_load
 from foreword.engine.load import load
-from foreword.engine.plan import Plan
-from foreword.engine.pooling import LANES, add_rows, mean
-from foreword.engine.scheduler import LEAST_POOLED
+from foreword.engine.plan import ScheduleOutput
+from foreword.engine.pooling import PARTIAL_SUMS, accumulate, reduce_mean
+from foreword.engine.scheduler import MIN_POOLING_ROWS
 from foreword.engine.trace import replay
 from foreword.errors import ContextLengthExceeded, InvalidRequest
 from tests.checkpoints import EOS, FAMILIES, write_checkpoint
@@ -34,7 +34,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def engine_of(checkpoint: Path, **options: object) -> Engine:
     defaults = {"kv_cache_memory": "1000tokens", "max_model_len": 128, "threads": 1}
-    return load(Config(model=str(checkpoint), **(defaults | options)), unused_ids=())  # type: ignore[arg-type]
+    return load(Config(model=str(checkpoint), **(defaults | options)), never_sampled_ids=())  # type: ignore[arg-type]
 
 
 def embedding(name: str, prompt: Sequence[int], pooling: str = "last", **options: object) -> Request:
@@ -58,12 +58,12 @@ def run(engine: Engine) -> dict[str, list[Event]]:
 
 def vector_of(events: Sequence[Event]) -> bytes:
     (event,) = events
-    assert isinstance(event, Embedded)
+    assert isinstance(event, EmbeddingEvent)
     return event.vector
 
 
 def tokens_of(events: Sequence[Event]) -> list[int]:
-    return [token_id for event in events if isinstance(event, Tokens) for token_id in event.token_ids]
+    return [token_id for event in events if isinstance(event, TokenEvent) for token_id in event.token_ids]
 
 
 def alone(checkpoint: Path, prompt: Sequence[int], pooling: str) -> bytes:
@@ -81,7 +81,7 @@ def test_vectors_are_those_of_transformers(family: str, tmp_path: Path) -> None:
         hidden = theirs.base_model(torch.tensor([LONG])).last_hidden_state[0]
     expected = {"last": hidden[-1], "mean": hidden.mean(0), "cls": hidden[0]}
     engine = engine_of(path, max_num_batched_tokens=40, max_num_seqs=8)
-    for pooling in POOLINGS:
+    for pooling in POOLING_TYPES:
         engine.submit(embedding(pooling, LONG, pooling))
     events = run(engine)
     for pooling, vector in expected.items():
@@ -89,7 +89,7 @@ def test_vectors_are_those_of_transformers(family: str, tmp_path: Path) -> None:
         torch.testing.assert_close(found, vector, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("pooling", POOLINGS)
+@pytest.mark.parametrize("pooling", POOLING_TYPES)
 @pytest.mark.parametrize("isa", ["auto", "reference"])
 @pytest.mark.parametrize("budget", [8, 13, 64])
 def test_chunks_and_neighbours_change_no_bit(checkpoint: Path, pooling: str, isa: str, budget: int) -> None:
@@ -126,13 +126,13 @@ def test_the_prefix_cache_changes_no_bit(checkpoint: Path) -> None:
     for pooling, cached in (("last", 80), ("mean", 0), ("cls", 0)):
         engine.submit(embedding("a", LONG, pooling))
         (event,) = run(engine)["a"]
-        assert isinstance(event, Embedded) and event.num_cached == cached
+        assert isinstance(event, EmbeddingEvent) and event.num_cached == cached
         assert event.vector == alone(checkpoint, LONG, pooling)
     engine.submit(generation("after", LONG))
     other = engine_of(checkpoint, prefix_caching=False)
     other.submit(generation("after", LONG))
     events = run(engine)["after"]
-    assert isinstance(events[0], Tokens) and events[0].num_cached == 96, "what they computed is shared with others"
+    assert isinstance(events[0], TokenEvent) and events[0].num_cached == 96, "what they computed is shared with others"
     assert tokens_of(events) == tokens_of(run(other)["after"])
 
 
@@ -149,18 +149,18 @@ def test_drafters_never_hear_of_them(checkpoint: Path, draft_length: str) -> Non
     drafted = number = 0
     while not engine.idle:
         if number < 60:
-            engine.submit(embedding(f"e{number}", LONG[number % 7 :], POOLINGS[number % 3]))
+            engine.submit(embedding(f"e{number}", LONG[number % 7 :], POOLING_TYPES[number % 3]))
         number += 1
         for event in engine.step().events:
             events.setdefault(event.request_id, []).append(event)
-            drafted += event.draft.drafted if isinstance(event, Tokens) and event.draft else 0
-        assert set(engine.drafting._live) <= {"g"}
+            drafted += event.draft.num_drafted if isinstance(event, TokenEvent) and event.draft else 0
+        assert set(engine.proposer._request_drafters) <= {"g"}
         engine.check()
     assert tokens_of(events["g"]) == expected
-    assert not engine.drafting.errors
+    assert not engine.proposer.errors
     assert drafted > 0 or draft_length == "adaptive"
     for number in range(60):
-        assert vector_of(events[f"e{number}"]) == alone(checkpoint, LONG[number % 7 :], POOLINGS[number % 3])
+        assert vector_of(events[f"e{number}"]) == alone(checkpoint, LONG[number % 7 :], POOLING_TYPES[number % 3])
 
 
 def test_embeddings_take_few_rows_where_others_want_tokens(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,21 +169,21 @@ def test_embeddings_take_few_rows_where_others_want_tokens(checkpoint: Path, mon
         checkpoint, speculate="draft", draft_model=str(checkpoint), draft_length="fixed", num_speculative_tokens=4,
         max_num_batched_tokens=64, max_num_seqs=16,
     )  # fmt: skip
-    plans: list[Plan] = []
-    plan = engine.scheduler.plan
+    plans: list[ScheduleOutput] = []
+    plan = engine.scheduler.schedule
     monkeypatch.setattr(engine.scheduler, "plan", lambda taken: plans.append(plan(taken)) or plans[-1])
     engine.submit(generation("g", temperature=0))
     for number in range(40):
         engine.submit(embedding(f"e{number}", [number, *LONG]))
     engine.submit(generation("h", LONG[:60], temperature=0))
     events = run(engine)
-    assert [len(one.work) for one in plans[:3]] == [1, 2, 2], "who comes behind them starts at once"
-    drafted = [event.draft.drafted for event in events["g"] if isinstance(event, Tokens) and event.draft]
+    assert [len(one.requests) for one in plans[:3]] == [1, 2, 2], "who comes behind them starts at once"
+    drafted = [event.draft.num_drafted for event in events["g"] if isinstance(event, TokenEvent) and event.draft]
     assert drafted[:4] == [4] * 4
-    rows = [(bool(one.work), sum(work.num_tokens for work in one.pooled)) for one in plans]
+    rows = [(bool(one.requests), sum(work.num_tokens for work in one.pooling_requests)) for one in plans]
     beside = [count for busy, count in rows if busy]
     assert max(count for busy, count in rows if not busy) == 64
-    assert set(beside[1:]) == {LEAST_POOLED}, "each step has some for them"
+    assert set(beside[1:]) == {MIN_POOLING_ROWS}, "each step has some for them"
     assert all(vector_of(events[f"e{number}"]) for number in range(40))
 
 
@@ -208,10 +208,10 @@ def test_they_are_no_load_that_drafts_are_weighed_against(checkpoint: Path) -> N
     engine = engine_of(checkpoint, max_num_batched_tokens=16, max_num_seqs=4)
     engine.submit(embedding("a", LONG))
     engine.step()
-    assert _load(engine.scheduler) == Load() and engine.scheduler.running
+    assert _prefill_load(engine.scheduler) == PrefillLoad() and engine.scheduler.running
     engine.submit(generation("g", LONG[5:80]))
     engine.step()
-    assert _load(engine.scheduler).prompt_rows > 0
+    assert _prefill_load(engine.scheduler).num_rows > 0
 
 
 def test_the_whole_context_may_be_a_prompt(checkpoint: Path) -> None:
@@ -225,12 +225,12 @@ def test_the_whole_context_may_be_a_prompt(checkpoint: Path) -> None:
     assert vector_of(events["one"]) == alone(checkpoint, LONG[:1], "cls")
     for name, error in (("beyond", ContextLengthExceeded), ("magic", InvalidRequest)):
         (event,) = events[name]
-        assert isinstance(event, Failed) and type(event.error) is error
+        assert isinstance(event, ErrorEvent) and type(event.error) is error
 
 
 def test_leaving_early_frees_everything(checkpoint: Path) -> None:
     engine = engine_of(checkpoint, max_num_batched_tokens=16, max_num_seqs=2)
-    for number, pooling in enumerate(POOLINGS):
+    for number, pooling in enumerate(POOLING_TYPES):
         engine.submit(embedding(str(number), LONG, pooling))
     engine.step()
     for number in range(3):
@@ -241,8 +241,8 @@ def test_leaving_early_frees_everything(checkpoint: Path) -> None:
 
 def test_a_hidden_state_that_is_not_finite_fails_alone(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = engine_of(checkpoint)
-    pooler = engine.runner.pooler
-    hidden = pooler._hidden
+    pooler = engine.model_runner.pooler
+    hidden = pooler._forward
 
     def poisoned(batch):  # type: ignore[no-untyped-def]
         rows = hidden(batch)
@@ -254,23 +254,23 @@ def test_a_hidden_state_that_is_not_finite_fails_alone(checkpoint: Path, monkeyp
     engine.submit(embedding("good", LONG[1:]))
     events = run(engine)
     (failed,) = events["bad"]
-    assert isinstance(failed, Failed) and "not finite" in failed.error.message
+    assert isinstance(failed, ErrorEvent) and "not finite" in failed.error.message
     assert vector_of(events["good"]) == alone(checkpoint, LONG[1:], "last")
 
 
 def test_a_trace_holds_them(checkpoint: Path, tmp_path: Path) -> None:
     engine = engine_of(checkpoint, trace=str(tmp_path / "trace"), max_num_batched_tokens=16, max_num_seqs=4)
-    for pooling in POOLINGS:
+    for pooling in POOLING_TYPES:
         engine.submit(embedding(pooling, LONG, pooling))
     engine.submit(generation("g"))
     run(engine)
     plans = list(replay((tmp_path / "trace").read_text().splitlines()))
-    assert any(plan.pooled and plan.work for plan in plans)
+    assert any(plan.pooling_requests and plan.requests for plan in plans)
 
 
 def test_sums_do_not_depend_on_cuts() -> None:
     generator = torch.Generator().manual_seed(1)
-    rows = torch.randn(5 * LANES + 3, 48, generator=generator) * torch.logspace(-6, 6, 48)
+    rows = torch.randn(5 * PARTIAL_SUMS + 3, 48, generator=generator) * torch.logspace(-6, 6, 48)
     expected = _sum(rows, [len(rows)])
     torch.testing.assert_close(expected, rows.double().mean(0).float())
     chooser = random.Random(1)
@@ -281,9 +281,9 @@ def test_sums_do_not_depend_on_cuts() -> None:
 
 
 def _sum(rows: torch.Tensor, ends: Sequence[int]) -> torch.Tensor:
-    lanes = torch.zeros(LANES, rows.shape[1])
+    lanes = torch.zeros(PARTIAL_SUMS, rows.shape[1])
     start = 0
     for end in ends:
-        add_rows(lanes, start, rows[start:end])
+        accumulate(lanes, start, rows[start:end])
         start = end
-    return mean(lanes, len(rows))
+    return reduce_mean(lanes, len(rows))

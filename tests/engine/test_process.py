@@ -14,14 +14,14 @@ import pytest
 import pytest_asyncio
 
 from foreword.config import Config
-from foreword.core.events import Failed, Tokens
+from foreword.core.events import ErrorEvent, TokenEvent
 from foreword.core.params import SamplingParams, Speculation
 from foreword.core.request import Request
 from foreword.core.structured import StructuredOutput
 from foreword.core.vocabulary import Vocabulary
-from foreword.engine.board import Board
-from foreword.engine.client import ProcessClient
-from foreword.engine.messages import Remove
+from foreword.engine.board import HeartbeatPage
+from foreword.engine.client import SubprocessClient
+from foreword.engine.messages import RemoveRequest
 from foreword.engine.process import _handle
 from foreword.errors import CheckpointError, ConfigError, InvalidRequest
 from tests.checkpoints import EOS, write_checkpoint
@@ -35,8 +35,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def client(checkpoint: Path) -> AsyncIterator[ProcessClient]:
-    client = ProcessClient(config_of(checkpoint), unused_ids=(), vocabulary=no_tokens)
+async def client(checkpoint: Path) -> AsyncIterator[SubprocessClient]:
+    client = SubprocessClient(config_of(checkpoint), never_sampled_ids=(), vocabulary=no_tokens)
     await client.start()
     yield client
     await client.close()
@@ -66,15 +66,15 @@ def make_request(name: str, seed: int = 1, max_tokens: int | None = 12, **params
     return Request(name, (40, 41, 42, 40, 41), sampling, seed, eos_token_ids=(EOS,))
 
 
-async def collect(client: ProcessClient, request: Request) -> list[int]:
+async def collect(client: SubprocessClient, request: Request) -> list[int]:
     token_ids: list[int] = []
     async for event in client.submit(request):
-        assert isinstance(event, Tokens) and event.index == len(token_ids)
+        assert isinstance(event, TokenEvent) and event.index == len(token_ids)
         token_ids += event.token_ids
     return token_ids
 
 
-async def settled(client: ProcessClient) -> None:
+async def settled(client: SubprocessClient) -> None:
     """Wait until the engine says that nothing runs any more."""
     assert client.stats.kv_cache_usage_ratio > 0
     async with asyncio.timeout(20):
@@ -82,7 +82,7 @@ async def settled(client: ProcessClient) -> None:
             await asyncio.sleep(0.01)
 
 
-async def test_many_at_once_and_steps_are_told(client: ProcessClient) -> None:
+async def test_many_at_once_and_steps_are_told(client: SubprocessClient) -> None:
     steps = []
     client.on_step = steps.append
     answers = await asyncio.gather(*(collect(client, make_request(str(i), seed=i % 2)) for i in range(8)))
@@ -91,33 +91,33 @@ async def test_many_at_once_and_steps_are_told(client: ProcessClient) -> None:
     assert steps and steps[-1].stage_seconds.keys() >= {"schedule", "assemble", "forward", "sample", "draft", "commit"}
 
 
-async def test_an_abort_frees_everything_at_once(client: ProcessClient) -> None:
+async def test_an_abort_frees_everything_at_once(client: SubprocessClient) -> None:
     stream = client.submit(make_request("a", max_tokens=None))
     await anext(stream)
     client.abort("a")
-    assert [event async for event in stream if isinstance(event, Failed)] == []
+    assert [event async for event in stream if isinstance(event, ErrorEvent)] == []
     await settled(client)
 
 
-async def test_leaving_a_stream_early_aborts_it(client: ProcessClient) -> None:
+async def test_leaving_a_stream_early_aborts_it(client: SubprocessClient) -> None:
     stream = client.submit(make_request("left", max_tokens=None))
     await anext(stream)
     await stream.aclose()  # type: ignore[attr-defined]
     await settled(client)
 
 
-async def test_how_much_was_delivered_reaches_the_engine(client: ProcessClient, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_how_much_was_delivered_reaches_the_engine(client: SubprocessClient, monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[Any] = []
-    monkeypatch.setattr(client, "_send", sent.append)
+    monkeypatch.setattr(client, "_send_batch", sent.append)
     for name in "ab":
         client.submit(make_request(name))
     client.finish("a", 5)
     client.abort("b")
     client.finish("gone", 7)
-    assert sent == [Remove("a", 5), Remove("b", None)]
+    assert sent == [RemoveRequest("a", 5), RemoveRequest("b", None)]
     heard: list[tuple[str, int | None]] = []
     engine: Any = SimpleNamespace(remove=lambda request_id, num_tokens: heard.append((request_id, num_tokens)))
-    with Board.create() as board:
+    with HeartbeatPage.create() as board:
         for message in sent:
             _handle(engine, message, board)
     assert heard == [("a", 5), ("b", None)]
@@ -125,42 +125,42 @@ async def test_how_much_was_delivered_reaches_the_engine(client: ProcessClient, 
 
 async def test_who_needs_the_vocabulary_answers_for_it() -> None:
     noted: list[tuple[int, ...]] = []
-    with Board.create() as board:
-        engine: Any = SimpleNamespace(num_arrived=7, know=lambda _: noted.append(board.working_for()))
+    with HeartbeatPage.create() as board:
+        engine: Any = SimpleNamespace(num_submitted=7, set_vocabulary=lambda _: noted.append(board.busy_requests()))
         _handle(engine, no_tokens(), board)
     assert noted == [(7,)]
 
 
 async def test_grammars_that_wait_do_not_hold_up_the_end(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Minutes of compilation are in the queue: the process ends by itself, long before they are over."""
-    monkeypatch.setattr("foreword.engine.child.END_S", 40.0)
+    monkeypatch.setattr("foreword.engine.child.EXIT_TIMEOUT_S", 40.0)
     vocabulary = Vocabulary(tuple(bytes([i]) for i in range(256)), (), ())
-    client = ProcessClient(config_of(checkpoint), unused_ids=(), vocabulary=lambda: vocabulary)
+    client = SubprocessClient(config_of(checkpoint), never_sampled_ids=(), vocabulary=lambda: vocabulary)
     await client.start()
     for number in range(400):
         schema = {"properties": {f"{number} {name}": {"type": "integer"} for name in range(1500)}}
         client.submit(make_request(str(number), structured=StructuredOutput.json_schema(schema)))
     await asyncio.sleep(0.5)  # some have reached the engine
     await client.close()
-    assert client._child is not None and "exit code 0" in await client._child.bury(client._spawner)
+    assert client._process is not None and "exit code 0" in await client._process.reap(client._fork_server)
 
 
-async def test_a_bad_request_ends_alone(client: ProcessClient) -> None:
+async def test_a_bad_request_ends_alone(client: SubprocessClient) -> None:
     bad = make_request("bad", speculation=Speculation("draft"))
     good, events = await asyncio.gather(collect(client, make_request("good")), _events(client, bad))
     assert len(good) == 12
     (failed,) = events
-    assert isinstance(failed, Failed) and isinstance(failed.error, InvalidRequest)
+    assert isinstance(failed, ErrorEvent) and isinstance(failed.error, InvalidRequest)
     assert failed.error.param == "speculation.method" and "suffix" in failed.error.message
 
 
-async def _events(client: ProcessClient, request: Request) -> list[object]:
+async def _events(client: SubprocessClient, request: Request) -> list[object]:
     return [event async for event in client.submit(request)]
 
 
 async def test_loading_is_reported(checkpoint: Path) -> None:
     progress: list[tuple[int, int]] = []
-    client = ProcessClient(config_of(checkpoint), (), no_tokens, lambda done, total: progress.append((done, total)))
+    client = SubprocessClient(config_of(checkpoint), (), no_tokens, lambda done, total: progress.append((done, total)))
     info = await client.start()
     assert info.architecture == "llama" and info.resolved.drafters == ("grammar", "prediction", "suffix")
     assert progress and progress[-1][0] == progress[-1][1] > 0
@@ -169,7 +169,7 @@ async def test_loading_is_reported(checkpoint: Path) -> None:
 
 
 async def test_what_does_not_fit_is_refused_with_the_limit(checkpoint: Path) -> None:
-    client = ProcessClient(config_of(checkpoint, max_model_len=100_000), (), no_tokens)
+    client = SubprocessClient(config_of(checkpoint, max_model_len=100_000), (), no_tokens)
     with pytest.raises(ConfigError, match="100000 does not fit") as caught:
         await client.start()
     assert caught.value.param == "max_model_len"
@@ -177,7 +177,7 @@ async def test_what_does_not_fit_is_refused_with_the_limit(checkpoint: Path) -> 
 
 
 async def test_a_missing_checkpoint_is_refused(tmp_path: Path) -> None:
-    client = ProcessClient(config_of(tmp_path / "nowhere"), (), no_tokens)
+    client = SubprocessClient(config_of(tmp_path / "nowhere"), (), no_tokens)
     with pytest.raises(CheckpointError, match="nowhere"):
         await client.start()
     await client.close()

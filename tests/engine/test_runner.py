@@ -8,16 +8,16 @@ import torch
 from torch import Tensor
 
 from foreword.core.batch import Batch, Chunk, build_batch
-from foreword.core.draft import Outcome
+from foreword.core.draft import StepOutput
 from foreword.core.rows import SampleRow
-from foreword.engine.assemble import StepBatch
-from foreword.engine.plan import Plan, Work
-from foreword.engine.runner import Runner
-from foreword.engine.stages import Stages
+from foreword.engine.assemble import ModelInput
+from foreword.engine.plan import ScheduleOutput, ScheduledRequest
+from foreword.engine.runner import ModelRunner
+from foreword.engine.stages import StepTimer
 from foreword.kernels.triton.sampling import TritonSampling
 from foreword.sampling.sampler import Sampler
 from tests.device import DEVICE
-from tests.pretend_cuda import Pretended
+from tests.pretend_cuda import FakeCuda
 from tests.sampling.rows import VOCAB_SIZE, make_state
 
 
@@ -26,21 +26,21 @@ from tests.sampling.rows import VOCAB_SIZE, make_state
 def test_a_step_waits_for_the_device_once(samples: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also one of prompts alone, which yields nothing: what it takes is to be told of no other step."""
     state = make_state(temperature=0.0)
-    work = Work(state, 0, len(state.tokens), samples)
+    work = ScheduledRequest(state, 0, len(state.tokens), samples)
 
     def forward(batch: Batch) -> Tensor:
         return torch.zeros(len(batch.sample_rows), VOCAB_SIZE, device="cuda")
 
-    model: Any = SimpleNamespace(vocab_size=VOCAB_SIZE, directions=False, compiled=lambda kv: forward)
+    model: Any = SimpleNamespace(vocab_size=VOCAB_SIZE, uses_mrope=False, compile_logits=lambda kv: forward)
     nothing: Any = None
-    with Pretended() as gpu:
+    with FakeCuda() as gpu:
         waits = []
         monkeypatch.setattr(torch.cuda, "synchronize", lambda: waits.append(1))
-        runner = Runner(model, nothing, Sampler(TritonSampling(), VOCAB_SIZE, ()), nothing, Stages())
+        runner = ModelRunner(model, nothing, Sampler(TritonSampling(), VOCAB_SIZE, ()), nothing, StepTimer())
         chunk = Chunk(state.tokens, 0, (1,), int(samples))
         rows = (SampleRow(state),) if samples else ()
-        batch = StepBatch(Plan((work,)), build_batch([chunk], 16, 1, "cuda"), rows, (0,) * samples, ((),))
-        assert runner.run(batch) == (Outcome(token_ids=(0,) if samples else ()),)
+        batch = ModelInput(ScheduleOutput((work,)), build_batch([chunk], 16, 1, "cuda"), rows, (0,) * samples, ((),))
+        assert runner.run(batch) == (StepOutput(token_ids=(0,) if samples else ()),)
         assert len(waits) + gpu.counts["look"] == 1 and len(waits) == (not samples)
         assert not gpu.refused
         monkeypatch.undo()

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foreword.core.request import RequestState
-from tests.engine.simulation import VOCAB, Simulation, content, expected_output, make_picture, make_request, next_token
+from tests.engine.simulation import VOCAB, SchedulerSimulation, readable_ids, expected_output, make_image, make_request, next_token
 
 
 def noisy_guess(seed: int, max_tokens: int, error_rate: float):
@@ -16,7 +16,7 @@ def noisy_guess(seed: int, max_tokens: int, error_rate: float):
     chance = random.Random(seed)
 
     def guess(state: RequestState) -> list[int]:
-        history = content(state.request, state.tokens)
+        history = readable_ids(state.request, state.tokens)
         draft: list[int] = []
         for _ in range(chance.randint(0, max_tokens)):
             token_id = next_token([*history, *draft], state.request.seed)
@@ -57,7 +57,7 @@ def test_every_request_gets_its_own_tokens(
     arrivals, num_blocks, block_size, budget, draft_tokens, error_rate, prefix_caching
 ) -> None:
     max_model_len = min(num_blocks * block_size, 20)
-    simulation = Simulation(
+    simulation = SchedulerSimulation(
         num_blocks,
         block_size,
         max_model_len,
@@ -107,7 +107,7 @@ def test_faults_cost_nobody_else_anything(arrivals, num_blocks, block_size, budg
 
     max_model_len = min(num_blocks * block_size, 20)
     guess = noisy_guess(seed, 4, 0.3)
-    simulation = Simulation(num_blocks, block_size, max_model_len, guess, fate, max_num_batched_tokens=budget)
+    simulation = SchedulerSimulation(num_blocks, block_size, max_model_len, guess, fate, max_num_batched_tokens=budget)
     requests = []
     for number, (length, which, own, priority, max_tokens, ignore_eos, pause, _, pooling) in enumerate(arrivals):
         prompt = [(which * 5 + i) % VOCAB for i in range(min(length, max_model_len - (pooling is None)))]
@@ -158,12 +158,12 @@ def test_pictures_are_seen_where_they_stand(
     arrivals, num_blocks, block_size, budget, max_num_seqs, memory, prefix_caching
 ) -> None:
     max_model_len = min(num_blocks * block_size, 40)
-    simulation = Simulation(
+    simulation = SchedulerSimulation(
         num_blocks,
         block_size,
         max_model_len,
         noisy_guess(len(arrivals), 3, 0.3),
-        memory=memory,
+        cache_features=memory,
         max_num_batched_tokens=budget,
         max_num_seqs=max_num_seqs,
         prefix_caching=prefix_caching,
@@ -174,7 +174,7 @@ def test_pictures_are_seen_where_they_stand(
         for text, which, num_tokens in parts:
             prompt += [5] * text
             if len(prompt) + num_tokens < max_model_len:
-                pictures.append(make_picture(which, len(prompt), num_tokens))
+                pictures.append(make_image(which, len(prompt), num_tokens))
                 prompt += [VOCAB] * num_tokens
         request = make_request(str(number), [*prompt, *[6] * behind][: max_model_len - 1] or [5], seed, priority, max_tokens=6)
         requests.append(request if blind else replace(request, pictures=tuple(pictures)))
@@ -192,10 +192,10 @@ def test_pictures_are_seen_where_they_stand(
 
 
 def test_preemption_takes_the_youngest_and_the_oldest_goes_on() -> None:
-    simulation = Simulation(num_blocks=4, block_size=2, max_model_len=8)
+    simulation = SchedulerSimulation(num_blocks=4, block_size=2, max_model_len=8)
     for name in "abc":
         simulation.add(make_request(name, [1, 2], seed=ord(name), ignore_eos=True))
-    preempted = [name for _ in range(6) for name in simulation.step().preempted]
+    preempted = [name for _ in range(6) for name in simulation.step().preempted_ids]
     assert preempted
     assert "a" not in preempted
     simulation.run()
@@ -205,13 +205,13 @@ def test_preemption_takes_the_youngest_and_the_oldest_goes_on() -> None:
 
 
 def test_a_better_priority_displaces_a_worse_one() -> None:
-    simulation = Simulation(num_blocks=4, block_size=2, max_model_len=8, max_num_seqs=1)
+    simulation = SchedulerSimulation(num_blocks=4, block_size=2, max_model_len=8, max_num_seqs=1)
     simulation.add(make_request("slow", [1, 2], priority=1, ignore_eos=True))
     simulation.step()
     simulation.add(make_request("urgent", [3, 4], priority=0, ignore_eos=True))
     plan = simulation.step()
-    assert plan.preempted == ("slow",)
-    assert [work.state.id for work in plan.work] == ["urgent"]
+    assert plan.preempted_ids == ("slow",)
+    assert [work.state.id for work in plan.requests] == ["urgent"]
     simulation.run()
     assert len(simulation.outputs["slow"]) == len(simulation.outputs["urgent"]) == 6
 
@@ -225,7 +225,7 @@ def test_right_drafts_save_steps() -> None:
             history.append(next_token(history, state.request.seed))
         return history[-4:]
 
-    simulation = Simulation(num_blocks=16, block_size=4, max_model_len=50, guess=right)
+    simulation = SchedulerSimulation(num_blocks=16, block_size=4, max_model_len=50, draft_fn=right)
     simulation.add(make_request("a", [1, 2], max_tokens=31, ignore_eos=True))
     simulation.run()
     assert simulation.num_steps == 1 + 30 // 5
@@ -233,7 +233,7 @@ def test_right_drafts_save_steps() -> None:
 
 def test_drafts_never_preempt() -> None:
     """All blocks are in use: drafts shrink to what their request already holds."""
-    simulation = Simulation(num_blocks=4, block_size=4, max_model_len=8, guess=noisy_guess(1, 8, 0.0), max_num_batched_tokens=64)
+    simulation = SchedulerSimulation(num_blocks=4, block_size=4, max_model_len=8, draft_fn=noisy_guess(1, 8, 0.0), max_num_batched_tokens=64)
     for name in "ab":
         simulation.add(make_request(name, [1, 2, 3], seed=ord(name), ignore_eos=True))
     simulation.run()
@@ -242,19 +242,19 @@ def test_drafts_never_preempt() -> None:
 
 def test_equal_prompts_are_computed_once() -> None:
     """n choices: the first computes the prompt, the others wait for its blocks and share them."""
-    simulation = Simulation(num_blocks=32, block_size=4, max_model_len=40, max_num_batched_tokens=8, max_num_seqs=8)
+    simulation = SchedulerSimulation(num_blocks=32, block_size=4, max_model_len=40, max_num_batched_tokens=8, max_num_seqs=8)
     prompt = [i % VOCAB for i in range(17)]
     for seed in range(4):
         simulation.add(make_request(f"x-{seed}", prompt, seed=seed, max_tokens=3, ignore_eos=True))
     prompt_rows = 0
     while not simulation.scheduler.idle:
-        prompt_rows += sum(work.num_tokens for work in simulation.step().work if work.start < len(prompt))
+        prompt_rows += sum(work.num_tokens for work in simulation.step().requests if work.start < len(prompt))
     assert prompt_rows == 17 + 3 * 1
     assert simulation.scheduler.prefix_hits == 3 * 16
 
 
 def test_a_full_hit_recomputes_the_last_token() -> None:
-    simulation = Simulation(num_blocks=16, block_size=4, max_model_len=32)
+    simulation = SchedulerSimulation(num_blocks=16, block_size=4, max_model_len=32)
     for name in "ab":
         simulation.add(make_request(name, list(range(8)), max_tokens=2, ignore_eos=True))
         simulation.run()
@@ -263,11 +263,11 @@ def test_a_full_hit_recomputes_the_last_token() -> None:
 
 
 def test_tenants_do_not_share() -> None:
-    simulation = Simulation(num_blocks=16, block_size=4, max_model_len=32)
+    simulation = SchedulerSimulation(num_blocks=16, block_size=4, max_model_len=32)
     simulation.add(make_request("a", list(range(9)), max_tokens=2))
     simulation.run()
     state = RequestState(make_request("b", list(range(9)), max_tokens=2), 9, 32)
-    object.__setattr__(state.request, "tenant", "other")
+    object.__setattr__(state.request, "cache_salt", "other")
     simulation.outputs["b"] = []
     simulation.scheduler.add(state)
     simulation.run()
@@ -280,7 +280,7 @@ def test_tenants_do_not_share() -> None:
 def test_answers_end_exactly_at_the_context_limit(off_by: int, draft_tokens: int, together: int) -> None:
     """The report this project began with, without a model: no max_tokens, ignore_eos, limits around a block boundary."""
     limit = 16 + off_by
-    simulation = Simulation(5, 4, limit, noisy_guess(3, draft_tokens, 0.2), max_num_seqs=16, max_num_batched_tokens=64)
+    simulation = SchedulerSimulation(5, 4, limit, noisy_guess(3, draft_tokens, 0.2), max_num_seqs=16, max_num_batched_tokens=64)
     for number in range(together):
         simulation.add(make_request(str(number), [1, 2, 3], seed=number, ignore_eos=True))
     simulation.run()
@@ -289,7 +289,7 @@ def test_answers_end_exactly_at_the_context_limit(off_by: int, draft_tokens: int
 
 
 def test_long_prompts_leave_a_row_for_everybody() -> None:
-    simulation = Simulation(num_blocks=64, block_size=4, max_model_len=100, max_num_batched_tokens=8, max_num_seqs=4)
+    simulation = SchedulerSimulation(num_blocks=64, block_size=4, max_model_len=100, max_num_batched_tokens=8, max_num_seqs=4)
     simulation.add(make_request("long", [i % VOCAB for i in range(60)], max_tokens=2, ignore_eos=True))
     simulation.step()
     simulation.add(make_request("short", [1], max_tokens=8, ignore_eos=True))
@@ -312,7 +312,7 @@ def test_choices_do_not_slow_their_prompt_down() -> None:
     """Those that wait for the prompt's blocks leave it the whole step."""
     steps = []
     for num in (1, 4):
-        simulation = Simulation(num_blocks=64, block_size=4, max_model_len=100, max_num_batched_tokens=8, max_num_seqs=8)
+        simulation = SchedulerSimulation(num_blocks=64, block_size=4, max_model_len=100, max_num_batched_tokens=8, max_num_seqs=8)
         for seed in range(num):
             simulation.add(make_request(f"x-{seed}", [i % VOCAB for i in range(64)], seed=seed, max_tokens=1, ignore_eos=True))
         while not simulation.outputs["x-0"]:
@@ -322,7 +322,7 @@ def test_choices_do_not_slow_their_prompt_down() -> None:
 
 
 def test_nobody_gives_way_to_a_request_that_waits_for_a_prompt() -> None:
-    simulation = Simulation(num_blocks=64, block_size=4, max_model_len=100, max_num_batched_tokens=8, max_num_seqs=2)
+    simulation = SchedulerSimulation(num_blocks=64, block_size=4, max_model_len=100, max_num_batched_tokens=8, max_num_seqs=2)
     prompt = [i % VOCAB for i in range(64)]
     simulation.add(make_request("bystander", [1, 2], priority=5, ignore_eos=True))
     simulation.step()
@@ -333,7 +333,7 @@ def test_nobody_gives_way_to_a_request_that_waits_for_a_prompt() -> None:
 
 
 def test_what_is_found_again_after_a_preemption_was_not_cached() -> None:
-    simulation = Simulation(num_blocks=8, block_size=2, max_model_len=16, max_num_seqs=4)
+    simulation = SchedulerSimulation(num_blocks=8, block_size=2, max_model_len=16, max_num_seqs=4)
     for name in "abc":
         simulation.add(make_request(name, [1, 2, 3, 4, ord(name) % VOCAB], seed=ord(name), ignore_eos=True))
     simulation.run()
@@ -342,7 +342,7 @@ def test_what_is_found_again_after_a_preemption_was_not_cached() -> None:
 
 
 def test_what_goes_on_after_a_death_was_counted_before() -> None:
-    simulation = Simulation(num_blocks=16, block_size=4, max_model_len=32)
+    simulation = SchedulerSimulation(num_blocks=16, block_size=4, max_model_len=32)
     request = make_request("a", range(9), max_tokens=8, ignore_eos=True)
     simulation.add(replace(request, resumed=True))  # what was delivered is all sampled again
     simulation.run()
@@ -351,15 +351,15 @@ def test_what_goes_on_after_a_death_was_counted_before() -> None:
 
 def test_a_block_is_found_only_when_its_last_token_is_computed() -> None:
     """Seven prompt tokens and a sampled eighth: the second block is full, but the eighth token's KV is not there yet."""
-    simulation = Simulation(num_blocks=16, block_size=4, max_model_len=32)
+    simulation = SchedulerSimulation(num_blocks=16, block_size=4, max_model_len=32)
     simulation.add(make_request("a", range(7), max_tokens=8, ignore_eos=True))
     simulation.step()
     (state,) = simulation.scheduler.running
-    simulation.scheduler.prefixes.name(state)
+    simulation.scheduler.prefix_cache.hash_blocks(state)
     first, second = state.block_hashes
-    assert simulation.scheduler.pool.holds(first) and not simulation.scheduler.pool.holds(second)
+    assert simulation.scheduler.pool.contains(first) and not simulation.scheduler.pool.contains(second)
     simulation.step()
-    assert simulation.scheduler.pool.holds(second)
+    assert simulation.scheduler.pool.contains(second)
     simulation.run()
 
 
@@ -367,15 +367,15 @@ def test_a_draft_takes_no_new_block_while_somebody_waits() -> None:
     """Two of four blocks are free: a draft may use them, unless a request waits."""
 
     def planned_draft(waiting: bool) -> int:
-        simulation = Simulation(4, 4, 16, noisy_guess(1, 6, 0.0), max_num_seqs=1, max_num_batched_tokens=64)
+        simulation = SchedulerSimulation(4, 4, 16, noisy_guess(1, 6, 0.0), max_num_seqs=1, max_num_batched_tokens=64)
         simulation.add(make_request("a", [1, 2, 3, 4, 5], ignore_eos=True))
         simulation.step()
         (state,) = simulation.scheduler.running
         state.set_draft([next_token(state.tokens, 0)] * 6, "fake")
         if waiting:
             simulation.add(make_request("b", [1], seed=7))
-        (work,) = simulation.scheduler.plan().work
-        return work.num_draft
+        (work,) = simulation.scheduler.schedule().requests
+        return work.num_draft_tokens
 
     assert planned_draft(waiting=False) == 6
     assert planned_draft(waiting=True) == 2
@@ -383,7 +383,7 @@ def test_a_draft_takes_no_new_block_while_somebody_waits() -> None:
 
 def test_who_gave_way_waits_until_others_can_grow() -> None:
     """Without room for the others to grow a preempted request would soon have to go again (9 times here)."""
-    simulation = Simulation(num_blocks=12, block_size=2, max_model_len=20)
+    simulation = SchedulerSimulation(num_blocks=12, block_size=2, max_model_len=20)
     for number in range(6):
         simulation.add(make_request(str(number), [number] * 3, seed=number, ignore_eos=True))
     simulation.run()

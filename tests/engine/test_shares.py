@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foreword.core.request import RequestState
-from foreword.engine.shares import Shares
-from tests.engine.simulation import Simulation, make_request
+from foreword.engine.shares import FairQueue
+from tests.engine.simulation import SchedulerSimulation, make_request
 from tests.engine.test_scheduler import noisy_guess
 
 LONGEST = 40  # tokens of a request here
@@ -20,7 +20,7 @@ class Queue:
     """Requests of accounts, started by rank and ended with more or fewer tokens than were expected."""
 
     def __init__(self) -> None:
-        self.shares = Shares()
+        self.shares = FairQueue()
         self.waiting: list[RequestState] = []
         self.running: list[RequestState] = []
         self.started: list[RequestState] = []
@@ -36,17 +36,17 @@ class Queue:
 
     def start(self) -> None:
         if self.waiting:
-            state = min(self.waiting, key=lambda one: one.rank)
+            state = min(self.waiting, key=lambda one: one.sort_key)
             self.waiting.remove(state)
             state.scheduled_s = 0.0
-            self.shares.started(state)
+            self.shares.on_start(state)
             self.running.append(state)
             self.started.append(state)
 
     def end(self, place: int, written: int) -> None:
         if self.running:
             state = self.running.pop(place % len(self.running))
-            state.tokens += [2] * min(written, state.limit - len(state.tokens))
+            state.tokens += [2] * min(written, state.max_len - len(state.tokens))
             self._over(state)
 
     def give_up(self, place: int) -> None:
@@ -54,9 +54,9 @@ class Queue:
             self._over(self.waiting.pop(place % len(self.waiting)))
 
     def _over(self, state: RequestState) -> None:
-        self.shares.ended(state)
-        self.waiting.sort(key=lambda one: one.rank)
-        self.shares.correct(self.waiting)
+        self.shares.on_finish(state)
+        self.waiting.sort(key=lambda one: one.sort_key)
+        self.shares.update_tags(self.waiting)
 
 
 moves = st.lists(
@@ -87,7 +87,7 @@ def played(moves: list[tuple[object, ...]]) -> Iterator[Queue]:
 def test_nobody_overtakes_within_an_account(moves: list[tuple[object, ...]]) -> None:
     for queue in played(moves):
         for account in "abc":
-            arrivals = [state.arrival for state in queue.started if state.request.account == account]
+            arrivals = [state.arrival for state in queue.started if state.request.fairness_key == account]
             assert arrivals == sorted(arrivals)
 
 
@@ -104,21 +104,21 @@ def test_nobody_is_passed_over_by_more_than_a_little(moves: list[tuple[object, .
     for queue in played(fair):
         for state in queue.started[seen:]:
             for worked in (passed[one.arrival] for one in _first(queue) if one.arrival in passed):
-                account = state.request.account
-                worked[account] = worked.get(account, 0) + state.limit
+                account = state.request.fairness_key
+                worked[account] = worked.get(account, 0) + state.max_len
             passed.pop(state.arrival, None)
         seen = len(queue.started)
         for state in _first(queue):
             passed.setdefault(state.arrival, {})
         for state in _first(queue):
-            assert all(work <= 2 * LONGEST for account, work in passed[state.arrival].items() if account != state.request.account)
+            assert all(work <= 2 * LONGEST for account, work in passed[state.arrival].items() if account != state.request.fairness_key)
 
 
 def _first(queue: Queue) -> list[RequestState]:
     """The first that waits, of each account."""
     firsts: dict[str, RequestState] = {}
     for state in queue.waiting:
-        firsts.setdefault(state.request.account, state)
+        firsts.setdefault(state.request.fairness_key, state)
     return list(firsts.values())
 
 
@@ -132,7 +132,7 @@ def test_who_was_away_has_not_saved_anything_up() -> None:
         queue.add("b", 5, 5)
     for _ in range(10):
         queue.start()
-    assert sum(state.request.account == "b" for state in queue.started) in (5, 6)
+    assert sum(state.request.fairness_key == "b" for state in queue.started) in (5, 6)
 
 
 @settings(max_examples=100, deadline=None)
@@ -149,14 +149,14 @@ def test_one_account_is_served_in_order_of_arrival(moves: list[tuple[object, ...
 def test_accounts_are_forgotten(moves: list[tuple[object, ...]]) -> None:
     queue = Queue()
     for queue in played(moves):
-        assert len(queue.shares) <= len({state.request.account for state in (*queue.waiting, *queue.started)})
+        assert len(queue.shares) <= len({state.request.fairness_key for state in (*queue.waiting, *queue.started)})
     while queue.running:
         queue.end(0, 3)
     assert len(queue.shares) == 0
 
 
-def simulation_of(**options: object) -> Simulation:
-    return Simulation(num_blocks=64, block_size=4, max_model_len=40, **options)  # type: ignore[arg-type]
+def simulation_of(**options: object) -> SchedulerSimulation:
+    return SchedulerSimulation(num_blocks=64, block_size=4, max_model_len=40, **options)  # type: ignore[arg-type]
 
 
 def test_single_requests_start_between_those_of_a_flood() -> None:
@@ -179,7 +179,7 @@ def test_single_requests_start_between_those_of_a_flood() -> None:
     simulation.run()
 
 
-def _num_started(simulation: Simulation) -> int:
+def _num_started(simulation: SchedulerSimulation) -> int:
     return sum(bool(output) for output in simulation.outputs.values())
 
 
@@ -194,8 +194,8 @@ def test_accounts_get_equal_work_whatever_their_requests_look_like() -> None:
             simulation.add(replace(request, account=account))
     work = dict.fromkeys(("long", "short", "modest"), 0)
     for _ in range(400):
-        for item in simulation.step().work:
-            work[item.state.request.account] += item.num_tokens
+        for item in simulation.step().requests:
+            work[item.state.request.fairness_key] += item.num_tokens
     assert max(work.values()) < 1.5 * min(work.values()), work
 
 
@@ -213,7 +213,7 @@ def test_turns_are_within_a_priority() -> None:
 
 def test_who_gave_way_keeps_its_turn() -> None:
     """Blocks are short, accounts are many: each request gets its tokens, and somebody always progresses."""
-    simulation = Simulation(12, 2, 20, noisy_guess(3, 4, 0.2))
+    simulation = SchedulerSimulation(12, 2, 20, noisy_guess(3, 4, 0.2))
     for number in range(12):
         request = make_request(str(number), [number % 5] * 3, number, ignore_eos=True)
         simulation.add(replace(request, account="abc"[number % 3]))

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from foreword.engine.spawning import Spawner
+from foreword.engine.spawning import ForkServer
 from foreword.errors import ConfigError
 from tests.engine.test_process import is_gone
 
@@ -47,13 +47,13 @@ def entries(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest_asyncio.fixture(loop_scope="module")
-async def spawner() -> AsyncIterator[Spawner]:
-    spawner = Spawner("echo")
+async def spawner() -> AsyncIterator[ForkServer]:
+    spawner = ForkServer("echo")
     yield spawner
     await spawner.close()
 
 
-async def spawn(spawner: Spawner) -> tuple[int, socket.socket]:
+async def spawn(spawner: ForkServer) -> tuple[int, socket.socket]:
     ours, theirs = socket.socketpair()
     ours.settimeout(WAIT_S)
     try:
@@ -68,7 +68,7 @@ async def heard(ours: socket.socket) -> object:
     return eval(await asyncio.to_thread(ours.recv, 1000))
 
 
-async def test_an_engine_has_nothing_of_its_parent(spawner: Spawner) -> None:
+async def test_an_engine_has_nothing_of_its_parent(spawner: ForkServer) -> None:
     for _ in range(2):
         pid, ours = await spawn(spawner)
         with ours:
@@ -78,7 +78,7 @@ async def test_an_engine_has_nothing_of_its_parent(spawner: Spawner) -> None:
         assert is_gone(pid)
 
 
-async def test_ends_by_signals_are_told(spawner: Spawner) -> None:
+async def test_ends_by_signals_are_told(spawner: ForkServer) -> None:
     engines = [await spawn(spawner) for _ in range(3)]
     for _, ours in engines:
         await heard(ours)
@@ -92,7 +92,7 @@ async def test_ends_by_signals_are_told(spawner: Spawner) -> None:
     assert await spawner.exit_code(pid, WAIT_S) == 0, "it ended, for its client is gone"
 
 
-async def test_a_spawner_that_was_killed_is_replaced(spawner: Spawner) -> None:
+async def test_a_spawner_that_was_killed_is_replaced(spawner: ForkServer) -> None:
     pid, ours = await spawn(spawner)
     process = spawner._process
     assert process is not None
@@ -104,8 +104,8 @@ async def test_a_spawner_that_was_killed_is_replaced(spawner: Spawner) -> None:
     ours.close()
 
 
-async def test_a_spawner_that_does_not_answer_is_replaced(spawner: Spawner, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("foreword.engine.spawning.ANSWER_S", 0.2)
+async def test_a_spawner_that_does_not_answer_is_replaced(spawner: ForkServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("foreword.engine.spawning.FORK_TIMEOUT_S", 0.2)
     _, ours = await spawn(spawner)
     ours.close()
     assert spawner._process is not None
@@ -116,7 +116,7 @@ async def test_a_spawner_that_does_not_answer_is_replaced(spawner: Spawner, monk
 
 
 async def test_engines_of_a_spawner_with_threads_are_whole_all_the_same() -> None:
-    spawner = Spawner("echo_with_thread")
+    spawner = ForkServer("echo_with_thread")
     pid, ours = await spawn(spawner)
     with ours:
         fds, leads, threads = await heard(ours)  # type: ignore[misc]
@@ -127,7 +127,7 @@ async def test_engines_of_a_spawner_with_threads_are_whole_all_the_same() -> Non
 
 
 async def test_what_cannot_be_imported_is_an_error() -> None:
-    spawner = Spawner("no_entry")
+    spawner = ForkServer("no_entry")
     with pytest.raises(ConfigError, match="ended before it could load"):
         await spawn(spawner)
     await spawner.close()

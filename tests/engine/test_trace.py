@@ -10,16 +10,16 @@ import pytest
 from foreword import LLM, SamplingParams
 from foreword.cache.blocks import BlockPool
 from foreword.drafting.control.decisions import replay as replay_decisions
-from foreword.engine.trace import TracedScheduler, replay
+from foreword.engine.trace import RecordingScheduler, replay
 from foreword.errors import Unsatisfiable
 from tests.checkpoints import write_checkpoint
-from tests.engine.simulation import Fate, Simulation, make_request, no_fault
+from tests.engine.simulation import FaultFunction, SchedulerSimulation, make_request, no_fault
 from tests.engine.test_scheduler import noisy_guess
 
 
-def _traced_run(path: Path, fate: Fate = no_fault) -> tuple[list[str], int]:
-    simulation = Simulation(8, 2, 14, noisy_guess(5, 4, 0.3), fate)
-    simulation.scheduler = TracedScheduler(path / "trace", BlockPool(8), 2, 4, 16, True)
+def _traced_run(path: Path, fate: FaultFunction = no_fault) -> tuple[list[str], int]:
+    simulation = SchedulerSimulation(8, 2, 14, noisy_guess(5, 4, 0.3), fate)
+    simulation.scheduler = RecordingScheduler(path / "trace", BlockPool(8), 2, 4, 16, True)
     for number in range(6):
         pooling = "mean" if number == 4 else None
         request = make_request(str(number), [1, 2, 3], number % 2, number % 3, pooling, logit_bias={3: 1.5})
@@ -62,7 +62,7 @@ def test_an_engine_writes_a_trace(tmp_path: Path) -> None:
         llm.generate({"prompt_token_ids": [40, 41]}, stuck)
     plans = list(replay((tmp_path / "trace").read_text().splitlines()))
     assert len(plans) == llm.stats.step
-    assert any(work.num_draft for plan in plans for work in plan.work)
+    assert any(work.num_draft_tokens for plan in plans for work in plan.requests)
 
 
 def test_decisions_on_drafts_are_traced_too(tmp_path: Path) -> None:

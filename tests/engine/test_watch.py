@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 
-from foreword.engine.board import IDLE, LOADING, WORKING, Glance
-from foreword.engine.watch import LATE_S, SILENT_S, Finding, Watch, cpu_seconds
+from foreword.engine.board import IDLE, LOADING, BUSY, Heartbeat
+from foreword.engine.watch import MAX_CHECK_GAP_S, NO_HEARTBEAT_S, EngineHealth, HangDetector, cpu_seconds
 
 HANG_S = 10.0
 LOOK_S = 0.25
@@ -19,45 +19,45 @@ class Scene:
         self.alive_s = self.since_s = self.now_s
         self.phase = phase
         self.cpu: float | None = 7.0 if knows_cpu else None
-        self.watch = Watch(HANG_S, lambda: self.cpu)
+        self.watch = HangDetector(HANG_S, lambda: self.cpu)
 
-    def passes(self, seconds: float, lives: bool = True, computes: float = 1.0, steps: bool = False) -> Finding:
+    def passes(self, seconds: float, lives: bool = True, computes: float = 1.0, steps: bool = False) -> EngineHealth:
         """What is found after so long; `computes`: CPU seconds a second."""
-        finding = Finding()
+        finding = EngineHealth()
         for _ in range(int(seconds / LOOK_S)):
             self.now_s += LOOK_S
             self.alive_s = self.now_s if lives else self.alive_s
             self.since_s = self.now_s if steps else self.since_s
             self.cpu = None if self.cpu is None else self.cpu + computes * LOOK_S
-            finding = self.watch.look(self.now_s, Glance(self.alive_s, self.phase, self.since_s, 0))
+            finding = self.watch.check(self.now_s, Heartbeat(self.alive_s, self.phase, self.since_s, 0))
         return finding
 
 
 def test_before_the_first_sign_of_life_nothing_is_known() -> None:
-    watch = Watch(HANG_S, lambda: 0.0)
-    assert {watch.look(float(second), Glance(0.0, LOADING, 0.0, 0)) for second in range(1000)} == {Finding()}
+    watch = HangDetector(HANG_S, lambda: 0.0)
+    assert {watch.check(float(second), Heartbeat(0.0, LOADING, 0.0, 0)) for second in range(1000)} == {EngineHealth()}
 
 
 def test_a_slow_load_never_alarms() -> None:
     scene = Scene(LOADING)
-    assert scene.passes(1000.0, computes=0.0) == Finding()
-    assert scene.passes(HANG_S - 1, lives=False) == Finding()
+    assert scene.passes(1000.0, computes=0.0) == EngineHealth()
+    assert scene.passes(HANG_S - 1, lives=False) == EngineHealth()
     assert scene.passes(2, lives=False).hung
 
 
 def test_idleness_is_no_hang() -> None:
-    assert Scene(IDLE).passes(1000.0, computes=0.0) == Finding()
+    assert Scene(IDLE).passes(1000.0, computes=0.0) == EngineHealth()
 
 
 def test_many_steps_are_no_hang() -> None:
-    assert Scene(WORKING).passes(1000.0, steps=True) == Finding()
+    assert Scene(BUSY).passes(1000.0, steps=True) == EngineHealth()
 
 
 def test_a_stopped_engine_is_unresponsive_within_five_seconds_and_then_hangs() -> None:
-    for phase in (IDLE, WORKING):
+    for phase in (IDLE, BUSY):
         scene = Scene(phase)
         scene.passes(2.0)
-        assert scene.passes(SILENT_S - 0.5, lives=False, computes=0.0).ready
+        assert scene.passes(NO_HEARTBEAT_S - 0.5, lives=False, computes=0.0).ready
         finding = scene.passes(1.0, lives=False, computes=0.0)
         assert not finding.ready and not finding.hung and "sign of life" in finding.detail
         assert scene.passes(HANG_S, lives=False, computes=0.0).hung
@@ -66,35 +66,35 @@ def test_a_stopped_engine_is_unresponsive_within_five_seconds_and_then_hangs() -
 def test_one_that_goes_on_in_time_is_well_again() -> None:
     scene = Scene(IDLE)
     assert not scene.passes(HANG_S - 1, lives=False).ready
-    assert scene.passes(LOOK_S) == Finding()
+    assert scene.passes(LOOK_S) == EngineHealth()
 
 
 def test_a_long_step_is_a_hang_only_at_the_limit() -> None:
-    scene = Scene(WORKING)
-    assert scene.passes(HANG_S - 1) == Finding()
+    scene = Scene(BUSY)
+    assert scene.passes(HANG_S - 1) == EngineHealth()
     finding = scene.passes(2)
     assert finding.hung and "step" in finding.detail
 
 
 def test_a_step_that_computes_nothing_is_noticed_early() -> None:
-    scene = Scene(WORKING)
+    scene = Scene(BUSY)
     scene.passes(2.0, steps=True)
     finding = scene.passes(5.0, computes=0.001)
     assert not finding.ready and not finding.hung and "computes nothing" in finding.detail
-    assert scene.passes(1.0, computes=1.0) == Finding(), "it was slow, that is all"
+    assert scene.passes(1.0, computes=1.0) == EngineHealth(), "it was slow, that is all"
 
 
 def test_where_cpu_time_says_nothing_only_the_limit_counts() -> None:
-    scene = Scene(WORKING, knows_cpu=False)
-    assert scene.passes(HANG_S - 1) == Finding()
+    scene = Scene(BUSY, knows_cpu=False)
+    assert scene.passes(HANG_S - 1) == EngineHealth()
     assert scene.passes(2).hung
 
 
 def test_a_watch_that_slept_blames_nobody() -> None:
-    scene = Scene(WORKING)
+    scene = Scene(BUSY)
     scene.passes(1.0)
     scene.now_s += 100 * HANG_S  # both were stopped
-    assert scene.passes(LATE_S, lives=False, computes=0.0) == Finding()
+    assert scene.passes(MAX_CHECK_GAP_S, lives=False, computes=0.0) == EngineHealth()
     assert scene.passes(HANG_S, lives=False, computes=0.0).hung, "but it does not come back"
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from foreword.core.structured import StructuredOutput
 
-__all__ = ["HOSTILE", "REFUSED"]
+__all__ = ["ADVERSARIAL", "REJECTED"]
 
 
 def _schema(value: Any) -> StructuredOutput:
@@ -24,7 +24,7 @@ def _all_of_product(width: int, depth: int) -> dict[str, Any]:
     return {"type": "object", "allOf": [any_of] * depth}
 
 
-def _refs_that_double(depth: int) -> dict[str, Any]:
+def _doubling_refs(depth: int) -> dict[str, Any]:
     """2 ** depth leaves."""
     defs: dict[str, Any] = {
         f"d{i}": {"type": "array", "prefixItems": [{"$ref": f"#/$defs/d{i + 1}"}] * 2, "items": False, "minItems": 2}
@@ -33,18 +33,18 @@ def _refs_that_double(depth: int) -> dict[str, Any]:
     return {"$defs": {**defs, f"d{depth}": {"type": "integer"}}, "$ref": "#/$defs/d0"}
 
 
-def _gbnf_that_doubles(depth: int) -> str:
+def _doubling_gbnf(depth: int) -> str:
     rules = [f"r{i} ::= r{i + 1} r{i + 1}" for i in range(depth)]
     return "\n".join(["root ::= r0", *rules, f'r{depth} ::= "a"'])
 
 
-def _lark_that_doubles(depth: int) -> str:
+def _doubling_lark(depth: int) -> str:
     terminals = [f"T{i}: T{i + 1} T{i + 1}" for i in range(depth)]
     return "\n".join(["start: T0", *terminals, f'T{depth}: "a"'])
 
 
 # Nothing of these can be served.
-REFUSED: dict[str, StructuredOutput] = {
+REJECTED: dict[str, StructuredOutput] = {
     "schema: depth 10,000": _schema(_nested(10_000)),
     "schema: depth 150": _schema(_nested(150)),
     "schema: no JSON": _schema('{"type": "object"'),
@@ -101,15 +101,15 @@ REFUSED: dict[str, StructuredOutput] = {
 }
 
 # Whatever is said to these, nothing may come of them.
-HOSTILE: dict[str, StructuredOutput] = {
-    **REFUSED,
+ADVERSARIAL: dict[str, StructuredOutput] = {
+    **REJECTED,
     "schema: no end to what is required": _schema(
         {"type": "object", "properties": {"child": {"$ref": "#"}}, "required": ["child"], "additionalProperties": False}
     ),
     "schema: huge pattern": _schema({"type": "string", "pattern": "(a{1,1000}){1,1000}b{1,100000}"}),
     "schema: left recursion by $ref": _schema({"anyOf": [{"$ref": "#"}, {"type": "integer"}]}),
     "schema: tree": _schema({"type": "object", "properties": {"left": {"$ref": "#"}, "right": {"$ref": "#"}}}),
-    "schema: refs that double, 30 deep": _schema(_refs_that_double(30)),
+    "schema: refs that double, 30 deep": _schema(_doubling_refs(30)),
     "schema: allOf of 5,000": _schema({"allOf": [{"minLength": i} for i in range(5_000)]}),
     "schema: anyOf of 5,000": _schema({"anyOf": [{"const": i} for i in range(4_900)]}),
     "schema: oneOf of 500": _schema({"oneOf": [{"properties": {f"p{i}": {}}, "required": [f"p{i}"]} for i in range(500)]}),
@@ -136,14 +136,14 @@ HOSTILE: dict[str, StructuredOutput] = {
     "lark: right recursion": StructuredOutput("lark", 'start: "a" start | "a"'),
     "lark: ambiguous": StructuredOutput("lark", 'start: start start | "a" | "aa" | "aaa"'),
     "lark: highly ambiguous": StructuredOutput("lark", 'start: s\ns: s s s | s s | "a"?'),
-    "lark: terminals that double": StructuredOutput("lark", _lark_that_doubles(30)),
+    "lark: terminals that double": StructuredOutput("lark", _doubling_lark(30)),
     "lark: intersection": StructuredOutput("lark", "start: T\nT: " + " & ".join(f"/(a{{{n}}})+/" for n in (2, 3, 5, 7, 11, 13))),
     "lark: complement": StructuredOutput("lark", "start: T\nT: ~/(a|b)*a(a|b){20}/"),
     "lark: ignores everything": StructuredOutput("lark", '%ignore /.*/\nstart: "a"'),
     "lark: empty": StructuredOutput("lark", 'start: ""'),
     "gbnf: left recursion": StructuredOutput("gbnf", 'root ::= root "a" | "a"'),
     "gbnf: indirect left recursion": StructuredOutput("gbnf", 'root ::= x "a"\nx ::= root "b" | "c"'),
-    "gbnf: rules that double": StructuredOutput("gbnf", _gbnf_that_doubles(30)),
+    "gbnf: rules that double": StructuredOutput("gbnf", _doubling_gbnf(30)),
     "gbnf: nullable loops": StructuredOutput("gbnf", 'root ::= (("a"?)*)*\n'),
     "gbnf: empty": StructuredOutput("gbnf", 'root ::= ""'),
     "structural tag: any text": StructuredOutput("structural_tag", json.dumps({"format": {"type": "any_text"}})),

@@ -17,39 +17,39 @@ from foreword.errors import InvalidRequest, Overloaded, RequestFailed
 from foreword.grammar import check as check_module
 from foreword.grammar import limits
 from foreword.grammar.check import GrammarChecker
-from tests.grammar.hostile import HOSTILE, REFUSED
+from tests.grammar.hostile import ADVERSARIAL, REJECTED
 from tests.grammar.walks import tokenizer
 
 GOOD = StructuredOutput("regex", "[a-z]+")
 BAD = StructuredOutput("regex", "[a-z", field="guided_regex")
-DEADLY = REFUSED["lark: a chain of 20,000 terminals"]
+DEADLY = REJECTED["lark: a chain of 20,000 terminals"]
 
 
 @pytest.fixture(scope="module")
 def checker() -> Iterator[GrammarChecker]:
     checker = GrammarChecker(tokenizer().vocabulary, num_workers=1)
-    checker.check_now(GOOD)
+    checker.check_sync(GOOD)
     yield checker
     checker.close()
 
 
 def _workers(checker: GrammarChecker) -> list[int]:
-    return [worker._process.pid for worker in checker._all if worker._process is not None]
+    return [worker._process.pid for worker in checker._workers if worker._process is not None]
 
 
-@pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.parametrize("name", ADVERSARIAL)
 def test_hostile(checker: GrammarChecker, name: str) -> None:
-    if name in REFUSED:
+    if name in REJECTED:
         with pytest.raises(InvalidRequest, match=r"^structured_outputs: .{10}") as caught:
-            checker.check_now(HOSTILE[name])
+            checker.check_sync(ADVERSARIAL[name])
         assert caught.value.status == 400 and caught.value.param == "structured_outputs"
         assert "%llguidance" not in caught.value.message and len(caught.value.message) < 600
     else:
         try:
-            checker.check_now(HOSTILE[name])
+            checker.check_sync(ADVERSARIAL[name])
         except InvalidRequest as error:
             assert error.param == "structured_outputs"
-    checker.check_now(GOOD)
+    checker.check_sync(GOOD)
 
 
 async def test_the_field_and_the_reason_are_named(checker: GrammarChecker) -> None:
@@ -57,7 +57,7 @@ async def test_the_field_and_the_reason_are_named(checker: GrammarChecker) -> No
         await checker.check(BAD)
     assert caught.value.param == "guided_regex"
     with pytest.raises(InvalidRequest, match=r"^other: ") as caught:
-        checker.check_now(StructuredOutput("regex", "[a-z", field="other"))
+        checker.check_sync(StructuredOutput("regex", "[a-z", field="other"))
     assert caught.value.param == "other"
 
 
@@ -76,15 +76,15 @@ def test_a_verdict_is_remembered(checker: GrammarChecker, monkeypatch: pytest.Mo
     monkeypatch.setattr(checker, "_check", lambda structured: asked.append(structured) or "")
     fresh = StructuredOutput("regex", "never [a-z]+ seen")
     for _ in range(3):
-        checker.check_now(fresh)
-        checker.check_now(StructuredOutput("regex", fresh.text, after="</think>", field="other"))
+        checker.check_sync(fresh)
+        checker.check_sync(StructuredOutput("regex", fresh.text, after="</think>", field="other"))
     assert len(asked) == 1
-    checker.check_now(StructuredOutput("regex", fresh.text, whitespace=False))
+    checker.check_sync(StructuredOutput("regex", fresh.text, whitespace=False))
     assert len(asked) == 2
-    monkeypatch.setattr(limits, "MAX_VERDICTS", 2)
+    monkeypatch.setattr(limits, "MAX_CACHED_VERDICTS", 2)
     for text in ("a", "b", "c"):
-        checker.check_now(StructuredOutput("regex", text + "never"))
-    checker.check_now(fresh)
+        checker.check_sync(StructuredOutput("regex", text + "never"))
+    checker.check_sync(fresh)
     assert len(asked) == 6
 
 
@@ -103,7 +103,7 @@ async def test_the_same_constraint_is_compiled_once_for_all_that_wait(
 
 
 async def test_who_waits_too_long_is_told_to_come_back(checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "QUEUE_S", 0.05)
+    monkeypatch.setattr(limits, "QUEUE_TIMEOUT_S", 0.05)
     monkeypatch.setattr(checker, "_check", lambda structured: str(time.sleep(0.2) or ""))
     slow = asyncio.create_task(checker.check(StructuredOutput("regex", "slow")))
     await asyncio.sleep(0)
@@ -111,7 +111,7 @@ async def test_who_waits_too_long_is_told_to_come_back(checker: GrammarChecker, 
         await checker.check(StructuredOutput("regex", "behind it"))
     assert caught.value.status == 429
     await slow
-    checker.check_now(StructuredOutput("regex", "behind it"))  # was never a verdict
+    checker.check_sync(StructuredOutput("regex", "behind it"))  # was never a verdict
 
 
 def test_a_worker_that_hangs_is_replaced(checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,9 +120,9 @@ def test_a_worker_that_hangs_is_replaced(checker: GrammarChecker, monkeypatch: p
     os.kill(pid, signal.SIGSTOP)
     asleep = StructuredOutput("regex", "while it sleeps")
     with pytest.raises(Overloaded, match="too busy"):
-        checker.check_now(asleep)
+        checker.check_sync(asleep)
     monkeypatch.undo()
-    checker.check_now(asleep)  # was never a verdict
+    checker.check_sync(asleep)  # was never a verdict
     assert _workers(checker) != [pid]
 
 
@@ -131,7 +131,7 @@ def test_a_worker_that_was_killed_speaks_against_nobody(checker: GrammarChecker)
     (pid,) = _workers(checker)
     os.kill(pid, signal.SIGKILL)
     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-    checker.check_now(StructuredOutput("regex", "the next one"))
+    checker.check_sync(StructuredOutput("regex", "the next one"))
     assert _workers(checker) != [pid]
 
 
@@ -148,8 +148,8 @@ def test_too_much_processor_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(check_module, "WORKER", ("-c", IMPATIENT))
     checker = GrammarChecker(tokenizer().vocabulary, num_workers=1)
     with pytest.raises(InvalidRequest, match="takes more than"):
-        checker.check_now(HOSTILE["schema: 2,000 properties, none required"])
-    checker.check_now(GOOD)
+        checker.check_sync(ADVERSARIAL["schema: 2,000 properties, none required"])
+    checker.check_sync(GOOD)
     checker.close()
 
 
@@ -157,13 +157,13 @@ def test_a_worker_that_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(check_module.sys, "executable", "/bin/false")
     checker = GrammarChecker(lambda: Vocabulary((b"a",), (), ()), num_workers=1)
     with pytest.raises(RequestFailed):
-        checker.check_now(GOOD)
+        checker.check_sync(GOOD)
     checker.close()
 
 
 def test_close_ends_the_workers() -> None:
     checker = GrammarChecker(tokenizer().vocabulary, num_workers=1)
-    checker.check_now(GOOD)
+    checker.check_sync(GOOD)
     (pid,) = _workers(checker)
     checker.close()
     with pytest.raises(ProcessLookupError):

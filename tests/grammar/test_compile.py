@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from foreword.core.structured import KINDS, StructuredOutput
+from foreword.core.structured import CONSTRAINT_TYPES, StructuredOutput
 from foreword.errors import InvalidRequest
-from foreword.grammar.compile import grammar_text
-from foreword.grammar.grammars import Grammars
+from foreword.grammar.compile import to_llguidance
+from foreword.grammar.grammars import GrammarManager
 from tests.grammar.test_json_schema import EOS, takes
-from tests.grammar.walks import begin, open_grammars, tokenizer, walk
+from tests.grammar.walks import begin_request, open_grammar_manager, tokenizer, random_walk
 
 EXAMPLES = {
     "json_schema": ('{"type": "integer"}', "12", "x"),
@@ -30,13 +30,13 @@ EXAMPLES = {
 
 
 @pytest.fixture(scope="module")
-def grammars() -> Iterator[Grammars]:
-    with open_grammars() as grammars:
+def grammars() -> Iterator[GrammarManager]:
+    with open_grammar_manager() as grammars:
         yield grammars
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_kind(grammars: Grammars, kind: str) -> None:
+@pytest.mark.parametrize("kind", CONSTRAINT_TYPES)
+def test_every_kind(grammars: GrammarManager, kind: str) -> None:
     text, good, bad = EXAMPLES[kind]
     structured = StructuredOutput(kind, text)
     assert takes(grammars, structured, good) and not takes(grammars, structured, bad)
@@ -44,7 +44,7 @@ def test_every_kind(grammars: Grammars, kind: str) -> None:
 
 def test_errors_name_the_field() -> None:
     with pytest.raises(InvalidRequest, match=r"^response_format: the schema is not JSON") as caught:
-        grammar_text(StructuredOutput("json_schema", "{", field="response_format"))
+        to_llguidance(StructuredOutput("json_schema", "{", field="response_format"))
     assert caught.value.param == "response_format"
 
 
@@ -61,7 +61,7 @@ def test_errors_name_the_field() -> None:
         (r"(?P<year>\d{4})-(?:\w+)", "2024-мир", "24-x"),
     ],
 )
-def test_regular_expressions(grammars: Grammars, regex: str, good: str, bad: str) -> None:
+def test_regular_expressions(grammars: GrammarManager, regex: str, good: str, bad: str) -> None:
     assert takes(grammars, StructuredOutput("regex", regex), good)
     assert not takes(grammars, StructuredOutput("regex", regex), bad)
 
@@ -74,16 +74,16 @@ REGEXES = st.lists(st.tuples(ATOMS, st.sampled_from(["", "", "*", "+", "?", "{2}
 
 @settings(max_examples=60, deadline=None)
 @given(regex=REGEXES, seed=st.integers(0, 2**32))
-def test_what_is_drawn_matches(grammars: Grammars, regex: str, seed: int) -> None:
-    output = walk(begin(grammars, StructuredOutput("regex", regex)), random.Random(seed), max_tokens=60)
+def test_what_is_drawn_matches(grammars: GrammarManager, regex: str, seed: int) -> None:
+    output = random_walk(begin_request(grammars, StructuredOutput("regex", regex)), random.Random(seed), max_tokens=60)
     if output[-1] == EOS:
         assert re.fullmatch(regex, tokenizer().decode(output[:-1]), re.ASCII)
 
 
 @settings(max_examples=60, deadline=None)
 @given(choices=st.lists(st.text(min_size=1, max_size=8), min_size=1, max_size=5), seed=st.integers(0, 2**32))
-def test_choices_of_any_characters(grammars: Grammars, choices: list[str], seed: int) -> None:
+def test_choices_of_any_characters(grammars: GrammarManager, choices: list[str], seed: int) -> None:
     choices = [text.encode("utf-8", "replace").decode() for text in choices]
-    output = walk(begin(grammars, StructuredOutput("choice", json.dumps(choices))), random.Random(seed))
+    output = random_walk(begin_request(grammars, StructuredOutput("choice", json.dumps(choices))), random.Random(seed))
     assert b"".join(map(tokenizer().token_bytes, output[:-1])).decode() in choices
     assert all(takes(grammars, StructuredOutput("choice", json.dumps(choices)), text) for text in choices)

@@ -9,10 +9,10 @@ import pytest
 
 from foreword.core.structured import StructuredOutput
 from foreword.grammar.gbnf import gbnf_to_lark
-from foreword.grammar.grammars import Grammars
+from foreword.grammar.grammars import GrammarManager
 from foreword.grammar.json_text import GrammarError
 from tests.grammar.test_json_schema import takes
-from tests.grammar.walks import open_grammars
+from tests.grammar.walks import open_grammar_manager
 
 # As llama.cpp ships it.
 JSON = r"""
@@ -78,19 +78,19 @@ CASES = [
 
 
 @pytest.fixture(scope="module")
-def grammars() -> Iterator[Grammars]:
-    with open_grammars() as grammars:
+def grammars() -> Iterator[GrammarManager]:
+    with open_grammar_manager() as grammars:
         yield grammars
 
 
 @pytest.mark.parametrize(("grammar", "good", "bad"), CASES)
-def test_what_is_taken(grammars: Grammars, grammar: str, good: list[str], bad: list[str]) -> None:
+def test_what_is_taken(grammars: GrammarManager, grammar: str, good: list[str], bad: list[str]) -> None:
     structured = StructuredOutput("gbnf", grammar)
     assert [text for text in good if not takes(grammars, structured, text)] == []
     assert [text for text in bad if takes(grammars, structured, text)] == []
 
 
-def test_terminals_take_all_they_can(grammars: Grammars) -> None:
+def test_terminals_take_all_they_can(grammars: GrammarManager) -> None:
     """Known: where a recursive grammar goes on with what a terminal could still take, some of its texts are not offered.
 
     What is offered conforms. As one terminal, without recursion, nothing is lost.

@@ -13,23 +13,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foreword.core.structured import StructuredOutput
-from foreword.grammar.grammars import Grammars
-from foreword.grammar.json_schema import schema_text
+from foreword.grammar.grammars import GrammarManager
+from foreword.grammar.json_schema import convert_schema_text
 from foreword.grammar.json_text import GrammarError
-from tests.grammar.walks import begin, ids, open_grammars, tokenizer, walk
+from tests.grammar.walks import begin_request, encode, open_grammar_manager, tokenizer, random_walk
 
 EOS = tokenizer().eos_token_ids[0]
 
 
 @pytest.fixture(scope="module")
-def grammars() -> Iterator[Grammars]:
-    with open_grammars() as grammars:
+def grammars() -> Iterator[GrammarManager]:
+    with open_grammar_manager() as grammars:
         yield grammars
 
 
-def takes(grammars: Grammars, structured: StructuredOutput, text: str) -> bool:
-    draft = (*ids(text), EOS)
-    return begin(grammars, structured).legal(draft) == len(draft)
+def takes(grammars: GrammarManager, structured: StructuredOutput, text: str) -> bool:
+    draft = (*encode(text), EOS)
+    return begin_request(grammars, structured).num_legal(draft) == len(draft)
 
 
 def _schema(schema: Any, whitespace: bool = True) -> StructuredOutput:
@@ -55,7 +55,7 @@ def test_a_keyword_that_is_not_supported_is_named(keyword: str, value: Any) -> N
     with pytest.raises(
         GrammarError, match=rf"{value if keyword == 'format' else keyword}'.*properties/a/allOf/0".replace("$", r"\$")
     ):
-        schema_text(json.dumps(schema), True)
+        convert_schema_text(json.dumps(schema), True)
 
 
 @pytest.mark.parametrize(
@@ -63,10 +63,10 @@ def test_a_keyword_that_is_not_supported_is_named(keyword: str, value: Any) -> N
 )
 def test_a_length_beyond_all_bounds_is_named(length: float, told: str) -> None:
     with pytest.raises(GrammarError, match=f"maxLength may be at most .*{told}"):
-        schema_text(json.dumps({"type": "string", "maxLength": length}), True)
+        convert_schema_text(json.dumps({"type": "string", "maxLength": length}), True)
 
 
-def test_a_name_is_no_keyword(grammars: Grammars) -> None:
+def test_a_name_is_no_keyword(grammars: GrammarManager) -> None:
     """Properties may be called as they like, and values may hold anything."""
     schema = {
         "type": "object",
@@ -86,14 +86,14 @@ def test_a_name_is_no_keyword(grammars: Grammars) -> None:
         {"nullable": False, "discriminator": {"propertyName": "a"}, "x-order": 3, "then": {}, "markdownDescription": "m"},
     ],
 )
-def test_what_says_nothing_is_left_out(grammars: Grammars, annotation: dict[str, Any]) -> None:
+def test_what_says_nothing_is_left_out(grammars: GrammarManager, annotation: dict[str, Any]) -> None:
     schema = {**annotation, "type": "array", "items": {"type": "string", "format": "password", **annotation}}
     assert takes(grammars, _schema(schema), '["a", "b", "a"]')
     assert not takes(grammars, _schema(schema), "[1]")
 
 
 @pytest.mark.parametrize("schema", [True, {}, {"description": "anything"}])
-def test_anything(grammars: Grammars, schema: Any) -> None:
+def test_anything(grammars: GrammarManager, schema: Any) -> None:
     for text in ('{"a": [1, null]}', "-12.5e3", '"text"', "[]", "true"):
         assert takes(grammars, _schema(schema), text)
 
@@ -102,7 +102,7 @@ NAMED = {"type": "object", "properties": {"a": {"type": "integer"}, "é": {"type
 
 
 @pytest.mark.parametrize("schema", [NAMED, {**NAMED, "additionalProperties": True}, {**NAMED, "required": ["a"]}])
-def test_an_escaped_name_is_no_other_property(grammars: Grammars, schema: dict[str, Any]) -> None:
+def test_an_escaped_name_is_no_other_property(grammars: GrammarManager, schema: dict[str, Any]) -> None:
     r"""Whoever reads {"a": 1, "\u0061": "x"} finds a text at "a"."""
     for text in (r'{"a": 1, "\u0061": "x"}', r'{"a": 1, "\u00e9": "x"}', '{"a": "x"}'):
         assert not takes(grammars, _schema(schema), text)
@@ -114,13 +114,13 @@ VALUE = {"name": "Clara Böhm", "tags": ["a", "b"], "inner": {"deep": {"list": [
 
 
 @pytest.mark.parametrize("indent", [None, 0, 1, 2, 4, "\t"])
-def test_usual_formatting_is_legal(grammars: Grammars, indent: int | str | None) -> None:
+def test_usual_formatting_is_legal(grammars: GrammarManager, indent: int | str | None) -> None:
     text = json.dumps(VALUE, indent=indent, ensure_ascii=False)
     assert takes(grammars, StructuredOutput("json_object"), text)
     assert takes(grammars, _schema({"type": "object", "properties": {"name": {"type": "string"}}}), text)
 
 
-def test_compact_formatting_is_legal(grammars: Grammars) -> None:
+def test_compact_formatting_is_legal(grammars: GrammarManager) -> None:
     text = json.dumps(VALUE, separators=(",", ":"), ensure_ascii=False)
     assert takes(grammars, StructuredOutput("json_object"), text)
     assert takes(grammars, StructuredOutput("json_object", whitespace=False), text)
@@ -129,22 +129,22 @@ def test_compact_formatting_is_legal(grammars: Grammars) -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 2**32))
-def test_whitespace_ends(grammars: Grammars, seed: int) -> None:
+def test_whitespace_ends(grammars: GrammarManager, seed: int) -> None:
     """Who draws nothing but whitespace wherever it is legal comes to the end of it."""
     draw = random.Random(seed)
-    grammar = begin(grammars, StructuredOutput("json_object"))
-    grammar.accept(ids('{"a": 1'))
+    grammar = begin_request(grammars, StructuredOutput("json_object"))
+    grammar.accept(encode('{"a": 1'))
     blanks = [i for i in range(tokenizer().vocab_size) if (text := tokenizer().token_text(i)) and not text.strip()]
     drawn = ""
-    while legal := [i for i in blanks if grammar.legal([i])]:
+    while legal := [i for i in blanks if grammar.num_legal([i])]:
         token_id = draw.choice(legal)
         drawn += tokenizer().token_text(token_id)
         grammar.accept([token_id])
         assert len(drawn) <= 33
-    assert grammar.legal(ids("}")) == 1
+    assert grammar.num_legal(encode("}")) == 1
 
 
-def test_the_callers_own_whitespace_options_are_not_heard(grammars: Grammars) -> None:
+def test_the_callers_own_whitespace_options_are_not_heard(grammars: GrammarManager) -> None:
     schema = {"x-guidance": {"whitespace_pattern": "[ ]+", "lenient": True}, "type": "object"}
     assert not takes(grammars, _schema(schema), '{"a":     1}')
 
@@ -158,7 +158,7 @@ JSON = st.recursive(
 
 @settings(max_examples=60, deadline=None)
 @given(value=JSON, indent=st.sampled_from([None, 2, "\t"]))
-def test_any_json_is_taken(grammars: Grammars, value: Any, indent: Any) -> None:
+def test_any_json_is_taken(grammars: GrammarManager, value: Any, indent: Any) -> None:
     assert takes(grammars, _schema({}), json.dumps(value, indent=indent, ensure_ascii=False))
     assert takes(grammars, _schema({"const": value}), json.dumps(value, ensure_ascii=False, indent=indent))
 
@@ -208,8 +208,8 @@ SCHEMAS = st.recursive(LEAVES, _inner, max_leaves=6)
 
 @settings(max_examples=80, deadline=None)
 @given(schema=SCHEMAS, seed=st.integers(0, 2**32))
-def test_answers_conform(grammars: Grammars, schema: dict[str, Any], seed: int) -> None:
+def test_answers_conform(grammars: GrammarManager, schema: dict[str, Any], seed: int) -> None:
     full = {**schema, "$defs": {"word": {"type": "string", "pattern": "^[a-z]{1,5}$"}}}
-    output = walk(begin(grammars, _schema(full)), random.Random(seed), max_tokens=400, end_soon=1.0)
+    output = random_walk(begin_request(grammars, _schema(full)), random.Random(seed), max_tokens=400, end_soon=1.0)
     if output[-1] == EOS:
         jsonschema.Draft202012Validator(full).validate(json.loads(tokenizer().decode(output[:-1])))

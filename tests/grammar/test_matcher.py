@@ -17,9 +17,9 @@ from foreword.core.request import RequestState
 from foreword.core.rows import SampleRow
 from foreword.core.structured import StructuredOutput
 from foreword.grammar import compiled as compiled_module
-from foreword.grammar.grammars import Grammars
+from foreword.grammar.grammars import GrammarManager
 from foreword.grammar.limits import parser_limits
-from tests.grammar.walks import begin, ids, legal_ids, open_grammars, request, tokenizer, vocab_size, walk
+from tests.grammar.walks import begin_request, encode, legal_ids, open_grammar_manager, request, tokenizer, vocab_size, random_walk
 
 SCHEMA = {
     "type": "object",
@@ -47,8 +47,8 @@ SEEDS = st.integers(0, 2**32)
 
 
 @pytest.fixture(scope="module")
-def grammars() -> Iterator[Grammars]:
-    with open_grammars() as grammars:
+def grammars() -> Iterator[GrammarManager]:
+    with open_grammar_manager() as grammars:
         yield grammars
 
 
@@ -67,8 +67,8 @@ def _conforms(name: str, text: str) -> bool:
 @pytest.mark.parametrize("name", CASES)
 @settings(max_examples=25, deadline=None)
 @given(seed=SEEDS)
-def test_what_is_drawn_conforms(grammars: Grammars, name: str, seed: int) -> None:
-    output = walk(begin(grammars, CASES[name]), random.Random(seed))
+def test_what_is_drawn_conforms(grammars: GrammarManager, name: str, seed: int) -> None:
+    output = random_walk(begin_request(grammars, CASES[name]), random.Random(seed))
     if output[-1] == EOS:
         assert _conforms(name, tokenizer().decode(output[:-1]))
 
@@ -76,24 +76,24 @@ def test_what_is_drawn_conforms(grammars: Grammars, name: str, seed: int) -> Non
 @pytest.mark.parametrize("name", CASES)
 @settings(max_examples=15, deadline=None)
 @given(seed=SEEDS, at=st.integers(0, 30))
-def test_a_token_is_legal_alone_if_and_only_if_the_mask_says_so(grammars: Grammars, name: str, seed: int, at: int) -> None:
-    grammar = begin(grammars, CASES[name])
-    output = walk(begin(grammars, CASES[name]), random.Random(seed))[:at]
+def test_a_token_is_legal_alone_if_and_only_if_the_mask_says_so(grammars: GrammarManager, name: str, seed: int, at: int) -> None:
+    grammar = begin_request(grammars, CASES[name])
+    output = random_walk(begin_request(grammars, CASES[name]), random.Random(seed))[:at]
     grammar.accept(output)
     if output and output[-1] == EOS:
         return
     legal = legal_ids(grammar.mask(()))
-    assert [i for i in range(vocab_size()) if grammar.legal([i])] == legal
+    assert [i for i in range(vocab_size()) if grammar.num_legal([i])] == legal
 
 
 @pytest.mark.parametrize("name", CASES)
 @settings(max_examples=15, deadline=None)
 @given(seed=SEEDS, at=st.integers(0, 20), wrong=st.integers(0, 40), noise=st.integers(0, 1535))
 def test_a_draft_is_legal_as_far_as_its_masks_say(
-    grammars: Grammars, name: str, seed: int, at: int, wrong: int, noise: int
+    grammars: GrammarManager, name: str, seed: int, at: int, wrong: int, noise: int
 ) -> None:
-    output = walk(begin(grammars, CASES[name]), random.Random(seed))
-    grammar, probe = begin(grammars, CASES[name]), begin(grammars, CASES[name])
+    output = random_walk(begin_request(grammars, CASES[name]), random.Random(seed))
+    grammar, probe = begin_request(grammars, CASES[name]), begin_request(grammars, CASES[name])
     at = min(at, len(output) - 1)
     grammar.accept(output[:at])
     probe.accept(output[:at])
@@ -107,34 +107,34 @@ def test_a_draft_is_legal_as_far_as_its_masks_say(
         probe.accept([token_id])
         if token_id == EOS:
             break
-    assert grammar.legal(draft) == expected
+    assert grammar.num_legal(draft) == expected
 
 
 @pytest.mark.parametrize("name", CASES)
 @settings(max_examples=15, deadline=None)
 @given(seed=SEEDS, length=st.integers(0, 12), asked=st.booleans())
-def test_masks_are_the_same_whoever_computes_them(grammars: Grammars, name: str, seed: int, length: int, asked: bool) -> None:
+def test_masks_are_the_same_whoever_computes_them(grammars: GrammarManager, name: str, seed: int, length: int, asked: bool) -> None:
     """Prepared for a whole draft, asked for without preparation, or with the draft as output."""
     draw = random.Random(seed)
-    output = walk(begin(grammars, CASES[name]), draw)
+    output = random_walk(begin_request(grammars, CASES[name]), draw)
     if output[-1] == EOS:
         output.pop()
     at = draw.randrange(len(output) + 1)
     draft = tuple(output[at : at + length])
-    prepared, plain, followed = (begin(grammars, CASES[name]) for _ in range(3))
+    prepared, plain, followed = (begin_request(grammars, CASES[name]) for _ in range(3))
     for grammar in (prepared, plain, followed):
         grammar.accept(output[:at])
     if asked:  # forced text must leave no trace
         prepared.forced(5)
-        prepared.legal((*draft, 3))
-        prepared.only_end(draft)
+        prepared.num_legal((*draft, 3))
+        prepared.must_end(draft)
     state = RequestState(request(CASES[name]), 0, 2048, prepared)
-    grammars.prepare([SampleRow(state, draft[:n]) for n in range(len(draft) + 1)])
+    grammars.start_masks([SampleRow(state, draft[:n]) for n in range(len(draft) + 1)])
     for n in range(len(draft) + 1):
         legal = legal_ids(prepared.mask(draft[:n]))
         assert legal == legal_ids(plain.mask(draft[:n]))
         assert legal == legal_ids(followed.mask(()))
-        assert plain.only_end(draft[:n]) == followed.only_end(()) == (legal == [EOS])
+        assert plain.must_end(draft[:n]) == followed.must_end(()) == (legal == [EOS])
         followed.accept(draft[n : n + 1])
 
 
@@ -142,13 +142,13 @@ def test_masks_are_the_same_whoever_computes_them(grammars: Grammars, name: str,
 @settings(max_examples=15, deadline=None)
 @given(seed=SEEDS, max_tokens=st.integers(1, 12))
 def test_forced_tokens_are_legal_and_but_for_whitespace_no_others_are(
-    grammars: Grammars, name: str, seed: int, max_tokens: int
+    grammars: GrammarManager, name: str, seed: int, max_tokens: int
 ) -> None:
-    grammar = begin(grammars, CASES[name])
-    for token_id in walk(begin(grammars, CASES[name]), random.Random(seed)):
+    grammar = begin_request(grammars, CASES[name])
+    for token_id in random_walk(begin_request(grammars, CASES[name]), random.Random(seed)):
         forced = grammar.forced(max_tokens)
         assert len(forced) <= max_tokens
-        assert grammar.legal(forced) == len(forced)
+        assert grammar.num_legal(forced) == len(forced)
         if forced:
             text = b"".join(map(_letters, forced))
             other = [_letters(i) for i in legal_ids(grammar.mask(())) if i != EOS]
@@ -172,74 +172,74 @@ def _letters(token_id: int) -> bytes:
     ],
 )
 def test_the_habits_of_an_output_are_kept(
-    grammars: Grammars, indent: int | str | None, separators: tuple[str, str] | None, spelled: str
+    grammars: GrammarManager, indent: int | str | None, separators: tuple[str, str] | None, spelled: str
 ) -> None:
     """Whitespace is free, and follows what the output did before."""
     properties = {"name": {"type": "string"}, "age": {"type": "integer"}, "kind": {"enum": ["price", "print"]}}
     schema = {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
     text = json.dumps({"name": "Clara, who", "age": 31}, indent=indent, separators=separators)
-    grammar = begin(grammars, StructuredOutput("json_schema", json.dumps(schema)))
-    grammar.accept(ids(text.rstrip().removesuffix("}").rstrip() + ","))
+    grammar = begin_request(grammars, StructuredOutput("json_schema", json.dumps(schema)))
+    grammar.accept(encode(text.rstrip().removesuffix("}").rstrip() + ","))
     forced = tokenizer().decode(grammar.forced(30))
     assert forced and ("," + forced).startswith(spelled[: len(forced) + 1]) and '"kind":' in forced
 
 
-def test_text_that_must_follow_is_forced_with_the_end(grammars: Grammars) -> None:
-    grammar = begin(grammars, StructuredOutput("choice", '["Lisbon is the capital", "Oslo is not"]'))
+def test_text_that_must_follow_is_forced_with_the_end(grammars: GrammarManager) -> None:
+    grammar = begin_request(grammars, StructuredOutput("choice", '["Lisbon is the capital", "Oslo is not"]'))
     assert grammar.forced(20) == ()
-    grammar.accept(ids("Lis"))
+    grammar.accept(encode("Lis"))
     forced = grammar.forced(20)
     assert tokenizer().decode(forced) == "bon is the capital"
     assert forced[-1] == EOS
     assert grammar.forced(2) == forced[:2]
     grammar.accept(forced[:-1])
-    assert grammar.only_end(()) and grammar.forced(3) == (EOS,)
+    assert grammar.must_end(()) and grammar.forced(3) == (EOS,)
     assert legal_ids(grammar.mask(())) == [EOS]
     grammar.accept([EOS, 17, 18])
-    assert grammar.error is None and grammar.forced(3) == () and grammar.legal([17]) == 0
+    assert grammar.error is None and grammar.forced(3) == () and grammar.num_legal([17]) == 0
 
 
-def test_every_id_that_ends_the_request_is_legal_where_the_answer_may_end(grammars: Grammars) -> None:
+def test_every_id_that_ends_the_request_is_legal_where_the_answer_may_end(grammars: GrammarManager) -> None:
     vocabulary = tokenizer().vocabulary()
     other = next(i for i in vocabulary.special_ids if i not in vocabulary.eos_ids)
-    grammar = begin(grammars, CASES["choice"], eos_token_ids=(other,))
-    grammar.accept(ids("yes"))
+    grammar = begin_request(grammars, CASES["choice"], eos_token_ids=(other,))
+    grammar.accept(encode("yes"))
     legal = legal_ids(grammar.mask(()))
     assert other in legal and EOS not in legal
-    assert grammar.legal([other]) == 1 and grammar.legal([EOS]) == 0
-    grammar = begin(
+    assert grammar.num_legal([other]) == 1 and grammar.num_legal([EOS]) == 0
+    grammar = begin_request(
         grammars,
         CASES["choice"],
         eos_token_ids=(other,),
         params=SamplingParams(stop_token_ids=(EOS,), structured=CASES["choice"]),
     )
     assert not {other, EOS} & set(legal_ids(grammar.mask(())))
-    grammar.accept(ids("yes"))
+    grammar.accept(encode("yes"))
     assert {other, EOS} <= set(legal_ids(grammar.mask(())))
 
 
-def test_delivered_tokens_are_behind_the_grammar_already(grammars: Grammars) -> None:
-    grammar = begin(grammars, CASES["choice"], delivered_ids=ids("yes, of"))
+def test_delivered_tokens_are_behind_the_grammar_already(grammars: GrammarManager) -> None:
+    grammar = begin_request(grammars, CASES["choice"], delivered_ids=encode("yes, of"))
     assert tokenizer().decode(grammar.forced(9)) == " course"
 
 
 END = (41, 42)
 
 
-def test_reasoning_ends_inside_a_draft(grammars: Grammars) -> None:
-    grammar = begin(grammars, CASES["choice"], reasoning_end_ids=(END, (43,)))
-    answer = ids("yes")
+def test_reasoning_ends_inside_a_draft(grammars: GrammarManager) -> None:
+    grammar = begin_request(grammars, CASES["choice"], reasoning_end_ids=(END, (43,)))
+    answer = encode("yes")
     draft = (9, 41, 9, *END, *answer, EOS, 9)
     assert grammar.forced(4) == ()
-    assert grammar.legal(draft) == len(draft) - 1
-    assert grammar.legal((9, 9, 9)) == 3
-    assert grammar.legal((9, *END, 9)) == 3
-    assert grammar.mask(draft[:4]) is None and not grammar.only_end(draft[:4])
-    fresh = begin(grammars, CASES["choice"])
+    assert grammar.num_legal(draft) == len(draft) - 1
+    assert grammar.num_legal((9, 9, 9)) == 3
+    assert grammar.num_legal((9, *END, 9)) == 3
+    assert grammar.mask(draft[:4]) is None and not grammar.must_end(draft[:4])
+    fresh = begin_request(grammars, CASES["choice"])
     assert legal_ids(grammar.mask(draft[:5])) == legal_ids(fresh.mask(()))
     assert legal_ids(grammar.mask(draft[: 5 + len(answer)])) == legal_ids(fresh.mask(answer))
     state = RequestState(request(CASES["choice"]), 0, 2048, grammar)
-    grammars.prepare([SampleRow(state, draft[:n]) for n in range(len(draft) - 1)])
+    grammars.start_masks([SampleRow(state, draft[:n]) for n in range(len(draft) - 1)])
     assert [grammar.mask(draft[:n]) is None for n in range(len(draft) - 1)] == [n < 5 for n in range(len(draft) - 1)]
     grammar.accept(draft[:4])  # the first token of the end sequence is output, the second still to come
     assert grammar.mask(()) is None and grammar.mask((9,)) is None
@@ -249,46 +249,46 @@ def test_reasoning_ends_inside_a_draft(grammars: Grammars) -> None:
     assert legal_ids(grammar.mask(())) == legal_ids(fresh.mask(()))
 
 
-def test_reasoning_that_ended_in_the_prompt(grammars: Grammars) -> None:
-    grammar = begin(grammars, CASES["choice"], reasoning_end_ids=(END,), prompt_ids=(1, 41, 42, 8))
+def test_reasoning_that_ended_in_the_prompt(grammars: GrammarManager) -> None:
+    grammar = begin_request(grammars, CASES["choice"], reasoning_end_ids=(END,), prompt_ids=(1, 41, 42, 8))
     assert grammar.mask(()) is not None
-    grammar = begin(grammars, CASES["choice"], reasoning_end_ids=(END,), prompt_ids=(1, 41, 42, *range(50, 120)))
+    grammar = begin_request(grammars, CASES["choice"], reasoning_end_ids=(END,), prompt_ids=(1, 41, 42, *range(50, 120)))
     assert grammar.mask(()) is None
 
 
-def test_a_full_lexer_is_replaced(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_lexer_is_replaced(grammars: GrammarManager, monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests with the same constraint share a lexer; where one fills it up, the others must not fall."""
     monkeypatch.setattr(compiled_module, "parser_limits", lambda: _limits(max_lexer_states=60))
     hungry = StructuredOutput("regex", "[a-z]{1,40}[0-9]{1,40}#")
-    words = [begin(grammars, hungry) for _ in range(6)]
+    words = [begin_request(grammars, hungry) for _ in range(6)]
     for number, grammar in enumerate(words):
         for char in "a" * (number + 1) * 3 + "7" * (number + 1) * 3:
-            assert grammar.legal(ids(char)[:1])
+            assert grammar.num_legal(encode(char)[:1])
             assert legal_ids(grammar.mask(()))
-            grammar.accept(ids(char)[:1])
+            grammar.accept(encode(char)[:1])
         assert grammar.error is None
 
 
 def test_a_full_lexer_that_takes_long_to_build_serves_nobody_who_comes_later(
-    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+    grammars: GrammarManager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compiled_module, "parser_limits", lambda: _limits(max_lexer_states=60))
-    monkeypatch.setattr(compiled_module, "RENEW_CPU_S", 0.0)
+    monkeypatch.setattr(compiled_module, "RECOMPILE_CPU_S", 0.0)
     hungry = StructuredOutput("regex", "[a-z]{1,40}[0-9]{1,40}!")
-    first = begin(grammars, hungry)
+    first = begin_request(grammars, hungry)
     for char in "a" * 30 + "7" * 30:
         first.mask(())
-        first.accept(ids(char)[:1])
+        first.accept(encode(char)[:1])
     assert first.error is not None
-    later = begin(grammars, hungry)
+    later = begin_request(grammars, hungry)
     assert legal_ids(later.mask(())) and later.error is None
 
 
-def test_an_automaton_that_gives_up_says_why(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_automaton_that_gives_up_says_why(grammars: GrammarManager, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled_module, "parser_limits", lambda: _limits(max_items_in_row=50))
     ambiguous = StructuredOutput("lark", 'start: s\ns: s s s | s s | "a"?')
-    grammar, plain = begin(grammars, ambiguous), begin(grammars, ambiguous)
-    letter = ids("a")[0]
+    grammar, plain = begin_request(grammars, ambiguous), begin_request(grammars, ambiguous)
+    letter = encode("a")[0]
     while grammar.error is None:
         assert plain.error is None
         before = legal_ids(grammar.mask(()))
@@ -298,7 +298,7 @@ def test_an_automaton_that_gives_up_says_why(grammars: Grammars, monkeypatch: py
         grammar.accept([letter])
         plain.accept([letter])
     assert "items" in grammar.error and plain.error == grammar.error
-    assert legal_ids(grammar.mask(())) == [] and grammar.legal([letter]) == 0 and grammar.forced(3) == ()
+    assert legal_ids(grammar.mask(())) == [] and grammar.num_legal([letter]) == 0 and grammar.forced(3) == ()
 
 
 def _limits(**changed: int) -> object:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foreword.grammar.reasoning import PROMPT_TAIL, ReasoningWatch, ends_in_prompt
+from foreword.grammar.reasoning import PROMPT_TAIL_TOKENS, ReasoningDetector, reasoning_ended_in_prompt
 
 IDS = st.lists(st.integers(0, 2), max_size=12).map(tuple)
 ENDS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=3).map(tuple), min_size=1, max_size=3)
@@ -20,19 +20,19 @@ def _end_of_first(text: tuple[int, ...], ends: list[tuple[int, ...]]) -> int | N
 def test_the_first_end_is_found_however_the_output_is_cut(
     parts: list[tuple[int, ...]], last: tuple[int, ...], ends: list[tuple[int, ...]]
 ) -> None:
-    watch = ReasoningWatch(ends)
+    watch = ReasoningDetector(ends)
     before: tuple[int, ...] = ()
     for part in parts:
-        if watch.find(part) is not None:
+        if watch.find_end(part) is not None:
             break
         watch.accept(part)
         before += part
     expected = _end_of_first(before + last, ends)
-    assert watch.find(last) == (None if expected is None else expected - len(before))
+    assert watch.find_end(last) == (None if expected is None else expected - len(before))
 
 
 def test_an_end_in_the_prompt_counts_near_its_end() -> None:
-    assert ends_in_prompt((1, 2, 3), [(2, 3)]) and ends_in_prompt((1, 2, 3, 4), [(9,), (2, 3)])
-    assert not ends_in_prompt((1, 2, 4, 3), [(2, 3)])
-    assert ends_in_prompt((7, 8, *[0] * PROMPT_TAIL), [(7, 8)])
-    assert not ends_in_prompt((7, 8, *[0] * (PROMPT_TAIL + 1)), [(7, 8)])
+    assert reasoning_ended_in_prompt((1, 2, 3), [(2, 3)]) and reasoning_ended_in_prompt((1, 2, 3, 4), [(9,), (2, 3)])
+    assert not reasoning_ended_in_prompt((1, 2, 4, 3), [(2, 3)])
+    assert reasoning_ended_in_prompt((7, 8, *[0] * PROMPT_TAIL_TOKENS), [(7, 8)])
+    assert not reasoning_ended_in_prompt((7, 8, *[0] * (PROMPT_TAIL_TOKENS + 1)), [(7, 8)])

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from foreword.core.structured import StructuredOutput
-from foreword.grammar.grammars import Grammars
+from foreword.grammar.grammars import GrammarManager
 from foreword.grammar.json_text import GrammarError
 from foreword.grammar.structural_tag import structural_tag_to_lark
 from tests.grammar.test_json_schema import takes
-from tests.grammar.walks import begin, ids, open_grammars
+from tests.grammar.walks import begin_request, encode, open_grammar_manager
 
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"], "additionalProperties": False}
 OLDER = {
@@ -87,24 +87,24 @@ CASES: list[tuple[dict[str, Any], list[str], list[str]]] = [
 
 
 @pytest.fixture(scope="module")
-def grammars() -> Iterator[Grammars]:
-    with open_grammars() as grammars:
+def grammars() -> Iterator[GrammarManager]:
+    with open_grammar_manager() as grammars:
         yield grammars
 
 
 @pytest.mark.parametrize(("tag", "good", "bad"), CASES)
-def test_what_is_taken(grammars: Grammars, tag: dict[str, Any], good: list[str], bad: list[str]) -> None:
+def test_what_is_taken(grammars: GrammarManager, tag: dict[str, Any], good: list[str], bad: list[str]) -> None:
     structured = StructuredOutput("structural_tag", json.dumps(tag))
     assert [text for text in good if not takes(grammars, structured, text)] == []
     assert [text for text in bad if takes(grammars, structured, text)] == []
 
 
-def test_behind_a_trigger_text_is_forced(grammars: Grammars) -> None:
-    grammar = begin(grammars, StructuredOutput("structural_tag", json.dumps(_format(**TRIGGERED))))
-    grammar.accept(ids("So "))
+def test_behind_a_trigger_text_is_forced(grammars: GrammarManager) -> None:
+    grammar = begin_request(grammars, StructuredOutput("structural_tag", json.dumps(_format(**TRIGGERED))))
+    grammar.accept(encode("So "))
     assert grammar.forced(9) == ()
-    grammar.accept(ids("<call"))
-    assert grammar.forced(9)[:1] == ids(">")[:1]
+    grammar.accept(encode("<call"))
+    assert grammar.forced(9)[:1] == encode(">")[:1]
 
 
 @pytest.mark.parametrize(

@@ -9,19 +9,19 @@ from foreword.core.params import SamplingParams
 from foreword.core.request import Request
 from foreword.core.structured import StructuredOutput
 from foreword.core.vocabulary import Vocabulary
-from foreword.grammar.grammars import Grammars
-from foreword.grammar.tokens import Tokens
-from tests.grammar.walks import ids, legal_ids, tokenizer
+from foreword.grammar.grammars import GrammarManager
+from foreword.grammar.tokens import GrammarVocab
+from tests.grammar.walks import encode, legal_ids, tokenizer
 
 LETTERS = tuple(bytes([code]) for code in range(97, 123))
 
 
 def _grammar_of(vocabulary: Vocabulary, vocab_size: int, regex: str, eos: tuple[int, ...]):  # type: ignore[no-untyped-def]
-    grammars = Grammars(vocab_size, num_threads=1)
-    grammars.know(vocabulary)
+    grammars = GrammarManager(vocab_size, num_threads=1)
+    grammars.set_vocabulary(vocabulary)
     params = SamplingParams(structured=StructuredOutput("regex", regex))
     try:
-        return grammars.begin(Request("r", (1,), params, 0, eos_token_ids=eos)).result(20)
+        return grammars.compile(Request("r", (1,), params, 0, eos_token_ids=eos)).result(20)
     finally:
         grammars.close()
 
@@ -43,14 +43,14 @@ def test_masks_are_as_wide_as_the_model(vocab_size: int) -> None:
 def test_a_vocabulary_without_an_end(vocab_size: int) -> None:
     grammar = _grammar_of(Vocabulary(LETTERS, (), ()), vocab_size, "ab", ())
     grammar.accept([0, 1])
-    assert grammar.only_end(()) and grammar.forced(4) == ()
+    assert grammar.must_end(()) and grammar.forced(4) == ()
     assert not [i for i in legal_ids(grammar.mask(())) if i < vocab_size]
 
 
 def test_tokens_that_spell_the_same_are_all_legal() -> None:
     grammar = _grammar_of(Vocabulary((b"a", b"b", b"a", b"ab", b""), (), ()), 5, "ab", ())
     assert legal_ids(grammar.mask(()))[:3] == [0, 2, 3]
-    assert [grammar.legal([i]) for i in range(5)] == [1, 0, 1, 1, 0]
+    assert [grammar.num_legal([i]) for i in range(5)] == [1, 0, 1, 1, 0]
 
 
 def test_an_id_that_ends_answers_spells_nothing() -> None:
@@ -64,18 +64,18 @@ def test_an_id_that_ends_answers_spells_nothing() -> None:
 
 def test_text_is_cut_as_a_tokenizer_cuts_it() -> None:
     vocabulary = tokenizer().vocabulary()
-    tokens = Tokens(vocabulary, len(vocabulary.tokens))
+    tokens = GrammarVocab(vocabulary, len(vocabulary.tokens))
     for text in (
         '{"name": "Clara", "age": 31}',
         "Write a short story about Viktor, a bear.",
         '[\n  {\n    "item": "lamp"',
         "größer",
     ):
-        assert tokens.cut(text.encode(), 99) == ids(text)
-        assert tokens.cut(text.encode(), 3) == ids(text)[:3]
+        assert tokens.tokenize(text.encode(), 99) == encode(text)
+        assert tokens.tokenize(text.encode(), 3) == encode(text)[:3]
 
 
 def test_text_that_cannot_be_spelled_is_left_out() -> None:
-    tokens = Tokens(Vocabulary((b"a", b"b", b"ab", b"abc", b"ab"), (3,), (3,)), 5)
-    assert tokens.cut(b"abaabd", 9) == (2, 0, 2)
-    assert tokens.cut(b"d", 9) == tokens.cut(b"", 9) == ()
+    tokens = GrammarVocab(Vocabulary((b"a", b"b", b"ab", b"abc", b"ab"), (3,), (3,)), 5)
+    assert tokens.tokenize(b"abaabd", 9) == (2, 0, 2)
+    assert tokens.tokenize(b"d", 9) == tokens.tokenize(b"", 9) == ()

@@ -8,15 +8,15 @@ import sys
 import pytest
 
 from foreword.core.structured import StructuredOutput
-from foreword.grammar.tokens import Tokens
-from foreword.grammar.worker import objection
+from foreword.grammar.tokens import GrammarVocab
+from foreword.grammar.worker import check_grammar
 from tests.grammar.walks import tokenizer
 
 
 @pytest.fixture(scope="module")
-def tokens() -> Tokens:
+def tokens() -> GrammarVocab:
     vocabulary = tokenizer().vocabulary()
-    return Tokens(vocabulary, len(vocabulary.tokens))
+    return GrammarVocab(vocabulary, len(vocabulary.tokens))
 
 
 @pytest.mark.parametrize(
@@ -32,8 +32,8 @@ def tokens() -> Tokens:
         (StructuredOutput("json_schema", '{"oneOf": [{"minLength": 1}, {"maxLength": 3}]}'), "oneOf"),
     ],
 )
-def test_objection(tokens: Tokens, structured: StructuredOutput, reason: str | None) -> None:
-    found = objection(structured, tokens)
+def test_objection(tokens: GrammarVocab, structured: StructuredOutput, reason: str | None) -> None:
+    found = check_grammar(structured, tokens)
     assert found is None if reason is None else found is not None and reason in found and not found.startswith("f:")
 
 

@@ -15,7 +15,7 @@ from foreword.core.params import SamplingParams
 from foreword.core.request import Request
 from foreword.core.structured import StructuredOutput
 from foreword.demo import MODEL
-from foreword.grammar.grammars import Grammars
+from foreword.grammar.grammars import GrammarManager
 from foreword.text.tokenizer import Tokenizer
 
 PADDING = 13  # ids of the model that no token has
@@ -31,9 +31,9 @@ def vocab_size() -> int:
 
 
 @contextmanager
-def open_grammars() -> Iterator[Grammars]:
-    grammars = Grammars(vocab_size(), num_threads=2)
-    grammars.know(tokenizer().vocabulary())
+def open_grammar_manager() -> Iterator[GrammarManager]:
+    grammars = GrammarManager(vocab_size(), num_threads=2)
+    grammars.set_vocabulary(tokenizer().vocabulary())
     try:
         yield grammars
     finally:
@@ -46,11 +46,11 @@ def request(structured: StructuredOutput, **fields: object) -> Request:
     return Request("r", **{**values, **fields})  # type: ignore[arg-type]
 
 
-def begin(grammars: Grammars, structured: StructuredOutput, **fields: object) -> RequestGrammar:
-    return grammars.begin(request(structured, **fields)).result(30)
+def begin_request(grammars: GrammarManager, structured: StructuredOutput, **fields: object) -> RequestGrammar:
+    return grammars.compile(request(structured, **fields)).result(30)
 
 
-def ids(text: str) -> tuple[int, ...]:
+def encode(text: str) -> tuple[int, ...]:
     return tuple(tokenizer().encode(text, add_special_tokens=False))
 
 
@@ -60,7 +60,7 @@ def legal_ids(mask: Tensor | None) -> list[int]:
     return bits.flatten().nonzero().flatten().tolist()
 
 
-def walk(grammar: RequestGrammar, draw: random.Random, max_tokens: int = 300, end_soon: float = 0.5) -> list[int]:
+def random_walk(grammar: RequestGrammar, draw: random.Random, max_tokens: int = 300, end_soon: float = 0.5) -> list[int]:
     """Tokens up to and with the one that ends the answer; fewer than all if max_tokens are drawn.
 
     Mostly short tokens are drawn: the longer an answer, the sooner it takes what brings it to its end.

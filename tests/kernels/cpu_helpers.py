@@ -9,11 +9,11 @@ from torch import Tensor
 
 from foreword.kernels.cpu.backend import CpuOps
 
-__all__ = ["machines", "randn", "same_bits"]
+__all__ = ["cpu_ops_by_threads", "randn", "same_bits"]
 
 
 @functools.cache
-def machines(isa: str) -> tuple[CpuOps, ...]:
+def cpu_ops_by_threads(isa: str) -> tuple[CpuOps, ...]:
     """With one, two and three threads."""
     return tuple(CpuOps(isa, threads) for threads in (1, 2, 3))
 

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
-from foreword.kernels.cards import Card, refusal
+from foreword.kernels.cards import GPUInfo, check_triton
 
-H200, V100, T4 = Card("NVIDIA H200", (9, 0)), Card("Tesla V100", (7, 0)), Card("Tesla T4", (7, 5))
+H200, V100, T4 = GPUInfo("NVIDIA H200", (9, 0)), GPUInfo("Tesla V100", (7, 0)), GPUInfo("Tesla T4", (7, 5))
 
 
 def well() -> str | None:
@@ -23,9 +23,9 @@ def broken() -> str | None:
     raise RuntimeError("PassManager::run failed\nand a stack")
 
 
-@pytest.mark.parametrize("card", [H200, T4, Card("B200", (10, 0))])
-def test_a_card_on_which_the_trial_runs_is_taken(card: Card) -> None:
-    assert refusal(card, True, well) is None
+@pytest.mark.parametrize("card", [H200, T4, GPUInfo("B200", (10, 0))])
+def test_a_card_on_which_the_trial_runs_is_taken(card: GPUInfo) -> None:
+    assert check_triton(card, True, well) is None
 
 
 @pytest.mark.parametrize(
@@ -48,5 +48,5 @@ def test_a_card_on_which_the_trial_runs_is_taken(card: Card) -> None:
         ),
     ],
 )
-def test_each_refusal_has_its_reason(card: Card | None, installed: bool, trial: Callable[[], str | None], reason: str) -> None:
-    assert refusal(card, installed, trial) == reason
+def test_each_refusal_has_its_reason(card: GPUInfo | None, installed: bool, trial: Callable[[], str | None], reason: str) -> None:
+    assert check_triton(card, installed, trial) == reason

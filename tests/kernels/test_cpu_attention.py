@@ -15,8 +15,8 @@ from torch import Tensor
 from foreword.core.batch import Batch, Chunk, build_batch
 from foreword.core.kv import KVLayer
 from foreword.kernels.cpu.backend import CpuOps
-from foreword.kernels.cpu.library import isas
-from tests.kernels.cpu_helpers import machines, randn, same_bits
+from foreword.kernels.cpu.library import supported_isas
+from tests.kernels.cpu_helpers import cpu_ops_by_threads, randn, same_bits
 
 SPLIT = 512  # positions, as in attention.h
 CACHES = (torch.float32, torch.bfloat16, torch.int8)
@@ -24,8 +24,8 @@ TYPES = (torch.float32, torch.bfloat16)
 Rows = dict[tuple[int, int], Tensor]  # the output of (request, position)
 Spans = list[tuple[int, int, int]]  # rows [start, end) of a request
 
-pytestmark = pytest.mark.skipif(not isas(), reason="the native library is not built")
-each_isa = pytest.mark.parametrize("isa", isas())
+pytestmark = pytest.mark.skipif(not supported_isas(), reason="the native library is not built")
+each_isa = pytest.mark.parametrize("isa", supported_isas())
 each_cache = pytest.mark.parametrize("cached", CACHES)
 
 
@@ -49,7 +49,7 @@ class Requests:
         self.kv = _empty_cache((sum(needed) + 1) * block_size, kv_heads, dim, cached)
         for request, length in enumerate(lengths):
             k, v = (randn(length, kv_heads, dim, seed=first + request, dtype=dtype) for first in (100, 200))
-            machines(isas()[0])[0].write_kv(k, v, self.kv, torch.tensor(self.slots(request, length)))
+            cpu_ops_by_threads(supported_isas()[0])[0].write_kv(k, v, self.kv, torch.tensor(self.slots(request, length)))
 
     def slots(self, request: int, length: int) -> list[int]:
         size = self.block_size
@@ -69,13 +69,13 @@ class Requests:
         """Rows of padding must be zero."""
         batch, dim = self.batch(spans), self.kv.k.shape[2]
         q = torch.full((len(batch.positions), heads, dim), math.nan, dtype=self.dtype)
-        for (request, start, end), row in zip(spans, batch.row_starts, strict=False):
+        for (request, start, end), row in zip(spans, batch.query_start_loc, strict=False):
             q[row : row + end - start] = self.queries(request, end, heads)[start:]
         out = ops.attention(q, self.kv, batch, dim**-0.5, **options)
-        assert not out[batch.row_starts[-1] :].any()
+        assert not out[batch.query_start_loc[-1] :].any()
         return {
             (request, start + index): out[row + index]
-            for (request, start, end), row in zip(spans, batch.row_starts, strict=False)
+            for (request, start, end), row in zip(spans, batch.query_start_loc, strict=False)
             for index in range(end - start)
         }
 
@@ -131,7 +131,7 @@ def test_attention_is_softmax_over_what_a_row_sees(
     start, length = SPLIT - 5, SPLIT + 20
     for dtype in TYPES:
         requests = Requests([length], kv_heads, dim, cached, dtype)
-        rows = requests.run(machines(isa)[0], [(0, start, length)], heads, window=window, softcap=softcap)
+        rows = requests.run(cpu_ops_by_threads(isa)[0], [(0, start, length)], heads, window=window, softcap=softcap)
         actual = torch.stack(list(rows.values())).double()
         plain = torch.float32 if dtype == cached == torch.float32 else torch.bfloat16
         exact, rounded = (requests.textbook(start, length, heads, by, window, softcap) for by in (torch.float64, plain))
@@ -145,7 +145,7 @@ def test_chunks_neighbours_and_threads_change_no_bit(isa: str, cached: torch.dty
     """One prompt, whole, in chunks around the edges of vectors and splits, as single rows and as drafts under verification."""
     length = 2 * SPLIT + 70
     requests = Requests([length, 40], cached=cached)
-    one, *others = machines(isa)
+    one, *others = cpu_ops_by_threads(isa)
     whole = requests.run(one, [(0, 0, length)], window=window)
     for ops in others:
         agree(requests.run(ops, [(0, 0, length)], window=window), whole)
@@ -161,8 +161,8 @@ def test_chunks_neighbours_and_threads_change_no_bit(isa: str, cached: torch.dty
 @pytest.mark.parametrize("block_size", [1, 2, 64, 256])
 def test_where_blocks_lie_changes_no_bit(isa: str, block_size: int):
     spans = [(0, SPLIT - 20, SPLIT + 60)]
-    expected = Requests([SPLIT + 60]).run(machines(isa)[0], spans)
-    agree(Requests([SPLIT + 60], block_size=block_size, seed=5).run(machines(isa)[0], spans), expected)
+    expected = Requests([SPLIT + 60]).run(cpu_ops_by_threads(isa)[0], spans)
+    agree(Requests([SPLIT + 60], block_size=block_size, seed=5).run(cpu_ops_by_threads(isa)[0], spans), expected)
 
 
 @each_isa
@@ -179,10 +179,10 @@ def test_a_mixture_of_chunks_is_each_of_its_rows_alone(
 ):
     requests = Requests([start + count for start, count in spans], cached=cached)
     mixed = [(request, start, start + count) for request, (start, count) in enumerate(spans)]
-    together = requests.run(machines(isa)[1], mixed, heads, window=window, softcap=softcap)
+    together = requests.run(cpu_ops_by_threads(isa)[1], mixed, heads, window=window, softcap=softcap)
     for request, start, end in mixed:
         for position in {start, (start + end) // 2, end - 1}:
-            alone = requests.run(machines(isa)[0], [(request, position, position + 1)], heads, window=window, softcap=softcap)
+            alone = requests.run(cpu_ops_by_threads(isa)[0], [(request, position, position + 1)], heads, window=window, softcap=softcap)
             agree(alone, together)
     assert all(value.isfinite().all() for value in together.values())
 
@@ -194,8 +194,8 @@ def test_groups_of_rows_change_no_bit(isa: str, rows: int):
     length = SPLIT + 250
     requests = Requests([length], 1, 8)
     for heads in (1, 7):
-        whole = requests.run(machines(isa)[0], [(0, 0, length)], heads)
-        agree(requests.run(machines(isa)[2], [(0, length - rows, length)], heads), whole)
+        whole = requests.run(cpu_ops_by_threads(isa)[0], [(0, 0, length)], heads)
+        agree(requests.run(cpu_ops_by_threads(isa)[2], [(0, length - rows, length)], heads), whole)
 
 
 @each_isa
@@ -205,7 +205,7 @@ def test_groups_of_rows_change_no_bit(isa: str, rows: int):
 def test_a_row_does_not_feel_values_that_it_must_not_see(isa: str, cached: torch.dtype, poison: float, window: int | None):
     """A drafted token whose K and V overflow reaches neither the rows before it nor those that it has left the window of."""
     length, bad = SPLIT + 60, SPLIT + 21
-    requests, ops = Requests([length], cached=cached), machines(isa)[0]
+    requests, ops = Requests([length], cached=cached), cpu_ops_by_threads(isa)[0]
     span = [(0, SPLIT - 10, length)]
     clean = requests.run(ops, span, window=window)
     slot = torch.tensor([requests.slots(0, length)[bad]])
@@ -225,4 +225,4 @@ def test_a_row_does_not_feel_values_that_it_must_not_see(isa: str, cached: torch
 @each_isa
 def test_an_empty_batch_is_all_padding(isa: str):
     requests = Requests([5])
-    assert requests.run(machines(isa)[0], []) == {}
+    assert requests.run(cpu_ops_by_threads(isa)[0], []) == {}

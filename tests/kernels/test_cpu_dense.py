@@ -13,20 +13,20 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from foreword.kernels.cpu.backend import CpuOps
-from foreword.kernels.cpu.library import KINDS as KIND_NUMBERS
-from foreword.kernels.cpu.library import Weight, isas, load_library
-from foreword.kernels.ops import Blocks
+from foreword.kernels.cpu.library import FORMAT_IDS as KIND_NUMBERS
+from foreword.kernels.cpu.library import Weight, supported_isas, load_library
+from foreword.kernels.ops import QuantizedBlocks
 from foreword.kernels.quantization import dequantize
 
 KINDS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 ACTIVATIONS = (torch.float32, torch.bfloat16)
-CASES = [(isa, kind) for isa in isas() for kind in KINDS]
+CASES = [(isa, kind) for isa in supported_isas() for kind in KINDS]
 
 # Around every number of rows at which some instruction set takes another inner loop (up to 4, 6, 8, 12, 16, 32), or cuts the
 # rows into passes (256).
 ROW_COUNTS = (*range(1, 18), 23, 24, 25, 31, 32, 33, 63, 64, 65, 127, 128, 129, 200, 255, 256, 257, 513)
 
-pytestmark = pytest.mark.skipif(not isas(), reason="the native library is not built")
+pytestmark = pytest.mark.skipif(not supported_isas(), reason="the native library is not built")
 each_case = pytest.mark.parametrize(("isa", "kind"), CASES)
 
 
@@ -136,7 +136,7 @@ def test_rows_and_columns_may_be_parts_of_wider_matrices(isa: str, kind: str) ->
 def test_nothing_beyond_the_columns_is_written(isa: str, kind: str) -> None:
     """A matrix of several kinds is written piece by piece, each between the columns of the others."""
     ops = CpuOps(isa, threads=2)
-    blocks = Blocks("q8_0", torch.full((3, 34), 1, dtype=torch.uint8), 32)
+    blocks = QuantizedBlocks("q8_0", torch.full((3, 34), 1, dtype=torch.uint8), 32)
     dense = [random(7, 32, seed=1), random(19, 32, seed=2)]
     mixed = ops.pack_linear([dense[0], blocks, dense[1]], kind)
     for rows in (1, 6, 33):
@@ -193,7 +193,7 @@ def test_packing_rounds_as_torch_does() -> None:
     assert ops.embedding(torch.zeros(1, dtype=torch.int64), spoilt, torch.float32).isnan().all()
 
 
-@pytest.mark.parametrize("isa", isas())
+@pytest.mark.parametrize("isa", supported_isas())
 def test_every_float16_is_widened_exactly(isa: str) -> None:
     """All of them, as weights of a product with 1 and nothing else."""
     every = torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.float16)
@@ -204,7 +204,7 @@ def test_every_float16_is_widened_exactly(isa: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_blocks_of_files_become_dense(kind: str) -> None:
-    blocks = Blocks("q8_0", torch.randint(0, 60, (21, 2 * 34), dtype=torch.uint8), 64)
+    blocks = QuantizedBlocks("q8_0", torch.randint(0, 60, (21, 2 * 34), dtype=torch.uint8), 64)
     library, _ = load_library()
     assert library is not None
     machine = library.foreword_machine_new(0, 1)

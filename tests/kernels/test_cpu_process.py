@@ -7,9 +7,9 @@ import sys
 
 import pytest
 
-from foreword.kernels.cpu.library import isas
+from foreword.kernels.cpu.library import supported_isas
 
-pytestmark = pytest.mark.skipif(not isas(), reason="the native library is not built")
+pytestmark = pytest.mark.skipif(not supported_isas(), reason="the native library is not built")
 
 START = """
 import os, sys, threading, time, torch

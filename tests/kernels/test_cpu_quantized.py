@@ -9,19 +9,19 @@ import torch
 from torch import Tensor
 
 from foreword.kernels.cpu.backend import CpuOps
-from foreword.kernels.cpu.library import isas
-from foreword.kernels.ops import Blocks
-from foreword.kernels.quantization import BLOCK, rounded
-from tests.kernels.quantized import KINDS, random, random_blocks, random_matrix, rounded_activations, values_of
+from foreword.kernels.cpu.library import supported_isas
+from foreword.kernels.ops import QuantizedBlocks
+from foreword.kernels.quantization import QUANT_BLOCKS, fake_quantize
+from tests.kernels.quantized import WEIGHT_FORMATS, random_weight, random_blocks, random_matrix, fake_quantize_activations, weight_values
 from tests.kernels.rows import same_bits
 
 # Around every number of rows at which some instruction set takes other groups (4, 16) or other instructions (17, 64), or
 # cuts the rows into passes (256) or chunks (576 for k = 896 and fewer for larger k).
 ROW_COUNTS = (*range(1, 18), 31, 32, 33, 63, 64, 65, 127, 128, 129, 200, 255, 256, 257, 513)
 
-pytestmark = pytest.mark.skipif(not isas(), reason="the native library is not built")
-each_isa = pytest.mark.parametrize("isa", isas())
-each_kind = pytest.mark.parametrize("kind", KINDS)
+pytestmark = pytest.mark.skipif(not supported_isas(), reason="the native library is not built")
+each_isa = pytest.mark.parametrize("isa", supported_isas())
+each_kind = pytest.mark.parametrize("kind", WEIGHT_FORMATS)
 
 
 def columns_of(kind: str) -> int:
@@ -34,8 +34,8 @@ def columns_of(kind: str) -> int:
 def test_products_are_exact_up_to_the_last_places(isa: str, kind: str) -> None:
     ops, k = CpuOps(isa, threads=2), columns_of(kind)
     for n, rows in ((1, 1), (16, 3), (50, 18)):
-        matrix, x, bias = random_matrix(kind, n, k), random(rows, k, seed=1), random(1, n, seed=2)[0]
-        weight, operands = values_of(matrix, kind).double(), rounded_activations(x, kind)
+        matrix, x, bias = random_matrix(kind, n, k), random_weight(rows, k, seed=1), random_weight(1, n, seed=2)[0]
+        weight, operands = weight_values(matrix, kind).double(), fake_quantize_activations(x, kind)
         sizes = operands.abs() @ weight.abs().T + bias.abs()
         ours = ops.linear(x, ops.pack_linear([matrix], kind, bias))
         assert ((ours.double() - (operands @ weight.T + bias)).abs() <= 2e-6 * sizes).all()
@@ -45,10 +45,10 @@ def test_products_are_exact_up_to_the_last_places(isa: str, kind: str) -> None:
 def test_all_instruction_sets_agree_in_bits(kind: str) -> None:
     """Of many rows and a few more than whole groups: all ways of each instruction set to take them."""
     k = columns_of(kind)
-    matrix, x, bias = random_matrix(kind, 75, k), random(85, k, seed=1), random(1, 75, seed=2)[0]
+    matrix, x, bias = random_matrix(kind, 75, k), random_weight(85, k, seed=1), random_weight(1, 75, seed=2)[0]
     x[3] *= 1e30
     x[4] *= 1e-20
-    results = [ops.linear(x, ops.pack_linear([matrix], kind, bias)) for ops in map(CpuOps, isas())]
+    results = [ops.linear(x, ops.pack_linear([matrix], kind, bias)) for ops in map(CpuOps, supported_isas())]
     assert all(torch.equal(result, results[0]) for result in results)
     assert results[0].isfinite().all()
 
@@ -57,7 +57,7 @@ def test_all_instruction_sets_agree_in_bits(kind: str) -> None:
 @each_kind
 def test_bits_of_a_row_depend_on_the_row_alone(isa: str, kind: str) -> None:
     k, counts = columns_of(kind), ROW_COUNTS if isa != "portable" else (1, 2, 3, 4, 5, 8, 9, 16, 17, 33)
-    matrix, x = random_matrix(kind, 50, k), random(max(counts), k, seed=1)
+    matrix, x = random_matrix(kind, 50, k), random_weight(max(counts), k, seed=1)
     alone = [CpuOps(isa, threads=threads) for threads in (1, 2, 3)]
     packed = [ops.pack_linear([matrix], kind) for ops in alone]
     whole = alone[0].linear(x, packed[0])
@@ -73,7 +73,7 @@ def test_bits_of_a_row_depend_on_the_row_alone(isa: str, kind: str) -> None:
 def test_what_is_not_finite_stays_in_its_row(isa: str, kind: str, value: float) -> None:
     ops, k = CpuOps(isa, threads=2), columns_of(kind)
     packed = ops.pack_linear([random_matrix(kind, 40, k)], kind)
-    x = random(70, k, seed=1)
+    x = random_weight(70, k, seed=1)
     clean = ops.linear(x, packed)
     x[2, 5] = x[17, k - 1] = value
     dirty = ops.linear(x, packed)
@@ -87,8 +87,8 @@ def test_what_is_not_finite_stays_in_its_row(isa: str, kind: str, value: float) 
 def test_types_of_activations(isa: str, kind: str) -> None:
     """bfloat16 in is the same float32 in; bfloat16 out is float32 out, rounded once."""
     ops, k = CpuOps(isa), columns_of(kind)
-    packed = ops.pack_linear([random_matrix(kind, 37, k)], kind, random(1, 37, seed=2)[0])
-    x = random(6, k, seed=1).bfloat16()
+    packed = ops.pack_linear([random_matrix(kind, 37, k)], kind, random_weight(1, 37, seed=2)[0])
+    x = random_weight(6, k, seed=1).bfloat16()
     wide = ops.linear(x.float(), packed)
     assert torch.equal(ops.linear(x, packed, torch.float32), wide)
     assert torch.equal(ops.linear(x, packed), wide.bfloat16())
@@ -99,7 +99,7 @@ def test_types_of_activations(isa: str, kind: str) -> None:
 def test_subnormal_results_are_rounded_like_others(isa: str, kind: str) -> None:
     ops, k = CpuOps(isa), columns_of(kind)
     packed = ops.pack_linear([random_matrix(kind, 16, k)], kind)
-    x = random(2, k, seed=1) * 1e-28
+    x = random_weight(2, k, seed=1) * 1e-28
     scaled = ops.linear(x, packed)
     tiny = ops.linear(torch.zeros(1, k), ops.pack_linear([random_matrix(kind, 16, k)], kind, torch.full((16,), 1.2e-39)))
     assert scaled.isfinite().all() and scaled.any() and tiny.any()
@@ -112,7 +112,7 @@ def test_parts_are_ranges_of_columns(isa: str, kind: str) -> None:
     """Kinds that differ are packed apart and write side by side into one result."""
     ops, k = CpuOps(isa, threads=2), 768
     matrices = [random_matrix(kind, 21, k), random_blocks("q8_0", 33, k, seed=3), random_matrix(kind, 5, k, seed=4)]
-    x, bias = random(11, k, seed=1), random(1, 59, seed=2)[0]
+    x, bias = random_weight(11, k, seed=1), random_weight(1, 59, seed=2)[0]
     whole = ops.linear(x, ops.pack_linear(matrices, kind, bias))
     starts = (0, 21, 54, 59)
     for i, matrix in enumerate(matrices):
@@ -122,45 +122,45 @@ def test_parts_are_ranges_of_columns(isa: str, kind: str) -> None:
 
 @each_kind
 def test_rows_unpack_to_the_values_they_stand_for(kind: str) -> None:
-    ops = CpuOps(isas()[0])
+    ops = CpuOps(supported_isas()[0])
     for k in (768,) if kind.endswith("_k") else (32, 768, columns_of(kind)):
         matrix = random_matrix(kind, 37, k)
         rows = ops.embedding(torch.arange(37), ops.pack_linear([matrix], kind), torch.float32)
-        assert torch.equal(rows, values_of(matrix, kind))
+        assert torch.equal(rows, weight_values(matrix, kind))
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_tensors_are_rounded_like_the_reference(kind: str, dtype: torch.dtype) -> None:
-    weight = random(40, 200).to(dtype)
+    weight = random_weight(40, 200).to(dtype)
     weight[1] = 0
     weight[2] *= 1e-6
     weight[3, 50] = torch.nan
     weight[4, :64] = weight[4, 64:128] = 3.0
     weight[5] = torch.where(weight[5] > 0, weight[5], -weight[5].flip(0))
-    ops = CpuOps(isas()[0])
+    ops = CpuOps(supported_isas()[0])
     ours = ops.embedding(torch.arange(40), ops.pack_linear([weight], kind), torch.float32)
-    assert same_bits(ours + 0.0, rounded(weight, kind) + 0.0)
+    assert same_bits(ours + 0.0, fake_quantize(weight, kind) + 0.0)
 
 
-@pytest.mark.parametrize("kind", BLOCK)
+@pytest.mark.parametrize("kind", QUANT_BLOCKS)
 @each_isa
 def test_extreme_blocks(isa: str, kind: str) -> None:
     """All bits set or clear, scales of zero, subnormal and large: every product as float64 has it."""
-    block, ops = BLOCK[kind], CpuOps(isa)
+    block, ops = QUANT_BLOCKS[kind], CpuOps(isa)
     blocks = random_blocks(kind, 6, 512)
-    data = blocks.data.clone().reshape(6, -1, block.size)
-    data[0, :, 4 if kind != "q6_k" else 0 : block.size - (2 if kind == "q6_k" else 0)] = 255
-    data[1, :, 4 if kind != "q6_k" else 0 : block.size - (2 if kind == "q6_k" else 0)] = 128
+    data = blocks.data.clone().reshape(6, -1, block.num_bytes)
+    data[0, :, 4 if kind != "q6_k" else 0 : block.num_bytes - (2 if kind == "q6_k" else 0)] = 255
+    data[1, :, 4 if kind != "q6_k" else 0 : block.num_bytes - (2 if kind == "q6_k" else 0)] = 128
     data[2] = 0
-    data[3] = random_blocks(kind, 1, 512, scale=1e-7).data.reshape(-1, block.size)
-    data[4] = random_blocks(kind, 1, 512, scale=1e4).data.reshape(-1, block.size)
+    data[3] = random_blocks(kind, 1, 512, scale=1e-7).data.reshape(-1, block.num_bytes)
+    data[4] = random_blocks(kind, 1, 512, scale=1e4).data.reshape(-1, block.num_bytes)
     blocks = replace(blocks, data=data.reshape(6, -1))
-    x = random(5, 512, seed=1)
+    x = random_weight(5, 512, seed=1)
     x[0] = torch.where(x[0] > 0, 127.0, -127.0)
     x[1] = 127.0
     x[2] = 0.0
-    weight, operands = values_of(blocks, kind).double(), rounded_activations(x, kind)
+    weight, operands = weight_values(blocks, kind).double(), fake_quantize_activations(x, kind)
     sizes = operands.abs() @ weight.abs().T
     ours = ops.linear(x, ops.pack_linear([blocks], kind))
     assert ((ours.double() - operands @ weight.T).abs() <= 2e-6 * sizes).all()
@@ -171,7 +171,7 @@ def test_extreme_blocks(isa: str, kind: str) -> None:
 def test_int8_sums_do_not_overflow(isa: str) -> None:
     """The largest k of known models, every product the largest there is."""
     k = 53248
-    weight = torch.where(random(16, k) > 0, 1.0, -1.0)
+    weight = torch.where(random_weight(16, k) > 0, 1.0, -1.0)
     weight[0] = 1.0
     x = torch.stack([weight[0], -weight[0], weight[1]])
     ops = CpuOps(isa)
@@ -183,18 +183,18 @@ def test_int8_sums_do_not_overflow(isa: str) -> None:
 def test_long_rows_and_many_columns_are_cut_into_items(isa: str) -> None:
     """More columns than one item takes, more rows than one chunk holds."""
     ops = CpuOps(isa, threads=3)
-    matrix, x = random(48, 9000), random(70, 9000, seed=1)
+    matrix, x = random_weight(48, 9000), random_weight(70, 9000, seed=1)
     packed = ops.pack_linear([matrix], "int8")
     whole = ops.linear(x, packed)
     rows: list[Tensor] = [ops.linear(x[row : row + 1], packed) for row in (0, 47, 48, 63, 64, 69)]
     assert torch.equal(whole[[0, 47, 48, 63, 64, 69]], torch.cat(rows))
-    exact = rounded_activations(x, "int8") @ rounded(matrix, "int8").double().T
+    exact = fake_quantize_activations(x, "int8") @ fake_quantize(matrix, "int8").double().T
     torch.testing.assert_close(whole.double(), exact, rtol=1e-5, atol=1e-4)
 
 
 def test_a_matrix_of_one_kind_of_blocks_may_be_a_slice() -> None:
     whole = random_blocks("q4_0", 40, 96)
-    part = Blocks("q4_0", whole.data[7:29], 96)
-    ops = CpuOps(isas()[-1])
-    x = random(3, 96, seed=1)
+    part = QuantizedBlocks("q4_0", whole.data[7:29], 96)
+    ops = CpuOps(supported_isas()[-1])
+    x = random_weight(3, 96, seed=1)
     assert torch.equal(ops.linear(x, ops.pack_linear([part], "x")), ops.linear(x, ops.pack_linear([whole], "x"))[:, 7:29])

@@ -11,17 +11,17 @@ from torch import Tensor
 
 from foreword.core.batch import Batch, Chunk, build_batch
 from foreword.core.kv import KVLayer
-from foreword.core.pictures import Picture
-from foreword.core.positions import RopePositions
+from foreword.core.pictures import PromptImage
+from foreword.core.positions import MRopePositions
 from foreword.kernels.cpu.backend import CpuOps
-from foreword.kernels.cpu.library import isas
-from foreword.kernels.cpu.recording import Result, place
-from foreword.kernels.ops import Axes
+from foreword.kernels.cpu.library import supported_isas
+from foreword.kernels.cpu.recording import Buffer, plan_arena
+from foreword.kernels.ops import MRopeSections
 
 VOCAB, HIDDEN, HEADS, KV_HEADS, DIM, INNER = 97, 48, 4, 2, 16, 40
 BLOCK_SIZE, NUM_BLOCKS = 4, 40
 
-pytestmark = pytest.mark.skipif(not isas(), reason="the native library is not built")
+pytestmark = pytest.mark.skipif(not supported_isas(), reason="the native library is not built")
 
 
 @dataclass
@@ -31,7 +31,7 @@ class Small:
     ops: CpuOps
     dtype: torch.dtype
     kind: str
-    axes: Axes | None = None
+    axes: MRopeSections | None = None
 
     def __post_init__(self) -> None:
         def weight(rows: int, columns: int) -> Tensor:
@@ -60,15 +60,15 @@ class Small:
         x = ops.embedding(batch.token_ids, self.table, self.dtype, scale=2.0)
         for _ in range(2):
             x = ops.add(x, self.attention(ops.rms_norm(x, self.norm, 1e-6), batch))
-            x = ops.add(x, ops.linear(ops.gated(ops.linear(x, self.gate_up), "silu"), self.down))
-        x = ops.take_rows(ops.rms_norm(x, self.norm, 1e-6), batch.sample_rows)
+            x = ops.add(x, ops.linear(ops.gated_act(ops.linear(x, self.gate_up), "silu"), self.down))
+        x = ops.index_rows(ops.rms_norm(x, self.norm, 1e-6), batch.sample_rows)
         return ops.softcap(ops.linear(x, self.table, torch.float32), 30.0)
 
     def attention(self, x: Tensor, batch: Batch) -> Tensor:
         ops = self.ops
         qkv = ops.linear(x, self.qkv).view(x.shape[0], HEADS + 2 * KV_HEADS, DIM)
         q, k, v = qkv[:, :HEADS], qkv[:, HEADS : HEADS + KV_HEADS], qkv[:, HEADS + KV_HEADS :]
-        positions = batch.positions if self.axes is None else batch.rope_positions
+        positions = batch.positions if self.axes is None else batch.mrope_positions
         assert positions is not None
         q = ops.rope(ops.rms_norm(q, self.head_norm, 1e-6), self.rope, positions, self.axes)
         ops.write_kv(ops.rope(k, self.rope, positions, self.axes), v, self.kv, batch.slots)
@@ -81,8 +81,8 @@ def batches(directions: bool = False) -> list[Batch]:
     directions  for a model that knows them: all requests have a picture
     """
     chance = random.Random(3)
-    picture = Picture(b"", 6, (1, 2, 3), (28, 28), (1, 3, 28, 28), None, start=4)
-    positions = RopePositions((picture,)) if directions else None
+    picture = PromptImage(b"", 6, (1, 2, 3), (28, 28), (1, 3, 28, 28), None, start=4)
+    positions = MRopePositions((picture,)) if directions else None
 
     def chunk(rows: int, start: int, sampled: int, blocks: range) -> Chunk:
         return Chunk([chance.randrange(VOCAB) for _ in range(rows)], start, list(blocks), sampled, positions)
@@ -99,14 +99,14 @@ def batches(directions: bool = False) -> list[Batch]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "float16", "int8", "int4"])
-@pytest.mark.parametrize("isa", isas())
+@pytest.mark.parametrize("isa", supported_isas())
 def test_equals_the_operations_one_by_one(isa: str, kind: str, dtype: torch.dtype) -> None:
     check_recording(Small(CpuOps(isa, threads=2), dtype, kind), batches())
 
 
-@pytest.mark.parametrize("isa", isas())
+@pytest.mark.parametrize("isa", supported_isas())
 def test_positions_in_several_directions_are_recorded(isa: str) -> None:
-    model = Small(CpuOps(isa, threads=2), torch.float32, "float32", Axes((1, 1, 1)))
+    model = Small(CpuOps(isa, threads=2), torch.float32, "float32", MRopeSections((1, 1, 1)))
     check_recording(model, batches(directions=True))
     with pytest.raises(AssertionError, match="without positions in several directions"):
         model.ops.compile(model)(batches()[0])
@@ -132,7 +132,7 @@ def test_arithmetic_of_torch_is_noticed() -> None:
 
     def forward(batch: Batch) -> Tensor:
         x = ops.embedding(batch.token_ids, table, torch.float32)
-        return ops.linear(ops.take_rows(x * 2, batch.sample_rows), table)
+        return ops.linear(ops.index_rows(x * 2, batch.sample_rows), table)
 
     with pytest.raises(AssertionError, match="no recorded operation made"):
         ops.compile(forward)
@@ -144,8 +144,8 @@ def test_results_that_live_at_once_do_not_overlap() -> None:
         results = []
         for number in range(30):
             tensor = torch.empty(3, chance.randrange(1, 200))
-            results.append(Result(tensor, number, number + chance.randrange(1, 8)))
-        size = place(results)
+            results.append(Buffer(tensor, number, number + chance.randrange(1, 8)))
+        size = plan_arena(results)
         for a in results:
             assert a.per_row % 64 == 0 and a.per_row + a.row_bytes <= size
             for b in results:
@@ -160,7 +160,7 @@ def test_a_model_with_one_position_is_recorded() -> None:
 
     def forward(batch: Batch) -> Tensor:
         seen.append(batch.positions.tolist())
-        return ops.take_rows(ops.embedding(batch.token_ids, table, torch.float32), batch.sample_rows)
+        return ops.index_rows(ops.embedding(batch.token_ids, table, torch.float32), batch.sample_rows)
 
     ops = CpuOps()
     table = ops.pack_linear([torch.randn(VOCAB, HIDDEN)], "float32")

@@ -14,9 +14,9 @@ from torch.nn import functional as F
 
 from foreword.core.kv import KVLayer
 from foreword.kernels.cpu.backend import CpuOps
-from foreword.kernels.cpu.library import isas
-from foreword.kernels.ops import Axes
-from tests.kernels.cpu_helpers import machines, randn, same_bits
+from foreword.kernels.cpu.library import supported_isas
+from foreword.kernels.ops import MRopeSections
+from tests.kernels.cpu_helpers import cpu_ops_by_threads, randn, same_bits
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -28,8 +28,8 @@ WIDTHS = (1, 3, 4, 7, 8, 15, 16, 17, 63, 64, 65, 896, 1023, 1024, 1025, 2500)
 ROW_COUNTS = (1, 2, 3, 5, 8, 9, 17, 40)
 ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2**-8 * 1.001}  # half a unit in the last place of bfloat16: rounded once
 
-pytestmark = pytest.mark.skipif(not isas(), reason="the native library is not built")
-each_isa = pytest.mark.parametrize("isa", isas())
+pytestmark = pytest.mark.skipif(not supported_isas(), reason="the native library is not built")
+each_isa = pytest.mark.parametrize("isa", supported_isas())
 each_type = pytest.mark.parametrize("dtype", TYPES)
 
 
@@ -41,7 +41,7 @@ def operations(width: int) -> dict[str, Callable[[CpuOps, Tensor], Tensor]]:
     """Each takes x [T, 2 * width]."""
     weight = randn(width, seed=1)
     table = randn(64, width // 2 * 2, seed=2)
-    axes = Axes((width // 2 - width // 3, width // 6, width // 3 - width // 6), interleaved=width % 2 == 1)
+    axes = MRopeSections((width // 2 - width // 3, width // 6, width // 3 - width // 6), interleaved=width % 2 == 1)
 
     def places(x: Tensor) -> Tensor:
         return x.to(torch.float32).abs().mul(10).nan_to_num(0.0).long().clamp(0, 63)
@@ -58,9 +58,9 @@ def operations(width: int) -> dict[str, Callable[[CpuOps, Tensor], Tensor]]:
         "norm of heads": lambda ops, x: ops.rms_norm(x.view(-1, 2, width), weight, 1e-5),
         "rope": rope,
         "rope in directions": rope_in_directions,
-        "silu": lambda ops, x: ops.gated(x, "silu"),
-        "gelu": lambda ops, x: ops.gated(x, "gelu"),
-        "gelu_tanh": lambda ops, x: ops.gated(x, "gelu_tanh"),
+        "silu": lambda ops, x: ops.gated_act(x, "silu"),
+        "gelu": lambda ops, x: ops.gated_act(x, "gelu"),
+        "gelu_tanh": lambda ops, x: ops.gated_act(x, "gelu_tanh"),
         "add": lambda ops, x: ops.add(x[:, :width], x[:, width:]),
         "softcap": lambda ops, x: ops.softcap(x.to(torch.float32), 3.0),
     }
@@ -73,15 +73,15 @@ def test_a_row_depends_on_nothing_but_itself(isa: str, dtype: torch.dtype, width
     """Not on the number of rows, nor its place among them, nor what they hold, nor the number of threads."""
     x = randn(max(ROW_COUNTS), 2 * width, dtype=dtype)
     for name, operation in operations(width).items():
-        whole = operation(machines(isa)[0], x.clone())
-        for ops in machines(isa):
+        whole = operation(cpu_ops_by_threads(isa)[0], x.clone())
+        for ops in cpu_ops_by_threads(isa):
             assert same_bits(operation(ops, x.clone()), whole), name
             for count in ROW_COUNTS:
                 last = operation(ops, x[-count:].clone())
                 assert same_bits(last, whole[-count:]), (name, count)
         poisoned = x.clone()
         poisoned[1:] = math.nan
-        assert same_bits(operation(machines(isa)[0], poisoned)[:1], whole[:1]), name
+        assert same_bits(operation(cpu_ops_by_threads(isa)[0], poisoned)[:1], whole[:1]), name
 
 
 @each_isa
@@ -91,7 +91,7 @@ def test_rms_norm(isa: str, dtype: torch.dtype, width: int):
     x, weight = randn(5, 3, width, dtype=dtype) * 4, randn(width, seed=1)
     wide = x.double()
     expected = wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
-    close(machines(isa)[0].rms_norm(x, weight, 1e-5), expected)
+    close(cpu_ops_by_threads(isa)[0].rms_norm(x, weight, 1e-5), expected)
 
 
 @each_isa
@@ -100,7 +100,7 @@ def test_rms_norm(isa: str, dtype: torch.dtype, width: int):
 def test_rope_turns_pairs_and_leaves_the_rest(isa: str, dtype: torch.dtype, dim: int, rotary: int):
     x, angles = randn(4, 3, dim, dtype=dtype), randn(9, rotary // 2, seed=1)
     table, positions = torch.cat((angles.cos(), angles.sin()), 1), torch.tensor([8, 0, 3, 3])
-    turned = machines(isa)[0].rope(x, table, positions)
+    turned = cpu_ops_by_threads(isa)[0].rope(x, table, positions)
     left, right = x.double()[..., : rotary // 2], x.double()[..., rotary // 2 : rotary]
     cos, sin = table[positions].double()[:, None].chunk(2, -1)
     close(turned[..., :rotary], torch.cat((left * cos - right * sin, left * sin + right * cos), -1))
@@ -112,20 +112,20 @@ def test_rope_turns_pairs_and_leaves_the_rest(isa: str, dtype: torch.dtype, dim:
 @pytest.mark.parametrize(
     ("dim", "axes"),
     [
-        (64, Axes((8, 12, 12))),
-        (12, Axes((1, 2, 3))),
-        (16, Axes((0, 5, 3))),
-        (64, Axes((12, 10, 10), True)),
-        (16, Axes((4, 2, 2), True)),
+        (64, MRopeSections((8, 12, 12))),
+        (12, MRopeSections((1, 2, 3))),
+        (16, MRopeSections((0, 5, 3))),
+        (64, MRopeSections((12, 10, 10), True)),
+        (16, MRopeSections((4, 2, 2), True)),
     ],
 )
-def test_rope_turns_each_angle_by_its_direction(isa: str, dtype: torch.dtype, dim: int, axes: Axes):
+def test_rope_turns_each_angle_by_its_direction(isa: str, dtype: torch.dtype, dim: int, axes: MRopeSections):
     """The bits of the reference, from positions that are columns of something wider too."""
     x, angles = randn(21, 3, dim + 4, dtype=dtype), randn(50, sum(axes.sections), seed=1)
     table = torch.cat((angles.cos(), angles.sin()), 1)
     positions = torch.randint(50, (21, 5), generator=torch.Generator().manual_seed(2))[:, 1:4]
     expected = turned_angle_by_angle(x, angles, positions, axes)
-    for ops in machines(isa):
+    for ops in cpu_ops_by_threads(isa):
         turned = ops.rope(x, table, positions, axes)
         assert same_bits(turned[..., dim:], x[..., dim:])
         close(turned[..., :dim], expected)
@@ -133,11 +133,11 @@ def test_rope_turns_each_angle_by_its_direction(isa: str, dtype: torch.dtype, di
         assert same_bits(ops.rope(x, table, alike.contiguous(), axes), ops.rope(x, table, positions[:, 0].contiguous()))
 
 
-def turned_angle_by_angle(x: Tensor, angles: Tensor, positions: Tensor, axes: Axes) -> Tensor:
+def turned_angle_by_angle(x: Tensor, angles: Tensor, positions: Tensor, axes: MRopeSections) -> Tensor:
     """float64, the values that turn."""
     half = sum(axes.sections)
     parts: list[tuple[Tensor, Tensor]] = []
-    for index, direction in enumerate(axes.directions()):
+    for index, direction in enumerate(axes.angle_axes()):
         cos, sin = (values.float().double()[:, None] for values in (angles.cos(), angles.sin()))
         rows = positions[:, direction]
         left, right = x[..., index].double(), x[..., half + index].double()
@@ -153,14 +153,14 @@ def test_gated(isa: str, dtype: torch.dtype, activation: str):
     gate = torch.cat((torch.linspace(-20, 20, 4001), torch.tensor([0.0, -0.0, 1e-30, 1e4, -1e4]))).to(dtype)
     x = torch.stack((gate, randn(len(gate), dtype=dtype))).flatten()[None]
     expected = ACTIVATIONS[activation](gate.double()) * x[0, len(gate) :].double()
-    close(machines(isa)[0].gated(x, activation)[0], expected)
+    close(cpu_ops_by_threads(isa)[0].gated_act(x, activation)[0], expected)
 
 
 @each_isa
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_an_activation_passes_on_what_is_not_finite(isa: str, activation: str):
     gate = torch.tensor([math.nan, math.inf, 1.0])
-    (out,) = machines(isa)[0].gated(torch.cat((gate, torch.ones(3)))[None], activation)
+    (out,) = cpu_ops_by_threads(isa)[0].gated_act(torch.cat((gate, torch.ones(3)))[None], activation)
     assert out[0].isnan() and out[1] == math.inf and out[2].isfinite()
 
 
@@ -169,7 +169,7 @@ def test_an_activation_passes_on_what_is_not_finite(isa: str, activation: str):
 def test_softcap_is_exact_where_it_does_little(isa: str, cap: float):
     x = torch.cat((torch.linspace(-100, 100, 2001), torch.logspace(-8, 0, 300), torch.tensor([math.inf, -math.inf])))
     expected = cap * torch.tanh(x.double() / cap)
-    actual = machines(isa)[1].softcap(x[None].clone(), cap)[0]
+    actual = cpu_ops_by_threads(isa)[1].softcap(x[None].clone(), cap)[0]
     torch.testing.assert_close(actual.double(), expected, rtol=5e-7, atol=0)
 
 
@@ -177,7 +177,7 @@ def test_softcap_is_exact_where_it_does_little(isa: str, cap: float):
 @each_type
 def test_add_rounds_once(isa: str, dtype: torch.dtype):
     a, b = randn(3, 77, dtype=dtype), randn(3, 77, seed=1, dtype=dtype)
-    assert same_bits(machines(isa)[0].add(a, b), a + b)
+    assert same_bits(cpu_ops_by_threads(isa)[0].add(a, b), a + b)
 
 
 @each_isa
@@ -186,7 +186,7 @@ def test_bfloat16_is_rounded_to_even_and_nan_stays(isa: str, dtype: torch.dtype)
     """Through the cache, which is the only place where one type becomes another."""
     values = torch.tensor([1 + 2**-8, 1 + 3 * 2**-8, -1 - 2**-8, 3.4e38, math.inf, math.nan, -0.0, 65504.0]).to(dtype)
     cache = KVLayer(torch.zeros(2, 1, 8, dtype=torch.bfloat16), torch.zeros(2, 1, 8, dtype=torch.bfloat16))
-    machines(isa)[0].write_kv(values.view(1, 1, 8), values.view(1, 1, 8), cache, torch.tensor([1]))
+    cpu_ops_by_threads(isa)[0].write_kv(values.view(1, 1, 8), values.view(1, 1, 8), cache, torch.tensor([1]))
     assert same_bits(cache.k[1, 0], values.to(torch.bfloat16)) and same_bits(cache.v[1, 0], values.to(torch.bfloat16))
     assert not cache.k[0].any()
 
@@ -196,7 +196,7 @@ def test_bfloat16_is_rounded_to_even_and_nan_stays(isa: str, dtype: torch.dtype)
 @settings(max_examples=20, deadline=None)
 @given(width=st.integers(1, 70), count=st.integers(1, 20), scale=st.sampled_from([1.0, 0.25]))
 def test_embedding(isa: str, dtype: torch.dtype, width: int, count: int, scale: float):
-    ops = machines(isa)[1]
+    ops = cpu_ops_by_threads(isa)[1]
     weight = randn(50, width, dtype=dtype)
     ids = torch.arange(count) * 7 % 50
     packed = ops.pack_linear([weight], str(dtype).removeprefix("torch."))
@@ -207,7 +207,7 @@ def test_embedding(isa: str, dtype: torch.dtype, width: int, count: int, scale: 
 def test_keys_and_values_go_where_the_slots_say(isa: str):
     cache = KVLayer(torch.zeros(48, 2, 5), torch.zeros(48, 2, 5))
     qkv = randn(3, 8, 5)
-    machines(isa)[0].write_kv(qkv[:, 4:6], qkv[:, 6:], cache, torch.tensor([40, 17, 18]))
+    cpu_ops_by_threads(isa)[0].write_kv(qkv[:, 4:6], qkv[:, 6:], cache, torch.tensor([40, 17, 18]))
     assert torch.equal(cache.k[[40, 17, 18]], qkv[:, 4:6]) and torch.equal(cache.v[[40, 17, 18]], qkv[:, 6:])
     assert cache.k.count_nonzero() == 30
 
@@ -226,7 +226,7 @@ def test_an_int8_cache_keeps_a_scale_for_each_slot_and_head(isa: str, dtype: tor
     k, v = randn(4, 2, dim, dtype=dtype), randn(4, 2, dim, seed=1, dtype=dtype)
     k[1, 1] = 0
     cache, slots = int8_cache(6, 2, dim), torch.tensor([5, 0, 3, 2])
-    machines(isa)[0].write_kv(k, v, cache, slots)
+    cpu_ops_by_threads(isa)[0].write_kv(k, v, cache, slots)
     for vectors, values, scales in ((k, cache.k, cache.k_scale), (v, cache.v, cache.v_scale)):
         wide = vectors.to(torch.float32)
         expected = wide.abs().amax(-1) / 127
@@ -242,5 +242,5 @@ def test_what_is_not_finite_shows_in_the_scale(isa: str, poison: float):
     k = randn(1, 2, 16)
     k[0, 1, 3] = poison
     cache = int8_cache(1, 2, 16)
-    machines(isa)[0].write_kv(k, k, cache, torch.tensor([0]))
+    cpu_ops_by_threads(isa)[0].write_kv(k, k, cache, torch.tensor([0]))
     assert cache.k_scale is not None and cache.k_scale[0, 0].isfinite() and not cache.k_scale[0, 1].isfinite()

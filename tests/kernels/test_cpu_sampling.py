@@ -15,7 +15,7 @@ from torch import Tensor
 from foreword.kernels.cpu.library import load_library
 from foreword.kernels.cpu.sampling import NativeSampling
 from foreword.kernels.reference_sampling import ReferenceSampling, noise
-from tests.kernels.rows import KINDS, UNSOUND, make_row, rows, same_bits
+from tests.kernels.rows import ROW_KINDS, NON_FINITE_KINDS, make_row, random_rows, same_bits
 
 REFERENCE = ReferenceSampling()
 WIDTHS = (1, 3, 4, 63, 64, 65, 255, 256, 257, 511, 512, 513, 5000)
@@ -49,7 +49,7 @@ def masks_of(logits: Tensor, seed: int) -> Iterator[Call]:
     for words in (1, -(-logits.shape[1] // 32), -(-logits.shape[1] // 32) + 1):
         masks = torch.randint(-(2**31), 2**31, (len(logits), words), generator=torch.Generator().manual_seed(seed)).int()
         masks[:, ::3] = seed % 2 - 1
-        yield "keep_allowed", (masks,)
+        yield "apply_mask", (masks,)
 
 
 def changes_of(logits: Tensor, seed: int) -> Iterator[Call]:
@@ -59,26 +59,26 @@ def changes_of(logits: Tensor, seed: int) -> Iterator[Call]:
     ids = [torch.randperm(width + 1, generator=generator)[: (r * seed) % (width + 1)] for r in range(count)]
     starts = torch.tensor([0, *map(len, ids)]).cumsum(0)
     amounts = torch.randn(int(starts[-1]), generator=generator)
-    yield "add_at", (starts, torch.cat(ids), amounts)
-    yield "penalize", (starts, torch.cat(ids), torch.rand(count, generator=generator) + 0.5)
+    yield "add_bias", (starts, torch.cat(ids), amounts)
+    yield "apply_repetition_penalty", (starts, torch.cat(ids), torch.rand(count, generator=generator) + 0.5)
 
 
 def coins_of(logits: Tensor, p: float, seed: int, position: int) -> Iterator[Call]:
     count = len(logits)
     keys = torch.arange(count) + seed, torch.full((count,), position)
     for chance, threshold in ((1.0, p), (p, 0.1), (1.0, 0.0), (0.5, 1e-3)):
-        yield "exclude_top", (*keys, torch.full((count,), chance).double(), torch.full((count,), threshold).double())
+        yield "apply_xtc", (*keys, torch.full((count,), chance).double(), torch.full((count,), threshold).double())
 
 
 def assert_equal(native: NativeSampling, logits: Tensor, k: int, p: float, seed: int, position: int) -> None:
     """Every operation, on these rows."""
     count, width = logits.shape
     for operation, bound in (
-        ("keep_top_k", torch.full((count,), k)),
-        ("keep_top_p", torch.full((count,), p, dtype=torch.float64)),
-        ("keep_min_p", torch.full((count,), 1 - p, dtype=torch.float64)),
-        ("keep_typical_p", torch.full((count,), p, dtype=torch.float64)),
-        ("keep_top_n_sigma", torch.full((count,), 3 * p, dtype=torch.float64)),
+        ("apply_top_k", torch.full((count,), k)),
+        ("apply_top_p", torch.full((count,), p, dtype=torch.float64)),
+        ("apply_min_p", torch.full((count,), 1 - p, dtype=torch.float64)),
+        ("apply_typical_p", torch.full((count,), p, dtype=torch.float64)),
+        ("apply_top_n_sigma", torch.full((count,), 3 * p, dtype=torch.float64)),
     ):
         ours, theirs = logits.clone(), logits.clone()
         getattr(native, operation)(ours, bound)
@@ -97,7 +97,7 @@ def assert_equal(native: NativeSampling, logits: Tensor, k: int, p: float, seed:
 
 
 @given(
-    logits=rows(),
+    logits=random_rows(),
     k=st.integers(1, 700),
     p=st.floats(1e-9, 1.0),
     seed=st.integers(-(2**63), 2**63 - 7),
@@ -110,7 +110,7 @@ def test_equals_the_reference(native: NativeSampling, logits: Tensor, k: int, p:
 
 @pytest.mark.parametrize("width", WIDTHS)
 def test_equals_the_reference_around_its_chunks(native: NativeSampling, width: int) -> None:
-    logits = torch.stack([make_row(kind, width, width) for kind in KINDS + UNSOUND])
+    logits = torch.stack([make_row(kind, width, width) for kind in ROW_KINDS + NON_FINITE_KINDS])
     for k, p in ((1, 0.1), (40, 0.9), (width, 1.0)):
         assert_equal(native, logits, k, p, -1, width)
 
@@ -147,10 +147,10 @@ def test_what_it_does_not_fit_goes_to_torch(native: NativeSampling) -> None:
     for other in (strided, logits.double()):
         assert torch.equal(native.top_ids(other, 5), native.top_ids(logits, 5))
         cut = other.clone() if other.dtype == torch.float64 else other
-        native.keep_top_k(cut, torch.full((4,), 5))
+        native.apply_top_k(cut, torch.full((4,), 5))
         assert cut.isfinite().sum() == 20
 
 
 def test_bounds_of_another_type_are_our_own_bug(native: NativeSampling) -> None:
     with pytest.raises(AssertionError, match=r"torch.int64 \[2\]"):
-        native.keep_top_k(torch.zeros(2, 9), torch.tensor([1, 2, 3]))
+        native.apply_top_k(torch.zeros(2, 9), torch.tensor([1, 2, 3]))

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from foreword.drafting.suffix_index import MAX_WALK, Index, Slots, SuffixIndex
+from foreword.drafting.suffix_index import MAX_CHAIN, SuffixIndexBackend, TokenRing, SuffixIndex
 from foreword.drafting.suffix_native import NativeSuffixIndex
 from foreword.kernels.cpu.library import load_library
 
@@ -29,7 +29,7 @@ class Both:
     """The same texts in both indexes."""
 
     def __init__(self, library: ctypes.CDLL, corpus_slots: int, never: Sequence[int]) -> None:
-        self.indexes: tuple[Index, Index] = (
+        self.indexes: tuple[SuffixIndexBackend, SuffixIndexBackend] = (
             SuffixIndex(corpus_slots, never),
             NativeSuffixIndex(library, corpus_slots, never),
         )
@@ -129,19 +129,19 @@ def test_no_text_makes_it_slow(library: ctypes.CDLL, pattern: str) -> None:
 def test_a_walk_is_bounded(pattern: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Places measured for one guess, whatever the text."""
     looked = 0
-    common = Slots._common
+    common = TokenRing._match_len
 
-    def counted(self: Slots, slot: int, text: Slots) -> int:
+    def counted(self: TokenRing, slot: int, text: TokenRing) -> int:
         nonlocal looked
         looked += 1
         return common(self, slot, text)
 
-    monkeypatch.setattr(Slots, "_common", counted)
+    monkeypatch.setattr(TokenRing, "_match_len", counted)
     text = PATTERNS[pattern](2000)
     index = SuffixIndex(1000, ())
     index.finish(index.start(0), text)
     index.propose([(index.start(0), 32, text)])
-    assert looked <= 2 * 4 * MAX_WALK
+    assert looked <= 2 * 4 * MAX_CHAIN
 
 
 def test_memory_that_is_not_there_is_an_error(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,12 +8,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foreword.kernels.graphs import Graphs, bucket_of, buckets
+from foreword.kernels.graphs import CudaGraphPool, pick_size, capture_sizes
 
 
 @given(most=st.integers(1, 2000))
 def test_sizes(most: int) -> None:
-    sizes = buckets(most)
+    sizes = capture_sizes(most)
     assert sizes[0] == 1 and sizes[-1] == most
     assert all(one < other <= 2 * one for one, other in itertools.pairwise(sizes))
     assert all(other <= 1.25 * one for one, other in itertools.pairwise(sizes) if one >= 32)
@@ -22,22 +22,22 @@ def test_sizes(most: int) -> None:
 
 @given(most=st.integers(1, 300), data=st.data())
 def test_the_smallest_that_has_room(most: int, data: st.DataObject) -> None:
-    sizes, count = buckets(most), data.draw(st.integers(1, most))
-    found = bucket_of(count, sizes)
+    sizes, count = capture_sizes(most), data.draw(st.integers(1, most))
+    found = pick_size(count, sizes)
     assert found >= count and not any(count <= size < found for size in sizes)
 
 
 def test_on_a_cpu_nothing_is_captured() -> None:
     def run() -> None: ...
 
-    graphs = Graphs(torch.device("cpu"))
-    assert graphs.record(run) is run and graphs.count == graphs.bytes == 0
+    graphs = CudaGraphPool(torch.device("cpu"))
+    assert graphs.capture(run) is run and graphs.num_graphs == graphs.num_bytes == 0
 
 
-class Failing(Graphs):
+class Failing(CudaGraphPool):
     tries = 0
 
-    def _captured(self, run: object) -> None:  # type: ignore[override]
+    def _capture_graph(self, run: object) -> None:  # type: ignore[override]
         self.tries += 1
         raise RuntimeError("operation not permitted when stream is capturing")
 
@@ -47,8 +47,8 @@ def test_what_cannot_be_captured_runs_as_it_is(caplog: pytest.LogCaptureFixture)
 
     graphs = Failing(torch.device("cuda"))
     with caplog.at_level(logging.WARNING):
-        assert graphs.record(run) is run
-        assert graphs.record(run) is run
+        assert graphs.capture(run) is run
+        assert graphs.capture(run) is run
     assert graphs.tries == 1 and len(caplog.records) == 1 and "not permitted" in caplog.text
 
 
@@ -56,4 +56,4 @@ def test_nobody_wants_graphs() -> None:
     def run() -> None: ...
 
     graphs = Failing(torch.device("cuda"), eager=True)
-    assert graphs.record(run) is run and graphs.tries == 0
+    assert graphs.capture(run) is run and graphs.tries == 0

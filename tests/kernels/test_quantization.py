@@ -7,28 +7,28 @@ import pytest
 import torch
 from torch import Tensor
 
-from foreword.kernels.quantization import BLOCK, dequantize, rounded
-from tests.kernels.quantized import random, random_blocks
+from foreword.kernels.quantization import QUANT_BLOCKS, dequantize, fake_quantize
+from tests.kernels.quantized import random_weight, random_blocks
 
 
 def error(values: Tensor, exact: Tensor) -> float:
     return float((values - exact).square().mean().sqrt() / exact.square().mean().sqrt())
 
 
-@pytest.mark.parametrize("kind", BLOCK)
+@pytest.mark.parametrize("kind", QUANT_BLOCKS)
 def test_blocks_stand_for_what_gguf_says(kind: str) -> None:
     blocks = random_blocks(kind, 5, 768)
     theirs = gguf.quants.dequantize(blocks.data.numpy(), gguf.GGMLQuantizationType[kind.upper()])
     assert torch.equal(dequantize(blocks), torch.from_numpy(theirs))
 
 
-@pytest.mark.parametrize("kind", BLOCK)
+@pytest.mark.parametrize("kind", QUANT_BLOCKS)
 def test_blocks_are_as_large_as_gguf_says(kind: str) -> None:
     values, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind.upper()]]
-    assert (BLOCK[kind].values, BLOCK[kind].size) == (values, size)
+    assert (QUANT_BLOCKS[kind].num_values, QUANT_BLOCKS[kind].num_bytes) == (values, size)
 
 
-@pytest.mark.parametrize("kind", BLOCK)
+@pytest.mark.parametrize("kind", QUANT_BLOCKS)
 def test_subnormal_and_negative_scales_are_kept(kind: str) -> None:
     blocks = random_blocks(kind, 3, 512, scale=1e-7)
     theirs = gguf.quants.dequantize(blocks.data.numpy(), gguf.GGMLQuantizationType[kind.upper()])
@@ -36,34 +36,34 @@ def test_subnormal_and_negative_scales_are_kept(kind: str) -> None:
 
 
 def test_int8_is_within_half_a_step() -> None:
-    weight = random(20, 333)
+    weight = random_weight(20, 333)
     step = weight.abs().amax(1, keepdim=True) / 127
-    assert ((rounded(weight, "int8") - weight).abs() <= step * 0.5001).all()
+    assert ((fake_quantize(weight, "int8") - weight).abs() <= step * 0.5001).all()
 
 
 def test_int4_is_better_than_one_fixed_scale() -> None:
-    weight = random(50, 640)
+    weight = random_weight(50, 640)
     peak = weight.reshape(-1, 32).abs().amax(1, keepdim=True)
     fixed = (torch.round(weight.reshape(-1, 32) / peak * 8).clamp(-8, 7) * peak / 8).reshape(weight.shape)
-    assert error(rounded(weight, "int4"), weight) < 0.95 * error(fixed, weight)
+    assert error(fake_quantize(weight, "int4"), weight) < 0.95 * error(fixed, weight)
 
 
 @pytest.mark.parametrize(("kind", "values"), [("int8", 255), ("int4", 16)])
 def test_a_row_has_few_values(kind: str, values: int) -> None:
-    assert all(len(row.unique()) <= values for row in rounded(random(9, 32), kind))
+    assert all(len(row.unique()) <= values for row in fake_quantize(random_weight(9, 32), kind))
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4"])
 def test_zeros_stay_and_what_is_not_finite_is_told(kind: str) -> None:
     weight = torch.zeros(4, 70)
     weight[1, 3], weight[2, 69], weight[3, 5] = torch.inf, torch.nan, 1e-42
-    values = rounded(weight, kind)
+    values = fake_quantize(weight, kind)
     assert not values[0].any() and not values[3].any()
     assert values[1, 3].isnan() and values[2, 69].isnan()
 
 
 def test_int4_rounds_each_group_alone() -> None:
-    weight = random(3, 96)
-    whole = rounded(weight, "int4")
-    parts = [rounded(part, "int4") for part in torch.split(weight, 32, 1)]
+    weight = random_weight(3, 96)
+    whole = fake_quantize(weight, "int4")
+    parts = [fake_quantize(part, "int4") for part in torch.split(weight, 32, 1)]
     assert torch.equal(whole, torch.cat(parts, 1))

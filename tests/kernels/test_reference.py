@@ -12,13 +12,13 @@ from torch import Tensor
 
 from foreword.core.batch import Batch, Chunk, build_batch
 from foreword.core.kv import KVLayer
-from foreword.kernels.fast_math import FastMath
-from foreword.kernels.ops import Blocks
-from foreword.kernels.quantization import rounded
-from foreword.kernels.reference import Reference, reference_threads
-from foreword.kernels.reference_attention import ROWS, WIDTH, plan_attention
+from foreword.kernels.fast_math import FastMathOps
+from foreword.kernels.ops import QuantizedBlocks
+from foreword.kernels.quantization import fake_quantize
+from foreword.kernels.reference import ReferenceOps, reference_threads
+from foreword.kernels.reference_attention import Q_TILE, KV_TILE, build_attention_metadata
 
-OPS = Reference()
+OPS = ReferenceOps()
 TILE = OPS.row_tile
 COUNTS = [*range(1, 41), 47, 48, 49, 64, 100]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -47,7 +47,7 @@ def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> tor
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def pack(weight: torch.Tensor, bias: torch.Tensor | None = None, ops: Reference = OPS):
+def pack(weight: torch.Tensor, bias: torch.Tensor | None = None, ops: ReferenceOps = OPS):
     return ops.pack_linear([weight], str(weight.dtype).removeprefix("torch."), bias)
 
 
@@ -66,9 +66,9 @@ def operations(dtype: torch.dtype, width: int):
         "linear": lambda x: OPS.linear(x, packed),
         "rms_norm": lambda x: OPS.rms_norm(x, weight, 1e-6),
         "head_norm": lambda x: OPS.rms_norm(x.view(x.shape[0], 2, -1), weight[: width // 2], 1e-6),
-        "silu": lambda x: OPS.gated(x, "silu"),
-        "gelu": lambda x: OPS.gated(x, "gelu"),
-        "gelu_tanh": lambda x: OPS.gated(x, "gelu_tanh"),
+        "silu": lambda x: OPS.gated_act(x, "silu"),
+        "gelu": lambda x: OPS.gated_act(x, "gelu"),
+        "gelu_tanh": lambda x: OPS.gated_act(x, "gelu_tanh"),
         "softcap": lambda x: OPS.softcap(x, 3.0),
         "rope": rope,
     }
@@ -108,13 +108,13 @@ def test_threads_do_not_matter_to_a_row(dtype: torch.dtype):
 @pytest.mark.parametrize("width", [3072, 40000])
 def test_wide_activations_are_cut_where_no_thread_and_no_remainder_begins(width: int):
     rows = randn(20, 2 * width)
-    alone = torch.cat([OPS.gated(rows[index : index + 1], "silu") for index in range(20)])
-    assert same_bits(OPS.gated(rows, "silu"), alone)
+    alone = torch.cat([OPS.gated_act(rows[index : index + 1], "silu") for index in range(20)])
+    assert same_bits(OPS.gated_act(rows, "silu"), alone)
 
 
 def test_ordinary_torch_is_noticed():
     """The negative control: without row tiles the same comparison fails."""
-    fast = FastMath()
+    fast = FastMathOps()
     packed = pack(randn(96, 512, seed=1), ops=fast)
     rows = randn(64, 512)
     alone = torch.cat([fast.linear(rows[index : index + 1], packed) for index in range(64)])
@@ -127,10 +127,10 @@ def test_operations_compute_what_they_say():
     torch.testing.assert_close(OPS.rms_norm(x, weight, 1e-6), expected)
     matrix, bias = randn(24, 64, seed=2), randn(24, seed=3)
     torch.testing.assert_close(OPS.linear(x, pack(matrix, bias)), x @ matrix.T + bias)
-    torch.testing.assert_close(OPS.gated(x, "silu"), torch.nn.functional.silu(x[:, :32]) * x[:, 32:])
+    torch.testing.assert_close(OPS.gated_act(x, "silu"), torch.nn.functional.silu(x[:, :32]) * x[:, 32:])
     torch.testing.assert_close(OPS.softcap(x, 2.0), 2.0 * torch.tanh(x / 2.0))
     assert torch.equal(OPS.embedding(torch.tensor([3, 0]), pack(x), torch.float32), x[[3, 0]])
-    assert torch.equal(OPS.take_rows(x, torch.tensor([3, 0])), x[[3, 0]])
+    assert torch.equal(OPS.index_rows(x, torch.tensor([3, 0])), x[[3, 0]])
     assert torch.equal(OPS.add(x, x), 2 * x)
 
 
@@ -144,7 +144,7 @@ def test_parts_lie_one_below_the_other():
 def test_a_quantized_weight_stands_for_its_rounded_values(kind: str):
     weight, x = randn(24, 64), randn(5, 64, seed=3)
     packed = OPS.pack_linear([weight], kind)
-    values = rounded(weight, kind)
+    values = fake_quantize(weight, kind)
     torch.testing.assert_close(OPS.linear(x, packed), x @ values.T)
     assert same_bits(OPS.embedding(torch.tensor([3, 0]), packed, torch.bfloat16, 1.5), (values[[3, 0]] * 1.5).bfloat16())
 
@@ -152,7 +152,7 @@ def test_a_quantized_weight_stands_for_its_rounded_values(kind: str):
 def test_blocks_of_a_file_keep_their_kind():
     scales = torch.full((24, 2), 0.5, dtype=torch.float16).view(torch.uint8).view(24, 2, 2)
     quants = torch.arange(64, dtype=torch.uint8).expand(24, 64).reshape(24, 2, 32)
-    blocks = Blocks("q8_0", torch.cat((scales, quants), 2).view(24, 68), 64)
+    blocks = QuantizedBlocks("q8_0", torch.cat((scales, quants), 2).view(24, 68), 64)
     packed = OPS.pack_linear([blocks], "int4")
     assert torch.equal(OPS.embedding(torch.tensor([5]), packed, torch.float32), torch.arange(64)[None] * 0.5)
 
@@ -219,13 +219,13 @@ def run(cache: Cache, spans: list[tuple[int, int, int]], heads: int, **options) 
     batch = cache.batch(spans)
     dim = cache.k.shape[2]
     q = torch.full((len(batch.positions), heads, dim), math.nan, dtype=cache.k.dtype)
-    for (request, start, end), row in zip(spans, batch.row_starts, strict=False):
+    for (request, start, end), row in zip(spans, batch.query_start_loc, strict=False):
         q[row : row + end - start] = queries(request, end, heads, dim, cache.k.dtype)[start:]
     out = OPS.attention(q, cache.layer, batch, dim**-0.5, **options)
-    assert not out[batch.row_starts[-1] :].any()
+    assert not out[batch.query_start_loc[-1] :].any()
     return {
         (request, start + index): out[row + index]
-        for (request, start, end), row in zip(spans, batch.row_starts, strict=False)
+        for (request, start, end), row in zip(spans, batch.query_start_loc, strict=False)
         for index in range(end - start)
     }
 
@@ -249,7 +249,7 @@ def textbook(cache: Cache, request: int, length: int, heads: int, window: int | 
 @pytest.mark.parametrize("window", [None, 1, 40, 300])
 @pytest.mark.parametrize("softcap", [None, 2.0])
 def test_attention_is_softmax_over_what_a_row_sees(heads, kv_heads, dim, window, softcap):
-    length = 2 * WIDTH + 37
+    length = 2 * KV_TILE + 37
     cache = Cache([length], kv_heads, dim)
     out = run(cache, [(0, 0, length)], heads, window=window, softcap=softcap)
     expected = textbook(cache, 0, length, heads, window, softcap)
@@ -289,10 +289,10 @@ def test_attention_does_not_depend_on_chunks_nor_on_garbage(
 
 @pytest.mark.parametrize("window", [None, 16, 250, 290])
 def test_attention_around_the_edge_of_a_kv_tile(window: int | None):
-    length = WIDTH + 60
+    length = KV_TILE + 60
     cache = Cache([length], 1, 16)
     whole = run(cache, [(0, 0, length)], 1, window=window)
-    for start in range(WIDTH - 20, WIDTH + 40):
+    for start in range(KV_TILE - 20, KV_TILE + 40):
         rows = run(cache, [(0, start, start + 16)], 1, window=window)
         agree(rows, {key: whole[key] for key in rows})
 
@@ -346,12 +346,12 @@ def test_the_plan_of_all_layers_is_that_of_one():
     cache = Cache([300, 20], 2, 16)
     batch = cache.batch([(0, 290, 300), (1, 0, 20)])
     q = randn(len(batch.positions), 4, 16)
-    planned = OPS.attention(q, cache.layer, batch, 0.25, plan=plan_attention(batch))
+    planned = OPS.attention(q, cache.layer, batch, 0.25, metadata=build_attention_metadata(batch))
     assert same_bits(planned, OPS.attention(q, cache.layer, batch, 0.25))
-    (group,) = plan_attention(batch).groups
-    assert group.filled.shape == (2 * ROWS + 3 * ROWS,)
-    assert group.rows.tolist() == list(range(30))
-    assert [place % ROWS for place in group.places.tolist()] == [p % ROWS for p in (*range(290, 300), *range(20))]
+    (group,) = build_attention_metadata(batch).groups
+    assert group.padded_rows.shape == (2 * Q_TILE + 3 * Q_TILE,)
+    assert group.valid_rows.tolist() == list(range(30))
+    assert [place % Q_TILE for place in group.valid_places.tolist()] == [p % Q_TILE for p in (*range(290, 300), *range(20))]
 
 
 def test_a_product_that_rounds_by_place_is_noticed(monkeypatch: pytest.MonkeyPatch):
@@ -365,13 +365,13 @@ def test_a_product_that_rounds_by_place_is_noticed(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("foreword.kernels.reference.F", SimpleNamespace(linear=uneven))
     packed, x = pack(randn(24, 32)), randn(40, 32)
     assert same_bits(OPS.linear(x, packed)[20:30], OPS.linear(x[20:30], packed))
-    assert packed.layouts[torch.float32].by_row
+    assert packed.by_dtype[torch.float32].row_by_row
 
 
 def test_a_product_that_rounds_all_rows_alike_runs_on_tiles():
     packed = pack(randn(24, 32))
     OPS.linear(randn(1, 32), packed)
-    assert not packed.layouts[torch.float32].by_row
+    assert not packed.by_dtype[torch.float32].row_by_row
 
 
 def test_an_empty_batch_is_all_padding():
@@ -409,7 +409,7 @@ def test_int8_keys_and_values_have_a_scale_for_each_vector():
 @pytest.mark.parametrize("window", [None, 40])
 def test_attention_reads_int8_as_it_was_rounded(window: int | None):
     """Equal in every bit to a float32 cache that holds the rounded values; slots that nobody wrote hold NaN."""
-    length = WIDTH + 37
+    length = KV_TILE + 37
     cache = Cache([length], 2, 16)
     slots = torch.tensor(cache.slots(0, length))
     layer = int8_layer(cache.k.shape[0], 2, 16)
@@ -423,7 +423,7 @@ def test_attention_reads_int8_as_it_was_rounded(window: int | None):
 
 
 def test_float8_keys_and_values_are_read_as_they_were_rounded():
-    length = WIDTH + 5
+    length = KV_TILE + 5
     cache = Cache([length], 2, 16)
     slots = torch.tensor(cache.slots(0, length))
     values = [torch.full(cache.k.shape, math.nan).to(torch.float8_e4m3fn) for _ in range(2)]

@@ -13,14 +13,14 @@ import pytest
 
 from foreword.errors import ConfigError
 from foreword.kernels import registry
-from foreword.kernels.cards import Card
-from foreword.kernels.cpu.library import ISAS, isas
-from foreword.kernels.registry import describe, select, source_digest, why_not_native
+from foreword.kernels.cards import GPUInfo
+from foreword.kernels.cpu.library import ISAS, supported_isas
+from foreword.kernels.registry import list_backends, select_backend, source_digest, native_unavailable_reason
 
 
 def available(kind: str) -> list[str]:
     """Names of the backends whose name has this in it, or, if it is empty, of those that are exact."""
-    names = [backend.name for backend in describe() if backend.available]
+    names = [backend.name for backend in list_backends() if backend.available]
     return [name for name in names if (kind in name if kind else "fast-math" not in name)]
 
 
@@ -29,35 +29,35 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[str | None], None]:
     """Machines with a GPU on which Triton's kernels run, or do not for a reason."""
 
     def put(reason: str | None) -> None:
-        monkeypatch.setattr(registry, "card", lambda: Card("NVIDIA X", (9, 0)))
-        monkeypatch.setattr(registry, "why_not_triton", lambda: reason)
+        monkeypatch.setattr(registry, "current_gpu", lambda: GPUInfo("NVIDIA X", (9, 0)))
+        monkeypatch.setattr(registry, "triton_unavailable_reason", lambda: reason)
 
     return put
 
 
 def test_the_first_available_backend_is_selected(gpu: Callable[[str | None], None]) -> None:
     gpu("Triton is not installed")
-    assert select("cpu").name == available("")[0]
-    assert select("cpu", fast_math=True).name == available("fast-math")[0]
-    assert select("cuda").name == "reference" and select("cuda", fast_math=True).name == "fast-math"
-    assert all(backend.reason for backend in describe())
+    assert select_backend("cpu").name == available("")[0]
+    assert select_backend("cpu", fast_math=True).name == available("fast-math")[0]
+    assert select_backend("cuda").name == "reference" and select_backend("cuda", fast_math=True).name == "fast-math"
+    assert all(backend.reason for backend in list_backends())
 
 
 @pytest.mark.parametrize("eager", [True, False])
 def test_triton_computes_on_a_gpu(gpu: Callable[[str | None], None], eager: bool) -> None:
     pytest.importorskip("triton")
     gpu(None)
-    ops = select("cuda", eager=eager)
-    assert ops.name == available("")[0] == "triton" and ops.recordable
+    ops = select_backend("cuda", eager=eager)
+    assert ops.name == available("")[0] == "triton" and ops.supports_graphs
     assert getattr(ops, "eager") is eager  # noqa: B009 (a field of this backend alone)
-    assert why_not_native("cuda") is None
-    assert select("cpu").name != "triton"
+    assert native_unavailable_reason("cuda") is None
+    assert select_backend("cpu").name != "triton"
 
 
 def test_why_triton_does_not_compute_is_told(gpu: Callable[[str | None], None]) -> None:
     gpu("Triton is not installed")
-    assert why_not_native("cuda") == "the reference computes, in torch, which is slower: Triton is not installed"
-    assert next(backend for backend in describe() if backend.name == "triton").reason == "Triton is not installed"
+    assert native_unavailable_reason("cuda") == "the reference computes, in torch, which is slower: Triton is not installed"
+    assert next(backend for backend in list_backends() if backend.name == "triton").reason == "Triton is not installed"
 
 
 def test_nothing_but_a_gpu_needs_triton() -> None:
@@ -69,27 +69,27 @@ def test_nothing_but_a_gpu_needs_triton() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, env=hidden, timeout=120)
 
 
-@pytest.mark.parametrize("isa", isas())
+@pytest.mark.parametrize("isa", supported_isas())
 def test_an_instruction_set_can_be_forced(isa: str) -> None:
-    assert select("cpu", isa=isa).name == f"cpu-{isa}"
+    assert select_backend("cpu", isa=isa).name == f"cpu-{isa}"
 
 
 def test_torch_can_be_asked_for() -> None:
-    assert select("cpu", isa="reference").name in ("reference+native", "reference")
+    assert select_backend("cpu", isa="reference").name in ("reference+native", "reference")
 
 
-@pytest.mark.parametrize("isa", sorted(set(ISAS) - set(isas())))
+@pytest.mark.parametrize("isa", sorted(set(ISAS) - set(supported_isas())))
 def test_an_instruction_set_that_is_not_there_is_refused(isa: str) -> None:
     with pytest.raises(ConfigError, match=f"cpu_isa {isa} cannot be used here"):
-        select("cpu", isa=isa)
+        select_backend("cpu", isa=isa)
 
 
 def test_an_instruction_set_without_effect_is_refused() -> None:
     with pytest.raises(ConfigError, match="cpu_isa portable"):
-        select("cuda", isa="portable")
-    if isas():
+        select_backend("cuda", isa="portable")
+    if supported_isas():
         with pytest.raises(ConfigError, match="no effect with --fast-math"):
-            select("cpu", fast_math=True, isa="portable")
+            select_backend("cpu", fast_math=True, isa="portable")
 
 
 def test_another_source_of_a_kernel_is_another_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

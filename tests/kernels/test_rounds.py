@@ -16,19 +16,19 @@ from foreword.core.batch import Batch, Chunk, build_batch
 from foreword.core.params import SamplingParams
 from foreword.core.request import Request, RequestState
 from foreword.core.rows import SampleRow
-from foreword.drafting.base import Ask
-from foreword.drafting.model_passes import PassByPass
-from foreword.drafting.model_track import Track
+from foreword.drafting.base import DraftRequest
+from foreword.drafting.model_passes import EagerDraftLoop
+from foreword.drafting.model_track import DraftState
 from foreword.kernels import recorded
-from foreword.kernels.device_rounds import DeviceRounds
-from foreword.kernels.drafts import MAX_GUESSES
-from foreword.kernels.ops import DraftLane
-from foreword.kernels.recorded import RecordedForward
-from foreword.kernels.rounds import RoundLane, RoundResult
+from foreword.kernels.device_rounds import DeviceDecodeLoop
+from foreword.kernels.drafts import INITIAL_DRAFT_CAPACITY
+from foreword.kernels.ops import DraftJob
+from foreword.kernels.recorded import GraphRunner
+from foreword.kernels.rounds import DecodeSlot, DecodeResult
 from foreword.sampling.sampler import Sampler
 from foreword.sampling.verify import verify
 from tests.checkpoints import VOCAB_SIZE, write_checkpoint, write_drafter
-from tests.recordable import BLOCK_SIZE, CONTEXT, MAX_BLOCKS, Bed, Recordable, TapedGraphs
+from tests.recordable import BLOCK_SIZE, CONTEXT_LEN, MAX_BLOCKS, GraphTestBed, GraphCapturableOps, TapedGraphPool
 
 UNUSED = (0, 17, VOCAB_SIZE - 1)
 ROWS = 8
@@ -40,13 +40,13 @@ SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "
 class Beds:
     """Models that are captured, each beside the same one operation by operation."""
 
-    target: Bed
-    plain_target: Bed
-    drafters: dict[str, tuple[Bed, Bed]]
+    target: GraphTestBed
+    plain_target: GraphTestBed
+    drafters: dict[str, tuple[GraphTestBed, GraphTestBed]]
 
     def forget(self) -> None:
         for bed in (self.target, self.plain_target, *(bed for pair in self.drafters.values() for bed in pair)):
-            bed.forget()
+            bed.clear_cache()
 
 
 @pytest.fixture(scope="module")
@@ -61,10 +61,10 @@ def beds(tmp_path_factory: pytest.TempPathFactory) -> Beds:
     return Beds(*pair(target), {name: pair(path) for name, path in drafters.items()})
 
 
-def pair(path: Path) -> tuple[Bed, Bed]:
+def pair(path: Path) -> tuple[GraphTestBed, GraphTestBed]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(recorded, "Graphs", TapedGraphs)
-        captured, plain = Bed(path), Bed(path)
+        patch.setattr(recorded, "CudaGraphPool", TapedGraphPool)
+        captured, plain = GraphTestBed(path), GraphTestBed(path)
         captured.reserve(ROWS)
     return captured, plain
 
@@ -81,7 +81,7 @@ def held(length: int) -> int:
 class Host:
     """The plain loop, one round at a time: draft, forward, sample, verify."""
 
-    def __init__(self, target: Bed, drafter: Bed | None, states: Sequence[RequestState]) -> None:
+    def __init__(self, target: GraphTestBed, drafter: GraphTestBed | None, states: Sequence[RequestState]) -> None:
         self.target = target
         self.states = states
         self.forward: Callable[[Batch], Tensor] = target.forward
@@ -91,10 +91,10 @@ class Host:
             self.drafted = drafter.model.vocab_size
             unused = [i for i in UNUSED if i < self.drafted] + list(range(VOCAB_SIZE, self.drafted))
             sampler = Sampler(drafter.ops, self.drafted, unused)
-            self.passes = PassByPass(drafter.forward, drafter.ops, sampler, BLOCK_SIZE, "cpu")
+            self.passes = EagerDraftLoop(drafter.forward, drafter.ops, sampler, BLOCK_SIZE, "cpu")
 
     @torch.inference_mode()
-    def round(self, numbers: Sequence[int], num_draft: int) -> dict[int, RoundResult]:
+    def round(self, numbers: Sequence[int], num_draft: int) -> dict[int, DecodeResult]:
         drafts, logprobs = self._drafts(numbers, num_draft)
         chunks = [
             Chunk([self.states[n].tokens[-1], *drafts[n]], len(self.states[n].tokens) - 1, blocks_of(n), 1 + len(drafts[n]))
@@ -107,7 +107,7 @@ class Host:
             end = line + 1 + len(drafts[n])
             count = 1 + verify(sampled.token_ids[line:end], drafts[n])
             run = tuple(sampled.token_ids[line : line + count])
-            results[n] = RoundResult(run, drafts[n], logprobs[n], tuple(sampled.hashes[line : line + count]))
+            results[n] = DecodeResult(run, drafts[n], logprobs[n], tuple(sampled.logits_hashes[line : line + count]))
             if run[-1] >= 0:
                 self.states[n].append(run)
             line = end
@@ -120,17 +120,17 @@ class Host:
         for n in numbers:
             tokens = self.states[n].tokens
             known = [token if token < self.drafted else 0 for token in tokens[-2:]]
-            sampling = Track.of(self.states[n], self.drafted).sampling
+            sampling = DraftState.from_state(self.states[n], self.drafted).sampling
             first = len(tokens) - len(known)
-            lanes.append(DraftLane(known, first, blocks_of(n), len(tokens), num_draft, -torch.inf, sampling))
-        guesses = self.passes.draft([Ask(self.states[n]) for n in numbers], lanes)
+            lanes.append(DraftJob(known, first, blocks_of(n), len(tokens), num_draft, -torch.inf, sampling))
+        guesses = self.passes.draft([DraftRequest(self.states[n]) for n in numbers], lanes)
         return (
             {n: guess.token_ids for n, guess in zip(numbers, guesses, strict=True)},
             {n: guess.logprobs for n, guess in zip(numbers, guesses, strict=True)},
         )
 
 
-def prompt_pass(bed: Bed, states: Sequence[RequestState]) -> None:
+def prompt_pass(bed: GraphTestBed, states: Sequence[RequestState]) -> None:
     """KV of all known tokens but the last."""
     vocab = bed.model.vocab_size
     for number, state in enumerate(states):
@@ -140,11 +140,11 @@ def prompt_pass(bed: Bed, states: Sequence[RequestState]) -> None:
                 bed.forward(build_batch([Chunk(token_ids, 0, blocks_of(number), 0)], BLOCK_SIZE, 1, "cpu"))
 
 
-def lane_of(number: int, state: RequestState, length: int, drafted: bool) -> RoundLane:
+def lane_of(number: int, state: RequestState, length: int, drafted: bool) -> DecodeSlot:
     """With blocks for so many tokens."""
     blocks = blocks_of(number)[: held(length)]
-    sampling = Track.of(state, VOCAB_SIZE).sampling
-    return RoundLane(tuple(state.tokens[-2:]), len(state.tokens), blocks, sampling, blocks if drafted else ())
+    sampling = DraftState.from_state(state, VOCAB_SIZE).sampling
+    return DecodeSlot(tuple(state.tokens[-2:]), len(state.tokens), blocks, sampling, blocks if drafted else ())
 
 
 seeds = st.integers(0, 9) | st.integers(2**63, 2**64 - 1)
@@ -166,19 +166,19 @@ def copied(states: Sequence[RequestState]) -> list[RequestState]:
     return [RequestState(state.request, state.arrival, 4096) for state in states]
 
 
-def run_rounds(rounds: DeviceRounds, host: Host, drafted: bool, data: st.DataObject) -> None:
+def run_rounds(rounds: DeviceDecodeLoop, host: Host, drafted: bool, data: st.DataObject) -> None:
     """Launch, collect and grow in any order that is allowed, and compare each round with the host's."""
     states = host.states
     room = [len(state.tokens) for state in states]  # tokens that what was launched may come to
-    rounds._under_way.clear()  # of an example that was given up
-    rounds.begin([lane_of(n, state, room[n], drafted) for n, state in enumerate(states)])
+    rounds._in_flight.clear()  # of an example that was given up
+    rounds.start([lane_of(n, state, room[n], drafted) for n, state in enumerate(states)])
     kept = list(room)
     under_way: list[tuple[list[int], int]] = []
     broken: set[int] = set()
     for _ in range(data.draw(st.integers(1, 7))):
         if len(under_way) < 2 and (not under_way or data.draw(st.booleans())):
             num_draft = data.draw(st.sampled_from([0, 2, 5])) if drafted else 0
-            able = [n for n in range(len(states)) if room[n] + 1 + num_draft <= CONTEXT]
+            able = [n for n in range(len(states)) if room[n] + 1 + num_draft <= CONTEXT_LEN]
             if not able:
                 break
             active = data.draw(st.lists(st.sampled_from(able), min_size=1, unique=True))
@@ -186,7 +186,7 @@ def run_rounds(rounds: DeviceRounds, host: Host, drafted: bool, data: st.DataObj
                 room[n] += 1 + num_draft
                 if held(room[n]) > held(kept[n]):
                     kept[n] = room[n]
-                    rounds.grow(n, blocks_of(n)[: held(kept[n])], blocks_of(n)[: held(kept[n])] if drafted else ())
+                    rounds.extend_blocks(n, blocks_of(n)[: held(kept[n])], blocks_of(n)[: held(kept[n])] if drafted else ())
             rounds.launch(active, num_draft)
             under_way.append((active, num_draft))
         else:
@@ -195,7 +195,7 @@ def run_rounds(rounds: DeviceRounds, host: Host, drafted: bool, data: st.DataObj
         compare(rounds, host, under_way, broken)
 
 
-def compare(rounds: DeviceRounds, host: Host, under_way: list[tuple[list[int], int]], broken: set[int]) -> None:
+def compare(rounds: DeviceDecodeLoop, host: Host, under_way: list[tuple[list[int], int]], broken: set[int]) -> None:
     active, num_draft = under_way.pop(0)
     takes_part = [n for n in active if n not in broken]
     wanted = host.round(takes_part, num_draft) if takes_part else {}
@@ -210,7 +210,7 @@ def test_rounds_are_what_the_host_decodes(beds: Beds, states: list[RequestState]
     beds.forget()
     for bed in (beds.target, beds.plain_target, *((drafter, plain_drafter) if drafter and plain_drafter else ())):
         prompt_pass(bed, states)
-    rounds = beds.target.forward.rounds(BLOCK_SIZE, torch.tensor(UNUSED), drafter.forward if drafter else None, hashed=True)
+    rounds = beds.target.forward.get_decode_loop(BLOCK_SIZE, torch.tensor(UNUSED), drafter.forward if drafter else None, with_hashes=True)
     run_rounds(rounds, Host(beds.plain_target, plain_drafter, copied(states)), drafter is not None, data)
 
 
@@ -222,15 +222,15 @@ def test_a_drafter_equal_to_its_target_is_always_right(beds: Beds, temperature: 
     state = RequestState(request, 0, 4096)
     prompt_pass(beds.target, [state])
     prompt_pass(drafter, [state])
-    rounds = beds.target.forward.rounds(BLOCK_SIZE, torch.tensor(UNUSED), drafter.forward)
-    rounds.begin([lane_of(0, state, CONTEXT, drafted=True)])
+    rounds = beds.target.forward.get_decode_loop(BLOCK_SIZE, torch.tensor(UNUSED), drafter.forward)
+    rounds.start([lane_of(0, state, CONTEXT_LEN, drafted=True)])
     for _ in range(5):
         rounds.launch([0], 5)
         result = rounds.collect()[0]
-        assert result.token_ids[:5] == result.drafted and len(result.token_ids) == 6 and not result.hashes
+        assert result.token_ids[:5] == result.draft_ids and len(result.token_ids) == 6 and not result.logits_hashes
 
 
-class Breaking(Recordable):
+class Breaking(GraphCapturableOps):
     """Logits of the row at one position are no numbers; positions are those of the last batch."""
 
     def __init__(self, forward: Callable[[Batch], Tensor], position: int, owner_token: int) -> None:
@@ -239,7 +239,7 @@ class Breaking(Recordable):
 
     def __call__(self, batch: Batch) -> Tensor:
         logits = self.forward(batch)
-        here = (batch.positions == self.position) & (batch.block_tables[batch.owners, 0] == self.owner_token)
+        here = (batch.positions == self.position) & (batch.block_tables[batch.request_index, 0] == self.owner_token)
         return torch.where(here[batch.sample_rows][:, None], torch.nan, logits)
 
 
@@ -248,13 +248,13 @@ class Breaking(Recordable):
 def test_a_broken_row_ends_its_own_lane_only(beds: Beds, monkeypatch: pytest.MonkeyPatch, who: str, position: int) -> None:
     """Of the target: nothing more comes of the lane, even in the round that was under way. Of the drafter: a shorter draft."""
     beds.forget()
-    monkeypatch.setattr(recorded, "Graphs", TapedGraphs)
+    monkeypatch.setattr(recorded, "CudaGraphPool", TapedGraphPool)
     first = blocks_of(1)[0]
     forwards = {}
     for name, bed in (("target", beds.target), ("drafter", beds.drafters["equal"][0])):
         plain = bed.forward._forward
         broken = Breaking(plain, position, first) if name == who else plain
-        forwards[name] = RecordedForward(bed.ops, broken)
+        forwards[name] = GraphRunner(bed.ops, broken)
         forwards[name].reserve(ROWS, MAX_BLOCKS, False, "cpu", BLOCK_SIZE)
     states = [RequestState(Request(f"{n}", (40 + n, 41), SamplingParams(), n), n, 4096) for n in range(3)]
     plain_target, plain_drafter = beds.plain_target, beds.drafters["equal"][1]
@@ -262,13 +262,13 @@ def test_a_broken_row_ends_its_own_lane_only(beds: Beds, monkeypatch: pytest.Mon
         prompt_pass(bed, states)
     host = Host(plain_target, plain_drafter, copied(states))
     if who == "target":
-        host.forward = RecordedForward(plain_target.ops, Breaking(plain_target.forward._forward, position, first))
+        host.forward = GraphRunner(plain_target.ops, Breaking(plain_target.forward._forward, position, first))
     else:
-        broken_drafter = RecordedForward(plain_drafter.ops, Breaking(plain_drafter.forward._forward, position, first))
+        broken_drafter = GraphRunner(plain_drafter.ops, Breaking(plain_drafter.forward._forward, position, first))
         assert host.passes is not None
         host.passes._forward = broken_drafter
     rounds = forwards["target"].rounds(BLOCK_SIZE, torch.tensor(UNUSED), forwards["drafter"], hashed=True)
-    rounds.begin([lane_of(n, state, CONTEXT, drafted=True) for n, state in enumerate(states)])
+    rounds.begin([lane_of(n, state, CONTEXT_LEN, drafted=True) for n, state in enumerate(states)])
     under_way: list[tuple[list[int], int]] = []
     gone: set[int] = set()
     for number in range(4):
@@ -285,25 +285,25 @@ def test_a_request_without_a_token_before_its_last(beds: Beds) -> None:
     beds.forget()
     states = [RequestState(Request("", (40,), SamplingParams(temperature=0), 1), 0, 4096)]
     drafter, plain = beds.drafters["near"]
-    rounds = beds.target.forward.rounds(BLOCK_SIZE, torch.tensor(UNUSED), drafter.forward, hashed=True)
-    rounds.begin([lane_of(0, states[0], CONTEXT, drafted=True)])
+    rounds = beds.target.forward.get_decode_loop(BLOCK_SIZE, torch.tensor(UNUSED), drafter.forward, with_hashes=True)
+    rounds.start([lane_of(0, states[0], CONTEXT_LEN, drafted=True)])
     rounds.launch([0], 2)
     assert rounds.collect() == Host(beds.plain_target, plain, copied(states)).round([0], 2)
 
 
 def test_places_follow_the_shift(monkeypatch: pytest.MonkeyPatch) -> None:
     """The model only tells where a row stands."""
-    monkeypatch.setattr(recorded, "Graphs", TapedGraphs)
+    monkeypatch.setattr(recorded, "CudaGraphPool", TapedGraphPool)
 
     def forward(batch: Batch) -> Tensor:
-        assert batch.rope_positions is not None
-        return torch.nn.functional.one_hot(batch.rope_positions[batch.sample_rows, 2], 99).float()
+        assert batch.mrope_positions is not None
+        return torch.nn.functional.one_hot(batch.mrope_positions[batch.sample_rows, 2], 99).float()
 
-    quick = RecordedForward(Recordable(), forward)
+    quick = GraphRunner(GraphCapturableOps(), forward)
     quick.reserve(4, MAX_BLOCKS, True, "cpu", BLOCK_SIZE)
-    rounds = quick.rounds(BLOCK_SIZE, torch.tensor([], dtype=torch.int64))
-    sampling = Track.of(RequestState(Request("", (1,), SamplingParams(temperature=0), 0), 0, 9), 99).sampling
-    rounds.begin([RoundLane((1, 2), 30, blocks_of(n), sampling, shift=-4 * n) for n in range(3)])
+    rounds = quick.get_decode_loop(BLOCK_SIZE, torch.tensor([], dtype=torch.int64))
+    sampling = DraftState.from_state(RequestState(Request("", (1,), SamplingParams(temperature=0), 0), 0, 9), 99).sampling
+    rounds.start([DecodeSlot((1, 2), 30, blocks_of(n), sampling, mrope_offset=-4 * n) for n in range(3)])
     rounds.launch([2, 0, 1], 0)
     assert {n: result.token_ids for n, result in rounds.collect().items()} == {0: (29,), 1: (25,), 2: (21,)}
 
@@ -315,25 +315,25 @@ def test_what_is_recorded_before_a_run_changes_nothing(beds: Beds) -> None:
     drafter, plain = beds.drafters["near"]
     for bed in (beds.target, beds.plain_target, drafter, plain):
         prompt_pass(bed, states)
-    rounds = beds.target.forward.rounds(BLOCK_SIZE, torch.tensor(UNUSED), drafter.forward, hashed=True)
+    rounds = beds.target.forward.get_decode_loop(BLOCK_SIZE, torch.tensor(UNUSED), drafter.forward, with_hashes=True)
     host = Host(beds.plain_target, plain, copied(states))
-    rounds.begin([lane_of(0, states[0], CONTEXT, drafted=True)])
+    rounds.start([lane_of(0, states[0], CONTEXT_LEN, drafted=True)])
     rounds.launch([0], 2)
     told: list[tuple[int, int]] = []
-    rounds.prepare(3, 4, lambda done, total: told.append((done, total)))
+    rounds.capture_graphs(3, 4, lambda done, total: told.append((done, total)))
     assert told == [(done, 6) for done in range(1, 7)], "of 4, 2 and 1 requests, with filters and without"
-    rounds.launch([0], MAX_GUESSES + 1)
+    rounds.launch([0], INITIAL_DRAFT_CAPACITY + 1)
     assert rounds.collect() == host.round([0], 2)
-    assert rounds.collect() == host.round([0], MAX_GUESSES + 1)
+    assert rounds.collect() == host.round([0], INITIAL_DRAFT_CAPACITY + 1)
 
 
 def test_what_is_not_allowed_is_our_own_bug(beds: Beds) -> None:
     state = RequestState(Request("", (40, 41), SamplingParams(), 1), 0, 4096)
-    rounds = beds.target.forward.rounds(BLOCK_SIZE, torch.tensor(UNUSED))
-    lane = lane_of(0, state, CONTEXT, drafted=False)
+    rounds = beds.target.forward.get_decode_loop(BLOCK_SIZE, torch.tensor(UNUSED))
+    lane = lane_of(0, state, CONTEXT_LEN, drafted=False)
     with pytest.raises(AssertionError, match="reserved"):
-        rounds.begin([lane] * (ROWS + 1))
-    rounds.begin([lane])
+        rounds.start([lane] * (ROWS + 1))
+    rounds.start([lane])
     with pytest.raises(AssertionError, match="without a draft model"):
         rounds.launch([0], 1)
     rounds.launch([0], 0)
@@ -341,8 +341,8 @@ def test_what_is_not_allowed_is_our_own_bug(beds: Beds) -> None:
     with pytest.raises(AssertionError, match="third round"):
         rounds.launch([0], 0)
     with pytest.raises(AssertionError, match="under way"):
-        rounds.begin([lane])
+        rounds.start([lane])
     rounds.collect()
     rounds.collect()
     with pytest.raises(AssertionError, match="shorter"):
-        rounds.grow(0, [1])
+        rounds.extend_blocks(0, [1])

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from foreword.kernels.portable_math import log, mass
+from foreword.kernels.portable_math import log, exp_fixed_point
 from foreword.kernels.reference_sampling import ReferenceSampling, gumbel, noise, philox
-from tests.kernels.rows import KINDS, UNSOUND, make_row, rows, same_bits
+from tests.kernels.rows import ROW_KINDS, NON_FINITE_KINDS, make_row, random_rows, same_bits
 
 OPS = ReferenceSampling()
 SEEDS = (0, 1, 2**63, 2**64 - 1)
@@ -58,7 +58,7 @@ def test_logarithm_and_exponential_are_those_of_mathematics() -> None:
     assert torch.allclose(log(x), torch.from_numpy(np.log(x.numpy())), rtol=1e-15, atol=0)
     distance = torch.cat([-50 * x[:20_000], doubles(0.0, -64.0, -1e30, -math.inf)])
     exact = np.exp(distance.numpy().astype(np.longdouble)) * 2.0**42
-    assert float(np.abs(mass(distance).numpy() - exact).max()) < 0.51
+    assert float(np.abs(exp_fixed_point(distance).numpy() - exact).max()) < 0.51
 
 
 def test_noise_is_finite_and_exact_at_both_ends() -> None:
@@ -78,20 +78,20 @@ def test_noise_depends_on_seed_position_and_id_alone() -> None:
     assert whole[2, 4:8].tolist() == noise(torch.cat(first)).tolist()
 
 
-@given(rows(KINDS))
+@given(random_rows(ROW_KINDS))
 @settings(max_examples=60, deadline=None)
 def test_log_sum_exp_is_that_of_mathematics(logits: Tensor) -> None:
     exact = torch.logsumexp(logits.double(), dim=1)
     assert torch.allclose(OPS.log_sum_exp(logits).double(), exact, rtol=1e-6, atol=1e-6)
 
 
-@given(rows(KINDS), st.integers(1, 20))
+@given(random_rows(ROW_KINDS), st.integers(1, 20))
 @settings(max_examples=60, deadline=None)
 def test_top_ids_and_top_k_rank_by_value_then_id(logits: Tensor, k: int) -> None:
     k = min(k, logits.shape[1])
     top = OPS.top_ids(logits, k).tolist()
     cut = logits.clone()
-    OPS.keep_top_k(cut, torch.full((len(cut),), k))
+    OPS.apply_top_k(cut, torch.full((len(cut),), k))
     for line, row in enumerate(logits):
         first = ranked(row)[:k]
         assert top[line][: len(first)] == first
@@ -99,7 +99,7 @@ def test_top_ids_and_top_k_rank_by_value_then_id(logits: Tensor, k: int) -> None
         assert same_bits(cut[line, first], row[first])
 
 
-@given(rows(), st.data())
+@given(random_rows(), st.data())
 @settings(max_examples=60, deadline=None)
 def test_only_ids_whose_bit_is_set_stay(logits: Tensor, data: st.DataObject) -> None:
     """NaN and +inf stay whatever their bit."""
@@ -108,17 +108,17 @@ def test_only_ids_whose_bit_is_set_stay(logits: Tensor, data: st.DataObject) -> 
     words = [sum(1 << i % 32 for i in allowed if i // 32 == word) for word in range(max(allowed, default=0) // 32 + 1)]
     masks = torch.tensor(words).to(torch.int32).expand(len(logits), -1)
     cut = logits.clone()
-    OPS.keep_allowed(cut, masks)
+    OPS.apply_mask(cut, masks)
     for line, row in zip(cut.tolist(), logits.tolist(), strict=True):
         wanted = [value if i in allowed or not value < math.inf else -math.inf for i, value in enumerate(row)]
         assert repr(line) == repr(wanted)
 
 
-@given(rows(KINDS), st.floats(0.001, 0.999))
+@given(random_rows(ROW_KINDS), st.floats(0.001, 0.999))
 @settings(max_examples=60, deadline=None)
 def test_top_p_keeps_the_id_that_crosses_the_bound(logits: Tensor, p: float) -> None:
     cut = logits.clone()
-    OPS.keep_top_p(cut, torch.full((len(cut),), p, dtype=torch.float64))
+    OPS.apply_top_p(cut, torch.full((len(cut),), p, dtype=torch.float64))
     for line, row in zip(cut, logits, strict=True):
         order = ranked(row)
         probabilities = torch.softmax(row.double(), 0)[order]
@@ -128,11 +128,11 @@ def test_top_p_keeps_the_id_that_crosses_the_bound(logits: Tensor, p: float) -> 
         assert size == 1 or probabilities[: size - 1].sum() < p + 1e-6
 
 
-@given(rows(KINDS), st.floats(0.0, 1.0))
+@given(random_rows(ROW_KINDS), st.floats(0.0, 1.0))
 @settings(max_examples=60, deadline=None)
 def test_min_p_compares_with_the_likeliest(logits: Tensor, p: float) -> None:
     cut = logits.clone()
-    OPS.keep_min_p(cut, torch.full((len(cut),), p, dtype=torch.float64))
+    OPS.apply_min_p(cut, torch.full((len(cut),), p, dtype=torch.float64))
     for line, row in zip(cut, logits, strict=True):
         ratio = torch.exp(row.double() - row.amax())
         clear = (ratio - p).abs() > 1e-12
@@ -140,11 +140,11 @@ def test_min_p_compares_with_the_likeliest(logits: Tensor, p: float) -> None:
         assert torch.equal(line.isfinite()[clear], wanted[clear])
 
 
-@given(rows(KINDS), st.floats(0.001, 0.999))
+@given(random_rows(ROW_KINDS), st.floats(0.001, 0.999))
 @settings(max_examples=60, deadline=None)
 def test_typical_p_keeps_what_surprises_as_expected(logits: Tensor, p: float) -> None:
     cut = logits.clone()
-    OPS.keep_typical_p(cut, torch.full((len(cut),), p, dtype=torch.float64))
+    OPS.apply_typical_p(cut, torch.full((len(cut),), p, dtype=torch.float64))
     for line, row in zip(cut, logits, strict=True):
         probabilities = torch.softmax(row.double(), 0)
         surprise = -probabilities.log()
@@ -157,11 +157,11 @@ def test_typical_p_keeps_what_surprises_as_expected(logits: Tensor, p: float) ->
         assert not len(outside) or furthest <= outside.min() + slack
 
 
-@given(rows(KINDS), st.floats(0.01, 4.0))
+@given(random_rows(ROW_KINDS), st.floats(0.01, 4.0))
 @settings(max_examples=60, deadline=None)
 def test_top_n_sigma_counts_deviations(logits: Tensor, n: float) -> None:
     cut = logits.clone()
-    OPS.keep_top_n_sigma(cut, torch.full((len(cut),), n, dtype=torch.float64))
+    OPS.apply_top_n_sigma(cut, torch.full((len(cut),), n, dtype=torch.float64))
     for line, row in zip(cut, logits, strict=True):
         below = row[row.isfinite()].double() - row.amax()
         below = below.clamp(min=-1024)
@@ -172,14 +172,14 @@ def test_top_n_sigma_counts_deviations(logits: Tensor, n: float) -> None:
         assert line[int(row.argmax())] == row.amax()
 
 
-@given(rows(KINDS), st.floats(0.0, 1.0), st.integers(0, 2**31))
+@given(random_rows(ROW_KINDS), st.floats(0.0, 1.0), st.integers(0, 2**31))
 @settings(max_examples=60, deadline=None)
 def test_xtc_excludes_all_likely_ids_but_the_last(logits: Tensor, threshold: float, seed: int) -> None:
     count = len(logits)
     cut, never = logits.clone(), logits.clone()
     keys, thresholds = (torch.arange(count) + seed, torch.arange(count)), torch.full((count,), threshold).double()
-    OPS.exclude_top(cut, *keys, torch.ones(count).double(), thresholds)
-    OPS.exclude_top(never, *keys, torch.zeros(count).double(), thresholds)
+    OPS.apply_xtc(cut, *keys, torch.ones(count).double(), thresholds)
+    OPS.apply_xtc(never, *keys, torch.zeros(count).double(), thresholds)
     assert same_bits(never, logits)
     for line, row in zip(cut, logits, strict=True):
         probabilities = torch.softmax(row.double(), 0)
@@ -191,14 +191,14 @@ def test_xtc_excludes_all_likely_ids_but_the_last(logits: Tensor, threshold: flo
 def test_the_coin_of_xtc_is_as_fair_as_asked_and_no_noise_of_a_token() -> None:
     count = 4000
     rows_, zero = torch.zeros(count, 8), torch.zeros(count, dtype=torch.int64)
-    OPS.exclude_top(rows_, zero, torch.arange(count), torch.full((count,), 0.3).double(), zero.double())
+    OPS.apply_xtc(rows_, zero, torch.arange(count), torch.full((count,), 0.3).double(), zero.double())
     excluded = rows_[:, 0].isinf()
     assert excluded.sum().item() == pytest.approx(0.3 * count, abs=5 * math.sqrt(0.21 * count))
     noise_of_first = gumbel(zero, torch.arange(count), 8)[:, 0]
     assert torch.corrcoef(torch.stack((excluded.float(), noise_of_first)))[0, 1].abs() < 0.08
 
 
-@given(rows(), st.data())
+@given(random_rows(), st.data())
 @settings(max_examples=60, deadline=None)
 def test_amounts_are_added_and_penalties_divided(logits: Tensor, data: st.DataObject) -> None:
     count, width = logits.shape
@@ -207,8 +207,8 @@ def test_amounts_are_added_and_penalties_divided(logits: Tensor, data: st.DataOb
     flat = torch.tensor([token_id for own in ids for token_id in own], dtype=torch.int64)
     amounts = torch.linspace(-3, 3, len(flat))
     added, penalized = logits.clone(), logits.clone()
-    OPS.add_at(added, starts, flat, amounts)
-    OPS.penalize(penalized, starts, flat, torch.full((count,), 1.3))
+    OPS.add_bias(added, starts, flat, amounts)
+    OPS.apply_repetition_penalty(penalized, starts, flat, torch.full((count,), 1.3))
     place = 0
     for r, own in enumerate(ids):
         for token_id in own:
@@ -224,16 +224,16 @@ def test_amounts_are_added_and_penalties_divided(logits: Tensor, data: st.DataOb
 def test_bounds_at_their_ends_keep_everything_or_one() -> None:
     row = make_row("steep", 300, 1)[None]
     for operation, neutral in (
-        (OPS.keep_top_p, doubles(1.0)),
-        (OPS.keep_typical_p, doubles(1.0)),
-        (OPS.keep_top_n_sigma, doubles(1e9)),
-        (OPS.keep_min_p, doubles(0.0)),
-        (OPS.keep_top_k, ints(300)),
+        (OPS.apply_top_p, doubles(1.0)),
+        (OPS.apply_typical_p, doubles(1.0)),
+        (OPS.apply_top_n_sigma, doubles(1e9)),
+        (OPS.apply_min_p, doubles(0.0)),
+        (OPS.apply_top_k, ints(300)),
     ):
         same = row.clone()
         operation(same, neutral)
         assert same_bits(same, row)
-    for operation, single in ((OPS.keep_top_p, doubles(1e-300)), (OPS.keep_min_p, doubles(1.0)), (OPS.keep_top_k, ints(1))):
+    for operation, single in ((OPS.apply_top_p, doubles(1e-300)), (OPS.apply_min_p, doubles(1.0)), (OPS.apply_top_k, ints(1))):
         one = row.clone()
         operation(one, single)
         assert kept(one[0]) == [int(row.argmax())]
@@ -244,22 +244,22 @@ def test_ties_go_to_the_lowest_id() -> None:
     equal[0, 50] = -0.0
     assert OPS.top_ids(equal, 3).tolist() == [[0, 1, 2]]
     assert OPS.sample(equal[:, 40:], ints(0), ints(0), torch.tensor([True])).tolist() == [0]
-    for cut, operation, bound in ((3, OPS.keep_top_k, ints(3)), (50, OPS.keep_top_p, doubles(0.5))):
+    for cut, operation, bound in ((3, OPS.apply_top_k, ints(3)), (50, OPS.apply_top_p, doubles(0.5))):
         row = equal.clone()
         operation(row, bound)
         assert kept(row[0]) == list(range(cut))
 
 
-@pytest.mark.parametrize("kind", UNSOUND)
+@pytest.mark.parametrize("kind", NON_FINITE_KINDS)
 def test_rows_that_are_not_sound_stay_as_they_are_and_yield_no_token(kind: str) -> None:
     row = make_row(kind, 70, 3)[None]
     before = row.clone()
-    OPS.keep_top_k(row, ints(2))
-    OPS.keep_top_p(row, doubles(0.5))
-    OPS.keep_min_p(row, doubles(0.5))
-    OPS.keep_typical_p(row, doubles(0.5))
-    OPS.keep_top_n_sigma(row, doubles(0.5))
-    OPS.exclude_top(row, ints(0), ints(0), doubles(1.0), doubles(0.0))
+    OPS.apply_top_k(row, ints(2))
+    OPS.apply_top_p(row, doubles(0.5))
+    OPS.apply_min_p(row, doubles(0.5))
+    OPS.apply_typical_p(row, doubles(0.5))
+    OPS.apply_top_n_sigma(row, doubles(0.5))
+    OPS.apply_xtc(row, ints(0), ints(0), doubles(1.0), doubles(0.0))
     assert same_bits(row, before)
     assert OPS.log_sum_exp(row).isnan().all()
     for greedy in (True, False):

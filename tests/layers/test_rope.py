@@ -7,7 +7,7 @@ import torch
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from foreword.layers.rope import ROPE_TYPES, Rope, RopeConfig, frequencies
+from foreword.layers.rope import ROPE_TYPES, Rope, RopeConfig, rope_frequencies
 
 DIM, CONTEXT = 32, 4096
 OURS: dict[str, dict[str, Any]] = {
@@ -39,7 +39,7 @@ def expected(rope_type: str, options: dict[str, Any], length: int | None) -> tup
 def test_frequencies_for_the_longest_context_are_transformers_for_that_length(rope_type: str, max_len: int):
     options = OURS[rope_type]
     config = RopeConfig(rope_type, 5000.0, DIM, **{"original": CONTEXT, **options})
-    ours, scale = frequencies(config, max_len)
+    ours, scale = rope_frequencies(config, max_len)
     theirs, their_scale = expected(rope_type, options, max_len)
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)
     assert scale == pytest.approx(their_scale)
@@ -52,11 +52,11 @@ def test_every_type_is_compared():
 def test_rows_of_the_table():
     rope = Rope(RopeConfig("default", 100.0, 4), 50, "cpu")
     angles = torch.tensor([7.0, 0.7])
-    torch.testing.assert_close(rope.table[0], torch.tensor([1.0, 1.0, 0.0, 0.0]))
-    torch.testing.assert_close(rope.table[7], torch.cat((angles.cos(), angles.sin())))
+    torch.testing.assert_close(rope.cos_sin[0], torch.tensor([1.0, 1.0, 0.0, 0.0]))
+    torch.testing.assert_close(rope.cos_sin[7], torch.cat((angles.cos(), angles.sin())))
 
 
 def test_a_longer_table_begins_with_the_shorter_one():
     """Only where frequencies do not depend on the longest context."""
     short, long = (Rope(RopeConfig("default", 10000.0, 16), size, "cpu") for size in (10, 100))
-    torch.testing.assert_close(long.table[:10], short.table, atol=1e-7, rtol=0)
+    torch.testing.assert_close(long.cos_sin[:10], short.cos_sin, atol=1e-7, rtol=0)

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-__all__ = ["drawn", "file_of", "huge_png", "png", "png_chunk"]
+__all__ = ["random_drawing", "encode_image", "black_png", "png", "png_chunk"]
 
 CELL = 8
 PNG_HEAD = b"\x89PNG\r\n\x1a\n"
 
 
-def drawn(height: int, width: int, seed: int = 0, bands: int = 3) -> Image.Image:
+def random_drawing(height: int, width: int, seed: int = 0, bands: int = 3) -> Image.Image:
     """Coloured cells with some noise: neither flat nor noise alone."""
     rng = np.random.default_rng(seed)
     shape = (height, width, bands)
@@ -26,15 +26,15 @@ def drawn(height: int, width: int, seed: int = 0, bands: int = 3) -> Image.Image
     return Image.fromarray(pixels if bands > 1 else pixels[:, :, 0])
 
 
-def file_of(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
+def encode_image(image: Image.Image, image_format: str = "PNG", **options: Any) -> bytes:
     """As Pillow writes it."""
     file = io.BytesIO()
-    image.save(file, kind, **options)
+    image.save(file, image_format, **options)
     return file.getvalue()
 
 
-def png_chunk(kind: bytes, data: bytes) -> bytes:
-    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+def png_chunk(chunk_type: bytes, data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + chunk_type + data + struct.pack(">I", zlib.crc32(chunk_type + data))
 
 
 def png(width: int, height: int, data: bytes, *extra: bytes, depth: int = 8, colour: int = 2) -> bytes:
@@ -43,7 +43,7 @@ def png(width: int, height: int, data: bytes, *extra: bytes, depth: int = 8, col
     return PNG_HEAD + head + b"".join(extra) + png_chunk(b"IDAT", data) + png_chunk(b"IEND", b"")
 
 
-def huge_png(width: int, height: int) -> bytes:
+def black_png(width: int, height: int) -> bytes:
     """Black, a bit a pixel: a few kB that become very many pixels."""
     row = b"\0" * (1 + -(-width // 8))
     packer = zlib.compressobj(9)

@@ -24,11 +24,11 @@ from foreword.errors import InvalidRequest, ShuttingDown
 from foreword.media.download import download
 from foreword.media.fetch import Fetcher
 from foreword.media.limits import MediaLimits
-from foreword.media.source import Source
-from tests.media.files import drawn, file_of
+from foreword.media.source import ImageSource
+from tests.media.files import random_drawing, encode_image
 
 WHERE = "messages[0].content[1].image_url.url"
-DATA = file_of(drawn(20, 20))
+DATA = encode_image(random_drawing(20, 20))
 SECRET = "token=5ecret"
 
 
@@ -115,9 +115,9 @@ def names(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
 
 
 def fetched(url: str, *hosts: str, **options: Any) -> bytes:
-    fetcher = Fetcher(MediaLimits(hosts=hosts or ("127.0.0.1",), **{"timeout_s": 10.0, **options}))
+    fetcher = Fetcher(MediaLimits(allowed_hosts=hosts or ("127.0.0.1",), **{"timeout_s": 10.0, **options}))
     try:
-        return fetcher.fetch(Source(WHERE, url))
+        return fetcher.fetch(ImageSource(WHERE, url))
     finally:
         fetcher.close()
 
@@ -151,8 +151,8 @@ def test_cookies_are_not_kept(server: Server) -> None:
         file((handler.headers["Cookie"] or "none").encode(), **{"Set-Cookie": "who=alice"})(handler)
 
     server.ways["/picture"] = way
-    fetcher = Fetcher(MediaLimits(hosts=("127.0.0.1",)))
-    assert [fetcher.fetch(Source(WHERE, server.url("/picture"))) for _ in range(2)] == [b"none", b"none"]
+    fetcher = Fetcher(MediaLimits(allowed_hosts=("127.0.0.1",)))
+    assert [fetcher.fetch(ImageSource(WHERE, server.url("/picture"))) for _ in range(2)] == [b"none", b"none"]
     fetcher.close()
 
 
@@ -164,9 +164,9 @@ def test_three_redirects_are_enough(server: Server) -> None:
 
 @pytest.mark.parametrize("hosts", [(), ("example.com",), (".127.0.0.1",), ("localhost",)])
 def test_hosts_that_are_not_listed_are_refused(server: Server, hosts: tuple[str, ...]) -> None:
-    fetcher = Fetcher(MediaLimits(hosts=hosts))
+    fetcher = Fetcher(MediaLimits(allowed_hosts=hosts))
     with pytest.raises(InvalidRequest, match=r"pictures from 127\.0\.0\.1 are not allowed \(--allowed-media-domains\)"):
-        fetcher.fetch(Source(WHERE, server.url("/picture")))
+        fetcher.fetch(ImageSource(WHERE, server.url("/picture")))
     fetcher.close()
     assert not server.seen
 
@@ -368,7 +368,7 @@ def test_certificates_are_those_of_the_host_and_not_of_the_address(
     async def get(host: str) -> bytes:
         async with httpx.AsyncClient(trust_env=False, verify=trust) as client:
             url = server.url("/picture", host).replace("http:", "https:")
-            return await download(client, url, WHERE, MediaLimits(hosts=(".example.com",), timeout_s=10.0))
+            return await download(client, url, WHERE, MediaLimits(allowed_hosts=(".example.com",), timeout_s=10.0))
 
     assert asyncio.run(get("images.example.com")) == DATA
     with pytest.raises(InvalidRequest, match="cannot be fetched: ConnectError"):
@@ -378,32 +378,32 @@ def test_certificates_are_those_of_the_host_and_not_of_the_address(
 def test_many_at_once(server: Server) -> None:
     for number in range(20):
         server.ways[f"/{number}"] = file(b"%d" % number)
-    fetcher = Fetcher(MediaLimits(hosts=("127.0.0.1",)))
+    fetcher = Fetcher(MediaLimits(allowed_hosts=("127.0.0.1",)))
     with ThreadPoolExecutor(20) as pool:
-        found = list(pool.map(lambda number: fetcher.fetch(Source(WHERE, server.url(f"/{number}"))), range(20)))
+        found = list(pool.map(lambda number: fetcher.fetch(ImageSource(WHERE, server.url(f"/{number}"))), range(20)))
     fetcher.close()
     assert found == [b"%d" % number for number in range(20)]
 
 
 def test_closing_ends_what_waits(server: Server) -> None:
     server.ways["/picture"] = _drips(server, head=True)
-    fetcher = Fetcher(MediaLimits(hosts=("127.0.0.1",), timeout_s=60.0))
+    fetcher = Fetcher(MediaLimits(allowed_hosts=("127.0.0.1",), timeout_s=60.0))
     with ThreadPoolExecutor(1) as pool:
-        pending = pool.submit(fetcher.fetch, Source(WHERE, server.url("/picture")))
+        pending = pool.submit(fetcher.fetch, ImageSource(WHERE, server.url("/picture")))
         while not server.seen:
             time.sleep(0.01)
         fetcher.close()
         with pytest.raises(ShuttingDown):
             pending.result(20)
     with pytest.raises(ShuttingDown):
-        fetcher.fetch(Source(WHERE, server.url("/picture")))
+        fetcher.fetch(ImageSource(WHERE, server.url("/picture")))
 
 
 def test_what_is_at_hand_is_not_fetched() -> None:
     fetcher = Fetcher(MediaLimits(max_bytes=5000))
-    assert fetcher.fetch(Source(WHERE, data=DATA)) == DATA
-    assert fetcher.fetch(Source(WHERE, f"data:image/png;base64,{base64.b64encode(DATA).decode()}")) == DATA
+    assert fetcher.fetch(ImageSource(WHERE, data=DATA)) == DATA
+    assert fetcher.fetch(ImageSource(WHERE, f"data:image/png;base64,{base64.b64encode(DATA).decode()}")) == DATA
     with pytest.raises(InvalidRequest, match=r"larger than 0\.005 MB"):
-        fetcher.fetch(Source(WHERE, data=bytes(5001)))
+        fetcher.fetch(ImageSource(WHERE, data=bytes(5001)))
     assert not [thread for thread in threading.enumerate() if thread.name == "downloads"]
     fetcher.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from foreword.media.hosts import allows, is_public, may_be_private
+from foreword.media.hosts import is_allowed, is_public, may_be_private
 
 PRIVATE = [
     *("127.0.0.1", "127.8.8.8", "10.0.0.1", "172.16.0.1", "192.168.1.1", "169.254.169.254", "100.64.0.1", "0.0.0.0", "224.0.0.1"),
@@ -39,12 +39,12 @@ def test_addresses_in_the_open(address: str) -> None:
 
 def test_hosts_are_listed_one_by_one_or_by_their_parent() -> None:
     hosts = ("images.example.com", ".example.org")
-    assert allows(hosts, "images.example.com")
-    assert allows(hosts, "a.example.org")
-    assert allows(hosts, "b.a.example.org")
+    assert is_allowed(hosts, "images.example.com")
+    assert is_allowed(hosts, "a.example.org")
+    assert is_allowed(hosts, "b.a.example.org")
     for other in ("example.com", "x.images.example.com", "example.org", "badexample.org", "images.example.com.evil.net", ""):
-        assert not allows(hosts, other)
-    assert not allows((), "images.example.com")
+        assert not is_allowed(hosts, other)
+    assert not is_allowed((), "images.example.com")
 
 
 def test_only_addresses_and_localhost_may_be_private() -> None:

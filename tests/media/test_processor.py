@@ -23,15 +23,15 @@ from transformers.models.llava_next.image_processing_pil_llava_next import Llava
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
-from foreword.core.pictures import Picture
+from foreword.core.pictures import PromptImage
 from foreword.errors import CheckpointError
-from foreword.kernels.reference import Reference
-from foreword.media.limits import MAX_RATIO
-from foreword.media.processor import PROCESSORS, Processor, read_processor
+from foreword.kernels.reference import ReferenceOps
+from foreword.media.limits import MAX_ASPECT_RATIO
+from foreword.media.processor import PROCESSORS, ImageProcessor, read_processor
 from foreword.models.base import Precision
 from foreword.models.loader import load_model
-from foreword.models.vision.registry import VISION
-from tests.media.files import drawn
+from foreword.models.vision.registry import VISION_MODELS
+from tests.media.files import random_drawing
 from tests.vision_checkpoints import VISION_FAMILIES, write_vision_checkpoint
 
 TOKEN, TEXT = 7, "<picture>"
@@ -54,13 +54,13 @@ def checkpoint(path: Path, model_type: str, options: dict[str, Any], **config: A
     return path
 
 
-def processor(path: Path, model_type: str, options: dict[str, Any], **config: Any) -> Processor:
+def processor(path: Path, model_type: str, options: dict[str, Any], **config: Any) -> ImageProcessor:
     found = read_processor(checkpoint(path, model_type, options, **config))
     assert found is not None
     return found
 
 
-def array(picture: Picture) -> np.ndarray:
+def array(picture: PromptImage) -> np.ndarray:
     """uint8 [tiles, 3, height, width]"""
     assert picture.pixels is not None
     return np.frombuffer(picture.pixels, np.uint8).reshape(picture.shape)
@@ -75,12 +75,12 @@ def theirs(kind: type[PilBackend], options: dict[str, Any]) -> Callable[[Image.I
 
 def sizes(limit: int = 300) -> st.SearchStrategy[tuple[int, int]]:
     """(height, width) of every shape that is taken."""
-    narrow = st.tuples(st.integers(1, 5), st.integers(1, 1000)).filter(lambda size: size[1] <= MAX_RATIO * size[0])
+    narrow = st.tuples(st.integers(1, 5), st.integers(1, 1000)).filter(lambda size: size[1] <= MAX_ASPECT_RATIO * size[0])
     return st.one_of(
         st.tuples(st.integers(1, limit), st.integers(1, limit)),
         narrow,
         narrow.map(lambda size: (size[1], size[0])),
-    ).filter(lambda size: max(size) <= MAX_RATIO * min(size))
+    ).filter(lambda size: max(size) <= MAX_ASPECT_RATIO * min(size))
 
 
 FEW = settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -103,18 +103,18 @@ LLAVA_KINDS: dict[str, tuple[type[PilBackend], dict[str, Any]]] = {
 @given(size=sizes())
 def test_llava(tmp_path: Path, name: str, size: tuple[int, int]) -> None:
     kind, options = LLAVA_KINDS[name]
-    image = drawn(*size)
-    picture = processor(tmp_path, "llava", options).prepare(image)
+    image = random_drawing(*size)
+    picture = processor(tmp_path, "llava", options).preprocess(image)
     assert np.array_equal(array(picture)[0], theirs(kind, options)(image))
-    assert picture.size == size
+    assert picture.original_size == size
 
 
 @FEW
 @given(size=sizes())
 def test_llava_next(tmp_path: Path, size: tuple[int, int]) -> None:
     options = {**CLIP, "image_grid_pinpoints": PINPOINTS, "image_processor_type": "LlavaNextImageProcessor"}
-    image = drawn(*size)
-    picture = processor(tmp_path, "llava_next", options, image_grid_pinpoints=PINPOINTS).prepare(image)
+    image = random_drawing(*size)
+    picture = processor(tmp_path, "llava_next", options, image_grid_pinpoints=PINPOINTS).preprocess(image)
     assert np.array_equal(array(picture), theirs(LlavaNextImageProcessorPil, options)(image))
 
 
@@ -131,20 +131,20 @@ QWEN_KINDS: dict[str, dict[str, Any]] = {
 def test_qwen(tmp_path: Path, name: str, size: tuple[int, int]) -> None:
     options = QWEN_KINDS[name]
     patch = options.get("patch_size", 14)
-    image = drawn(*size)
-    picture = processor(tmp_path, name, options, vision_config={**QWEN_VISION, "patch_size": patch}).prepare(image)
+    image = random_drawing(*size)
+    picture = processor(tmp_path, name, options, vision_config={**QWEN_VISION, "patch_size": patch}).preprocess(image)
     made = Qwen2VLImageProcessorPil(**{**COLOURS, **{k: v for k, v in options.items() if "type" not in k}, **RAW})
     patches, grid = (made(image)[key] for key in ("pixel_values", "image_grid_thw"))
-    assert np.array_equal(grid[0], [1, picture.grid[1] * 2, picture.grid[2] * 2])
+    assert np.array_equal(grid[0], [1, picture.grid_thw[1] * 2, picture.grid_thw[2] * 2])
     assert picture.num_tokens == np.prod(grid[0]) // 4
-    rows, columns = picture.grid[1:]
+    rows, columns = picture.grid_thw[1:]
     split = array(picture)[0].reshape(3, rows, 2, patch, columns, 2, patch).transpose(1, 4, 2, 5, 0, 3, 6)
     doubled = np.repeat(split[:, :, :, :, :, None], 2, axis=5)
     assert np.array_equal(doubled.reshape(patches.shape), patches)
 
 
 @pytest.fixture(scope="module", params=["llava", "llava_siglip", "llava_next"])  # Qwen's whole processor needs torchvision
-def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Processor, Any]:
+def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[ImageProcessor, Any]:
     """Ours and theirs, read from the same checkpoint."""
     path = write_vision_checkpoint(tmp_path_factory.mktemp("checkpoint"), request.param)
     found = read_processor(path)
@@ -154,12 +154,12 @@ def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 @settings(max_examples=40, deadline=None)
 @given(size=sizes())
-def test_tokens_are_as_many_as_transformers_says(both: tuple[Processor, Any], size: tuple[int, int]) -> None:
+def test_tokens_are_as_many_as_transformers_says(both: tuple[ImageProcessor, Any], size: tuple[int, int]) -> None:
     ours, other = both
-    picture = ours.prepare(drawn(*size))
-    made = other(text=f"see {ours.placeholder_text}!", images=drawn(*size))
+    picture = ours.preprocess(random_drawing(*size))
+    made = other(text=f"see {ours.placeholder_text}!", images=random_drawing(*size))
     ids = list(np.ravel(made["input_ids"]))
-    assert ids.count(ours.placeholder) == picture.num_tokens == math.prod(picture.grid)
+    assert ids.count(ours.placeholder_id) == picture.num_tokens == math.prod(picture.grid_thw)
 
 
 @pytest.mark.parametrize("family", VISION_FAMILIES)
@@ -168,8 +168,8 @@ def test_the_tower_makes_as_many_features(tmp_path: Path, family: str, size: tup
     path = write_vision_checkpoint(tmp_path, family)
     found = read_processor(path)
     assert found is not None
-    picture = found.prepare(drawn(*size))
-    tower = load_model(path, Reference(), Precision.of("float32"), "cpu", 64).tower
+    picture = found.preprocess(random_drawing(*size))
+    tower = load_model(path, ReferenceOps(), Precision.from_dtypes("float32"), "cpu", 64).vision_encoder
     assert tower is not None
     assert len(_finished(tower.encode(picture))) == picture.num_tokens
 
@@ -192,12 +192,12 @@ def test_a_model_that_sees_nothing_has_no_processor(tmp_path: Path) -> None:
 
 
 def test_who_sees_has_a_processor_and_nobody_else() -> None:
-    assert PROCESSORS.keys() == VISION.keys()
+    assert PROCESSORS.keys() == VISION_MODELS.keys()
 
 
 def test_the_placeholder_is_the_models(tmp_path: Path) -> None:
     found = processor(tmp_path, "llava", CLIP)
-    assert (found.placeholder, found.placeholder_text) == (TOKEN, TEXT)
+    assert (found.placeholder_id, found.placeholder_text) == (TOKEN, TEXT)
 
 
 def test_options_may_stand_in_processor_config(tmp_path: Path) -> None:
@@ -273,7 +273,7 @@ def test_digests_tell_pictures_apart(tmp_path: Path) -> None:
     options = {**CLIP, "image_grid_pinpoints": PINPOINTS}
     made = processor(tmp_path, "llava_next", options, image_grid_pinpoints=PINPOINTS)
     black, grey = Image.new("RGB", (60, 60)), Image.new("RGB", (60, 60), (1, 1, 1))
-    pictures = [made.prepare(image) for image in (black, grey, Image.new("RGB", (60, 61)), Image.new("RGB", (61, 60)))]
+    pictures = [made.preprocess(image) for image in (black, grey, Image.new("RGB", (60, 61)), Image.new("RGB", (61, 60)))]
     assert len({picture.digest for picture in pictures}) == 4
-    assert made.prepare(black.copy()).digest == pictures[0].digest
+    assert made.preprocess(black.copy()).digest == pictures[0].digest
     assert all(len(picture.digest) == 16 for picture in pictures)

@@ -11,9 +11,9 @@ import pytest
 
 from foreword.errors import InvalidRequest
 from foreword.media.urls import read_data_url, read_file_url
-from tests.media.files import drawn, file_of
+from tests.media.files import random_drawing, encode_image
 
-DATA = file_of(drawn(9, 9))
+DATA = encode_image(random_drawing(9, 9))
 BASE64 = base64.b64encode(DATA).decode()
 LIMIT = 100_000
 SOUND = {

@@ -8,13 +8,13 @@ from dataclasses import replace
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from foreword.core.events import DraftingStats, DraftUse, StepStats, Tokens, cut
+from foreword.core.events import DraftingStats, DraftResult, StepStats, TokenEvent, truncate
 from foreword.core.params import SamplingParams
 from foreword.core.request import Request
 from foreword.core.runaway import Repetition
 from foreword.errors import RequestFailed
 from foreword.metrics.catalog import CATALOG, PREFIX
-from foreword.metrics.recorder import KEPT_ANSWERS, Recorder
+from foreword.metrics.recorder import MAX_FINISHED_STATS, MetricsRecorder
 
 
 class Clock:
@@ -31,11 +31,11 @@ def request(id_: str = "a", prompt: int = 10, seed: int = 7, **params: object) -
     return Request(id_, tuple(range(prompt)), SamplingParams(**params), seed, arrival_s=100.0)  # type: ignore[arg-type]
 
 
-def tokens(index: int, count: int, use: DraftUse | None = None, reason: str | None = None, **more: object) -> Tokens:
-    return Tokens("a", index, tuple(range(count)), draft=use, finish_reason=reason, scheduled_s=101.0, **more)  # type: ignore[arg-type]
+def tokens(index: int, count: int, use: DraftResult | None = None, reason: str | None = None, **more: object) -> TokenEvent:
+    return TokenEvent("a", index, tuple(range(count)), draft=use, finish_reason=reason, scheduled_s=101.0, **more)  # type: ignore[arg-type]
 
 
-def scrape(recorder: Recorder) -> dict[tuple[str, ...], float]:
+def scrape(recorder: MetricsRecorder) -> dict[tuple[str, ...], float]:
     """Series by (name without prefix, *label values)."""
     families = text_string_to_metric_families(recorder.render().decode())
     samples = [sample for family in families for sample in family.samples]
@@ -68,20 +68,20 @@ def lines(caplog: pytest.LogCaptureFixture) -> Iterator[list[str]]:
     logging.getLogger("foreword.metrics").removeHandler(handler)
 
 
-def play(recorder: Recorder, clock: Clock) -> Request:
+def play(recorder: MetricsRecorder, clock: Clock) -> Request:
     """2 s to the first token, then 5 tokens of 6 verified rows 1 s later, then a draft cut at a stop string."""
     asked = request()
-    recorder.arrived(asked)
-    recorder.delivered(asked, tokens(0, 1, num_cached=4), 102.0)
-    recorder.delivered(asked, tokens(1, 4, DraftUse("ngram", 4, 3)), 103.0)
-    run = tokens(5, 5, DraftUse("ngram", 4, 4))
+    recorder.on_submit(asked)
+    recorder.on_tokens(asked, tokens(0, 1, num_cached=4), 102.0)
+    recorder.on_tokens(asked, tokens(1, 4, DraftResult("ngram", 4, 3)), 103.0)
+    run = tokens(5, 5, DraftResult("ngram", 4, 4))
     clock.now = 104.0
-    recorder.delivered(asked, cut(run, 2, "stop"), 104.0)
+    recorder.on_tokens(asked, truncate(run, 2, "stop"), 104.0)
     return asked
 
 
 def test_delivered_tokens_are_counted_after_the_cut(clock: Clock) -> None:
-    recorder = Recorder(("ngram",), clock=clock)
+    recorder = MetricsRecorder(("ngram",), clock=clock)
     play(recorder, clock)
     series = scrape(recorder)
     assert series["prompt_tokens_total",] == 10
@@ -101,10 +101,10 @@ def test_delivered_tokens_are_counted_after_the_cut(clock: Clock) -> None:
 
 def test_eos_inside_an_accepted_run(clock: Clock) -> None:
     """The engine cut the run at EOS: three of four drafted tokens were emitted, no token after them."""
-    recorder = Recorder(("draft",), clock=clock)
+    recorder = MetricsRecorder(("draft",), clock=clock)
     asked = request()
-    recorder.arrived(asked)
-    recorder.delivered(asked, tokens(0, 3, DraftUse("draft", 4, 3), "stop", stop_id=2), 102.0)
+    recorder.on_submit(asked)
+    recorder.on_tokens(asked, tokens(0, 3, DraftResult("draft", 4, 3), "stop", stop_id=2), 102.0)
     series = scrape(recorder)
     assert series["generation_tokens_total",] == 3
     assert series["spec_accepted_tokens_total", "draft"] == 3
@@ -112,16 +112,16 @@ def test_eos_inside_an_accepted_run(clock: Clock) -> None:
 
 
 def test_accepted_never_exceeds_what_was_delivered(clock: Clock) -> None:
-    recorder = Recorder(("ngram",), clock=clock)
+    recorder = MetricsRecorder(("ngram",), clock=clock)
     asked = request()
-    recorder.arrived(asked)
-    recorder.delivered(asked, tokens(0, 2, DraftUse("ngram", 4, 4), "stop"), 102.0)
+    recorder.on_submit(asked)
+    recorder.on_tokens(asked, tokens(0, 2, DraftResult("ngram", 4, 4), "stop"), 102.0)
     assert scrape(recorder)["spec_accepted_tokens_total", "ngram"] == 2
 
 
 def test_latencies(clock: Clock) -> None:
     """A burst of m tokens after t counts m observations of t/m."""
-    recorder = Recorder(("ngram",), clock=clock)
+    recorder = MetricsRecorder(("ngram",), clock=clock)
     play(recorder, clock)
     series = scrape(recorder)
     assert series["inter_token_latency_seconds_count",] == 4 + 2
@@ -134,7 +134,7 @@ def test_latencies(clock: Clock) -> None:
 
 
 def test_figures_of_one_answer(clock: Clock) -> None:
-    recorder = Recorder(("ngram",), clock=clock)
+    recorder = MetricsRecorder(("ngram",), clock=clock)
     asked = play(recorder, clock)
     metrics = recorder.answer_metrics(asked.id)
     assert metrics is not None
@@ -154,31 +154,31 @@ def test_figures_of_one_answer(clock: Clock) -> None:
 
 def test_rates_begin_after_the_first_burst(clock: Clock) -> None:
     """Three tokens at once, four more 2 s later: 0.5 s a token, not a third."""
-    recorder = Recorder(("ngram",), clock=clock)
+    recorder = MetricsRecorder(("ngram",), clock=clock)
     asked = request()
-    recorder.arrived(asked)
-    recorder.delivered(asked, tokens(0, 3, DraftUse("ngram", 2, 2)), 102.0)
-    recorder.delivered(asked, tokens(3, 4, DraftUse("ngram", 3, 3)), 104.0)
+    recorder.on_submit(asked)
+    recorder.on_tokens(asked, tokens(0, 3, DraftResult("ngram", 2, 2)), 102.0)
+    recorder.on_tokens(asked, tokens(3, 4, DraftResult("ngram", 3, 3)), 104.0)
     metrics = recorder.answer_metrics("a")
     assert metrics is not None
     assert (metrics.time_per_output_token_ms, metrics.tokens_per_second) == (500.0, 2.0)
 
 
 def test_figures_that_do_not_exist_are_absent(clock: Clock) -> None:
-    off = Recorder((), clock=clock)
+    off = MetricsRecorder((), clock=clock)
     asked = request()
-    off.arrived(asked)
+    off.on_submit(asked)
     assert off.answer_metrics("a").as_dict() == {"seed": 7}  # type: ignore[union-attr]
-    off.delivered(asked, Tokens("a", 0, (1,), finish_reason="length"), 102.0)
+    off.on_tokens(asked, TokenEvent("a", 0, (1,), finish_reason="length"), 102.0)
     assert off.answer_metrics("a").as_dict() == {"time_to_first_token_ms": 2000.0, "cached_tokens": 0, "seed": 7}  # type: ignore[union-attr]
     assert off.answer_metrics("unknown") is None
 
 
 def test_a_request_that_drafted_nothing_says_so_by_absence(clock: Clock) -> None:
-    recorder = Recorder(("ngram",), clock=clock)
+    recorder = MetricsRecorder(("ngram",), clock=clock)
     asked = request()
-    recorder.arrived(asked)
-    recorder.delivered(asked, tokens(0, 3, reason="stop"), 102.0)
+    recorder.on_submit(asked)
+    recorder.on_tokens(asked, tokens(0, 3, reason="stop"), 102.0)
     metrics = recorder.answer_metrics("a")
     assert metrics is not None
     assert not [name for name in metrics.as_dict() if "draft" in name or "verify" in name or "acceptance" in name]
@@ -186,15 +186,15 @@ def test_a_request_that_drafted_nothing_says_so_by_absence(clock: Clock) -> None
 
 def test_figures_of_several_choices_together(clock: Clock) -> None:
     """Two choices of one prompt and one of another: sums of what is counted, the first to begin, speeds of all together."""
-    recorder = Recorder(("ngram", "suffix"), clock=clock)
+    recorder = MetricsRecorder(("ngram", "suffix"), clock=clock)
     a, b, c = request("x-0-0", seed=7), request("x-0-1", seed=8), request("x-1-0", seed=7)
     for asked in (a, b, c):
-        recorder.arrived(asked)
-    recorder.delivered(a, tokens(0, 1, num_cached=4), 103.0)
-    recorder.delivered(b, tokens(0, 2, DraftUse("ngram", 3, 1), num_cached=9), 102.0)
-    recorder.delivered(a, tokens(1, 4, DraftUse("suffix", 5, 3), "stop"), 105.0)
-    recorder.delivered(b, tokens(2, 4, DraftUse("ngram", 4, 4), "stop"), 104.0)
-    recorder.delivered(c, tokens(0, 1, reason="length", num_cached=2), 102.5)
+        recorder.on_submit(asked)
+    recorder.on_tokens(a, tokens(0, 1, num_cached=4), 103.0)
+    recorder.on_tokens(b, tokens(0, 2, DraftResult("ngram", 3, 1), num_cached=9), 102.0)
+    recorder.on_tokens(a, tokens(1, 4, DraftResult("suffix", 5, 3), "stop"), 105.0)
+    recorder.on_tokens(b, tokens(2, 4, DraftResult("ngram", 4, 4), "stop"), 104.0)
+    recorder.on_tokens(c, tokens(0, 1, reason="length", num_cached=2), 102.5)
     metrics = recorder.answer_metrics("x-0-0", "x-0-1", "x-1-0")
     assert metrics is not None
     assert metrics.as_dict() == {
@@ -214,20 +214,20 @@ def test_figures_of_several_choices_together(clock: Clock) -> None:
 
 
 def test_a_verified_draft_counts_where_nothing_was_emitted(clock: Clock) -> None:
-    recorder = Recorder(("ngram",), clock=clock)
+    recorder = MetricsRecorder(("ngram",), clock=clock)
     asked = request()
-    recorder.arrived(asked)
-    recorder.delivered(asked, cut(tokens(0, 3, DraftUse("ngram", 4, 2)), 0, "length"), 102.0)
+    recorder.on_submit(asked)
+    recorder.on_tokens(asked, truncate(tokens(0, 3, DraftResult("ngram", 4, 2)), 0, "length"), 102.0)
     metrics = recorder.answer_metrics("a")
     assert metrics is not None and (metrics.draft_tokens, metrics.draft_tokens_acceptance) == (4, 0.0)
     assert scrape(recorder)["spec_draft_tokens_total", "ngram"] == 4
 
 
 def test_an_end_without_tokens(clock: Clock) -> None:
-    recorder = Recorder((), clock=clock)
+    recorder = MetricsRecorder((), clock=clock)
     asked = request()
-    recorder.arrived(asked)
-    recorder.delivered(asked, tokens(0, 0, reason="stop"), 102.0)
+    recorder.on_submit(asked)
+    recorder.on_tokens(asked, tokens(0, 0, reason="stop"), 102.0)
     series = scrape(recorder)
     assert series["requests_finished_total", "stop"] == 1
     assert series["generation_tokens_total",] == 0
@@ -235,27 +235,27 @@ def test_an_end_without_tokens(clock: Clock) -> None:
 
 
 def test_a_runaway_is_counted_and_told_while_it_runs(clock: Clock, lines: list[str]) -> None:
-    recorder = Recorder((), clock=clock)
+    recorder = MetricsRecorder((), clock=clock)
     asked = request(on_runaway="warn")
-    recorder.arrived(asked)
-    recorder.delivered(asked, tokens(0, 300), 102.0)
+    recorder.on_submit(asked)
+    recorder.on_tokens(asked, tokens(0, 300), 102.0)
     assert scrape(recorder)["runaway_requests_total",] == 0
-    recorder.delivered(asked, tokens(300, 8, repeating=Repetition(3, 12)), 103.0)
+    recorder.on_tokens(asked, tokens(300, 8, repeating=Repetition(3, 12)), 103.0)
     assert scrape(recorder)["runaway_requests_total",] == 1
     (line,) = lines
     assert line == (
         "request a runs away: 303 tokens so far, and their end repeats a pattern of length 12; it goes on (on_runaway warn)"
     )
-    recorder.delivered(asked, tokens(308, 1, reason="length"), 104.0)
+    recorder.on_tokens(asked, tokens(308, 1, reason="length"), 104.0)
     metrics = recorder.answer_metrics("a")
     assert metrics is not None and metrics.as_dict()["repeating_tokens"] == 12
 
 
 def test_an_answer_that_was_ended_as_a_runaway_is_returned(clock: Clock, lines: list[str]) -> None:
-    recorder = Recorder((), clock=clock)
+    recorder = MetricsRecorder((), clock=clock)
     asked = request(on_runaway="stop")
-    recorder.arrived(asked)
-    recorder.delivered(asked, tokens(0, 260, reason="repetition", repeating=Repetition(260, 4)), 102.0)
+    recorder.on_submit(asked)
+    recorder.on_tokens(asked, tokens(0, 260, reason="repetition", repeating=Repetition(260, 4)), 102.0)
     series = scrape(recorder)
     assert series["requests_finished_total", "repetition"] == 1
     assert series["generation_tokens_total",] == 260
@@ -264,30 +264,30 @@ def test_an_answer_that_was_ended_as_a_runaway_is_returned(clock: Clock, lines: 
 
 
 def test_a_runaway_of_somebody_who_left_is_none(clock: Clock, lines: list[str]) -> None:
-    recorder = Recorder((), clock=clock)
-    recorder.delivered(request(), tokens(0, 8, repeating=Repetition(3, 12)), 103.0)
+    recorder = MetricsRecorder((), clock=clock)
+    recorder.on_tokens(request(), tokens(0, 8, repeating=Repetition(3, 12)), 103.0)
     assert scrape(recorder)["runaway_requests_total",] == 0 and not lines
 
 
 def test_ended_answers_are_bounded(clock: Clock) -> None:
-    recorder = Recorder((), clock=clock)
-    for number in range(KEPT_ANSWERS + 5):
+    recorder = MetricsRecorder((), clock=clock)
+    for number in range(MAX_FINISHED_STATS + 5):
         asked = request(str(number))
-        recorder.arrived(asked)
-        recorder.aborted(asked)
+        recorder.on_submit(asked)
+        recorder.on_abort(asked)
     assert recorder.answer_metrics("4") is None
     assert recorder.answer_metrics("5") is not None
 
 
 def test_failed_and_aborted_end_once(clock: Clock) -> None:
-    recorder = Recorder((), clock=clock)
+    recorder = MetricsRecorder((), clock=clock)
     first, second = request("a"), request("b")
-    recorder.arrived(first)
-    recorder.arrived(second)
-    recorder.failed(first, RequestFailed("broken"))
-    recorder.aborted(second)
-    recorder.aborted(second)
-    recorder.delivered(second, tokens(0, 1), 102.0)
+    recorder.on_submit(first)
+    recorder.on_submit(second)
+    recorder.on_error(first, RequestFailed("broken"))
+    recorder.on_abort(second)
+    recorder.on_abort(second)
+    recorder.on_tokens(second, tokens(0, 1), 102.0)
     series = scrape(recorder)
     assert series["requests_finished_total", "error"] == 1
     assert series["requests_finished_total", "abort"] == 1
@@ -295,14 +295,14 @@ def test_failed_and_aborted_end_once(clock: Clock) -> None:
 
 
 def test_steps_set_gauges_and_add_what_is_new(clock: Clock) -> None:
-    recorder = Recorder(("ngram",), clock=clock)
+    recorder = MetricsRecorder(("ngram",), clock=clock)
     first = StepStats(
         step=1, requests_running=3, requests_waiting=2, kv_cache_usage_ratio=0.5, prefix_cache_queries_total=10,
         prefix_cache_hits_total=4, preemptions_total=1, stage_seconds={"forward": 0.5}, drafter_errors={"ngram": 1},
     )  # fmt: skip
-    recorder.step(first)
-    recorder.step(first)
-    recorder.step(StepStats(step=2, prefix_cache_queries_total=15, prefix_cache_hits_total=4, preemptions_total=1))
+    recorder.on_step(first)
+    recorder.on_step(first)
+    recorder.on_step(StepStats(step=2, prefix_cache_queries_total=15, prefix_cache_hits_total=4, preemptions_total=1))
     series = scrape(recorder)
     assert series["requests_running",] == 0
     assert series["prefix_cache_queries_total",] == 15
@@ -314,22 +314,22 @@ def test_steps_set_gauges_and_add_what_is_new(clock: Clock) -> None:
 
 @pytest.mark.parametrize("again", [2, 9])
 def test_an_engine_started_again_counts_from_zero(clock: Clock, again: int) -> None:
-    recorder = Recorder((), clock=clock)
-    recorder.step(StepStats(step=9, preemptions_total=5))
-    recorder.step(StepStats(step=1, preemptions_total=again))
+    recorder = MetricsRecorder((), clock=clock)
+    recorder.on_step(StepStats(step=9, preemptions_total=5))
+    recorder.on_step(StepStats(step=1, preemptions_total=again))
     assert scrape(recorder)["preemptions_total",] == 5 + again
 
 
 DECIDED = DraftingStats(
-    lengths={"ngram": {1: 2, 7: 1}},
-    none={"does not pay": 3},
+    draft_length_counts={"ngram": {1: 2, 7: 1}},
+    no_draft_counts={"does not pay": 3},
     predicted_seconds=0.5,
     realised_seconds=0.75,
     exploring_seconds=0.25,
 )
 DECIDED_MORE = DraftingStats(
-    lengths={"ngram": {1: 2, 7: 2}, "draft": {32: 1}},
-    none={"does not pay": 4, "asleep": 1},
+    draft_length_counts={"ngram": {1: 2, 7: 2}, "draft": {32: 1}},
+    no_draft_counts={"does not pay": 4, "asleep": 1},
     predicted_seconds=1.0,
     realised_seconds=1.0,
     exploring_seconds=0.25,
@@ -337,9 +337,9 @@ DECIDED_MORE = DraftingStats(
 
 
 def test_decisions_about_drafts(clock: Clock) -> None:
-    recorder = Recorder(("ngram", "draft"), clock=clock)
-    recorder.step(StepStats(step=1, drafting=DECIDED))
-    recorder.step(StepStats(step=2, drafting=DECIDED_MORE))
+    recorder = MetricsRecorder(("ngram", "draft"), clock=clock)
+    recorder.on_step(StepStats(step=1, drafting=DECIDED))
+    recorder.on_step(StepStats(step=2, drafting=DECIDED_MORE))
     series = scrape(recorder)
     assert (series["spec_draft_length_count", "ngram"], series["spec_draft_length_sum", "ngram"]) == (4, 16)
     assert [series["spec_draft_length_bucket", "ngram", bound] for bound in ("1.0", "6.0", "8.0")] == [2, 2, 4]
@@ -353,28 +353,28 @@ def test_decisions_about_drafts(clock: Clock) -> None:
 
 
 def test_a_replaced_engine_is_counted_and_its_successor_begins_at_zero(clock: Clock) -> None:
-    recorder = Recorder((), clock=clock)
-    recorder.step(StepStats(step=3, preemptions_total=5, requests_running=7))
-    recorder.restarted("it was killed")
+    recorder = MetricsRecorder((), clock=clock)
+    recorder.on_step(StepStats(step=3, preemptions_total=5, requests_running=7))
+    recorder.on_restart("it was killed")
     assert scrape(recorder)["requests_running",] == 0
-    recorder.step(StepStats(step=4, preemptions_total=6))
+    recorder.on_step(StepStats(step=4, preemptions_total=6))
     series = scrape(recorder)
     assert (series["engine_restarts_total",], series["preemptions_total",]) == (1, 5 + 6)
 
 
 def test_gauges_are_asked_for_where_somebody_knows_better(clock: Clock) -> None:
-    recorder = Recorder((), clock=clock)
-    recorder.step(StepStats(step=3, requests_running=7))
-    recorder.stats_now = lambda: StepStats(requests_waiting=2, oldest_running_seconds=60.0)
+    recorder = MetricsRecorder((), clock=clock)
+    recorder.on_step(StepStats(step=3, requests_running=7))
+    recorder.get_stats = lambda: StepStats(requests_waiting=2, oldest_running_seconds=60.0)
     series = scrape(recorder)
     gauges = [series[name,] for name in ("requests_running", "requests_waiting", "oldest_running_seconds")]
     assert gauges == [0, 2, 60]
 
 
 def test_decisions_outlive_the_engine(clock: Clock) -> None:
-    recorder = Recorder(("ngram", "draft"), clock=clock)
-    recorder.step(StepStats(step=5, drafting=DECIDED_MORE))
-    recorder.step(StepStats(step=1, drafting=DECIDED))
+    recorder = MetricsRecorder(("ngram", "draft"), clock=clock)
+    recorder.on_step(StepStats(step=5, drafting=DECIDED_MORE))
+    recorder.on_step(StepStats(step=1, drafting=DECIDED))
     series = scrape(recorder)
     assert (series["spec_draft_length_count", "ngram"], series["spec_draft_length_sum", "ngram"]) == (4 + 3, 16 + 9)
     assert series["spec_no_draft_total", "does not pay"] == 7
@@ -382,60 +382,60 @@ def test_decisions_outlive_the_engine(clock: Clock) -> None:
 
 
 def test_returned_choices(clock: Clock) -> None:
-    recorder = Recorder((), clock=clock)
-    recorder.returned(3)
+    recorder = MetricsRecorder((), clock=clock)
+    recorder.on_response(3)
     assert scrape(recorder)["choices_returned_total",] == 3
 
 
 @pytest.mark.parametrize("drafters", [(), ("ngram", "draft")])
 @pytest.mark.parametrize("state", ["fresh", "idle", "busy"])
 def test_never_a_nan(drafters: tuple[str, ...], state: str, clock: Clock, lines: list[str]) -> None:
-    recorder = Recorder(drafters, clock=clock)
+    recorder = MetricsRecorder(drafters, clock=clock)
     if state != "fresh":
         asked = request()
-        recorder.arrived(asked)
+        recorder.on_submit(asked)
         reason = "stop" if state == "idle" else None
-        recorder.delivered(asked, tokens(0, 1, DraftUse("ngram", 1, 0) if drafters else None, reason), 102.0)
+        recorder.on_tokens(asked, tokens(0, 1, DraftResult("ngram", 1, 0) if drafters else None, reason), 102.0)
     clock.now += 20
-    recorder.tick()
+    recorder.log_if_due()
     clock.now += 20
-    recorder.tick()
+    recorder.log_if_due()
     assert not any(math.isnan(value) for value in scrape(recorder).values())
     assert b"nan" not in recorder.render().lower()
     assert not any("nan" in line.lower() for line in lines)
 
 
 def test_without_speculation_nothing_of_it_exists(clock: Clock, lines: list[str]) -> None:
-    recorder = Recorder((), clock=clock)
+    recorder = MetricsRecorder((), clock=clock)
     asked = request()
-    recorder.arrived(asked)
-    recorder.delivered(asked, tokens(0, 3), 102.0)
+    recorder.on_submit(asked)
+    recorder.on_tokens(asked, tokens(0, 3), 102.0)
     clock.now += 11
-    recorder.tick()
-    recorder.delivered(asked, tokens(3, 3, reason="length"), 112.0)
+    recorder.log_if_due()
+    recorder.on_tokens(asked, tokens(3, 3, reason="length"), 112.0)
     assert b"spec" not in recorder.render()
     assert lines and not any("spec" in line.lower() or "draft" in line.lower() for line in lines)
 
 
 def test_ratios_are_absent_until_something_was_drafted(clock: Clock) -> None:
-    series = scrape(Recorder(("ngram",), clock=clock))
+    series = scrape(MetricsRecorder(("ngram",), clock=clock))
     assert series["spec_drafts_total", "ngram"] == 0
     assert ("spec_system_efficiency_ratio", "ngram") not in series
     assert ("spec_acceptance_ratio", "ngram") not in series
 
 
 def test_every_series_is_in_the_catalog(clock: Clock) -> None:
-    recorder = Recorder(("ngram",), clock=clock)
+    recorder = MetricsRecorder(("ngram",), clock=clock)
     play(recorder, clock)
     names = {name.removesuffix("_bucket").removesuffix("_count").removesuffix("_sum") for name, *_ in scrape(recorder)}
     assert names <= {row.name for row in CATALOG}
 
 
 def test_throughput_is_not_diluted_by_idle_time(clock: Clock, lines: list[str]) -> None:
-    recorder = Recorder(("ngram",), clock=clock)
+    recorder = MetricsRecorder(("ngram",), clock=clock)
     play(recorder, clock)  # 4 s of work
     clock.now = 120.0
-    recorder.tick()
+    recorder.log_if_due()
     throughput = [line for line in lines if line.startswith("Throughput")]
     assert throughput == [
         "Throughput: prompt 2.5 tokens/s, generation 1.8 tokens/s, busy 4.0 s, running 0, waiting 0, KV cache 0.0%"
@@ -447,51 +447,51 @@ def test_throughput_is_not_diluted_by_idle_time(clock: Clock, lines: list[str]) 
 
 
 def test_no_line_without_traffic(clock: Clock, lines: list[str]) -> None:
-    recorder = Recorder(("ngram",), clock=clock)
+    recorder = MetricsRecorder(("ngram",), clock=clock)
     for _ in range(5):
         clock.now += 11
-        recorder.tick()
+        recorder.log_if_due()
     assert lines == []
 
 
 def test_the_speculation_line_covers_its_interval_only(clock: Clock, lines: list[str]) -> None:
-    recorder = Recorder(("ngram",), clock=clock)
+    recorder = MetricsRecorder(("ngram",), clock=clock)
     asked = request()
-    recorder.arrived(asked)
+    recorder.on_submit(asked)
     clock.now = 111.0
-    recorder.delivered(asked, tokens(0, 3, DraftUse("ngram", 2, 2)), 111.0)
-    recorder.tick()
+    recorder.on_tokens(asked, tokens(0, 3, DraftResult("ngram", 2, 2)), 111.0)
+    recorder.log_if_due()
     clock.now = 122.0
-    recorder.delivered(asked, tokens(3, 1), 122.0)
-    recorder.tick()
+    recorder.on_tokens(asked, tokens(3, 1), 122.0)
+    recorder.log_if_due()
     assert [line.split(":")[0] for line in lines] == ["Throughput", "SpecDecoding metrics", "Throughput"]
 
 
 def test_ticks_before_the_interval_say_nothing(clock: Clock, lines: list[str]) -> None:
-    recorder = Recorder(("ngram",), log_interval_s=10, clock=clock)
-    recorder.arrived(request())
+    recorder = MetricsRecorder(("ngram",), log_interval_s=10, clock=clock)
+    recorder.on_submit(request())
     clock.now += 5
-    recorder.tick()
+    recorder.log_if_due()
     assert lines == []
 
 
 def test_an_interval_of_zero_means_no_lines(clock: Clock, lines: list[str]) -> None:
-    recorder = Recorder((), log_interval_s=0, clock=clock)
+    recorder = MetricsRecorder((), log_interval_s=0, clock=clock)
     asked = request()
-    recorder.arrived(asked)
-    recorder.delivered(asked, tokens(0, 1), 102.0)
+    recorder.on_submit(asked)
+    recorder.on_tokens(asked, tokens(0, 1), 102.0)
     clock.now += 1000
-    recorder.tick()
+    recorder.log_if_due()
     assert lines == []
 
 
 def test_the_line_of_a_request(clock: Clock, lines: list[str]) -> None:
-    recorder = Recorder(("ngram",), clock=clock)
+    recorder = MetricsRecorder(("ngram",), clock=clock)
     asked = request(temperature=0.5, stop=("secret " * 50,))
-    recorder.arrived(asked)
-    recorder.delivered(asked, tokens(0, 3, DraftUse("ngram", 2, 2)), 102.0)
+    recorder.on_submit(asked)
+    recorder.on_tokens(asked, tokens(0, 3, DraftResult("ngram", 2, 2)), 102.0)
     clock.now = 103.0
-    recorder.delivered(asked, tokens(3, 1, reason="length"), 103.0)
+    recorder.on_tokens(asked, tokens(3, 1, reason="length"), 103.0)
     (line,) = lines
     assert line.startswith("request a: length; n 1 asked, 1 returned; params temperature=0.5 stop=... ")
     assert line.endswith(
@@ -502,22 +502,22 @@ def test_the_line_of_a_request(clock: Clock, lines: list[str]) -> None:
 
 
 def test_the_line_of_a_request_with_a_prediction(clock: Clock, lines: list[str]) -> None:
-    recorder = Recorder(("prediction",), clock=clock)
+    recorder = MetricsRecorder(("prediction",), clock=clock)
     asked = replace(request(), prediction_ids=(1, 2, 3))
-    recorder.arrived(asked)
-    recorder.delivered(asked, tokens(0, 3, DraftUse("prediction", 2, 2), "stop"), 102.0)
+    recorder.on_submit(asked)
+    recorder.on_tokens(asked, tokens(0, 3, DraftResult("prediction", 2, 2), "stop"), 102.0)
     assert "tokens 10 prompt (0 cached), 3 predicted, 3 generated; drafter prediction (2 of 2 accepted)" in lines[0]
 
 
 def test_choices_of_a_prompt_share_a_line(clock: Clock, lines: list[str]) -> None:
-    recorder = Recorder((), clock=clock)
+    recorder = MetricsRecorder((), clock=clock)
     choices = [request(f"cmpl-1-{index}", seed=7 + index) for index in range(3)]
     for choice in choices:
-        recorder.arrived(choice)
-    recorder.delivered(choices[1], tokens(0, 2, reason="stop"), 102.0)
-    recorder.delivered(choices[2], tokens(0, 3, reason="stop"), 102.0)
+        recorder.on_submit(choice)
+    recorder.on_tokens(choices[1], tokens(0, 2, reason="stop"), 102.0)
+    recorder.on_tokens(choices[2], tokens(0, 3, reason="stop"), 102.0)
     assert lines == []
-    recorder.aborted(choices[0])
+    recorder.on_abort(choices[0])
     (line,) = lines
     assert line.startswith(
         "request cmpl-1: abort 1, stop 2; n 3 asked, 2 returned; params seed=7; tokens 10 prompt (0 cached), 5"
@@ -526,8 +526,8 @@ def test_choices_of_a_prompt_share_a_line(clock: Clock, lines: list[str]) -> Non
 
 def test_pictures_are_told_only_where_the_model_sees_them(clock: Clock) -> None:
     stats = StepStats(step=1, images_encoded_total=3, image_cache_hits_total=5, stage_seconds={"encode": 0.5})
-    seeing, blind = Recorder((), clock=clock, pictures=True), Recorder((), clock=clock)
-    seeing.step(stats)
+    seeing, blind = MetricsRecorder((), clock=clock, multimodal=True), MetricsRecorder((), clock=clock)
+    seeing.on_step(stats)
     series = scrape(seeing)
     assert (series["images_encoded_total",], series["image_cache_hits_total",]) == (3, 5)
     names = {(name, *labels) for name, *labels in scrape(blind)}

@@ -8,12 +8,12 @@ import torch
 import transformers
 
 from foreword.kernels.cpu.backend import CpuOps
-from foreword.kernels.cpu.library import isas
-from foreword.kernels.reference import Reference
+from foreword.kernels.cpu.library import supported_isas
+from foreword.kernels.reference import ReferenceOps
 from foreword.models.base import Precision
-from foreword.models.loader import ARCHITECTURES, load_model, read_facts
+from foreword.models.loader import ARCHITECTURES, load_model, read_model_info
 from tests.checkpoints import FAMILIES, VOCAB_SIZE, write_checkpoint
-from tests.models.driving import Driver
+from tests.models.driving import ForwardHelper
 
 LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
@@ -91,8 +91,8 @@ def test_every_architecture_is_compared():
 def test_equal_to_transformers(case: str, tmp_path: Path, prompt: list[int]):
     family, overrides = CASES[case]
     path = write_checkpoint(tmp_path / family, family, **overrides)
-    theirs, ours = peer(path), Driver(path)
-    assert sum(item.numel() for item in theirs.parameters()) == ours.model.facts.parameters == read_facts(path).parameters
+    theirs, ours = peer(path), ForwardHelper(path)
+    assert sum(item.numel() for item in theirs.parameters()) == ours.model.info.parameters == read_model_info(path).parameters
     with torch.inference_mode():
         expected = theirs(torch.tensor([prompt])).logits[0]
         generated = theirs.generate(
@@ -112,19 +112,19 @@ def test_equal_to_transformers(case: str, tmp_path: Path, prompt: list[int]):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_chunks_and_single_tokens_give_the_same_bits(family: str, dtype: str, tmp_path: Path, prompt: list[int]):
     path = write_checkpoint(tmp_path / family, family, dtype=dtype)
-    check_chunks(Driver(path, dtype=dtype, block_size=4), prompt)
+    check_chunks(ForwardHelper(path, dtype=dtype, block_size=4), prompt)
 
 
-@pytest.mark.parametrize("isa", isas())
+@pytest.mark.parametrize("isa", supported_isas())
 @pytest.mark.parametrize("family", FAMILIES)
 def test_native_kernels_agree_with_the_reference_and_with_themselves(family: str, isa: str, tmp_path: Path, prompt: list[int]):
     path = write_checkpoint(tmp_path / family, family)
-    ours = Driver(path, ops=CpuOps(isa, threads=1), block_size=4)
-    torch.testing.assert_close(ours.logits(prompt), Driver(path).logits(prompt), atol=1e-4, rtol=0)
+    ours = ForwardHelper(path, ops=CpuOps(isa, threads=1), block_size=4)
+    torch.testing.assert_close(ours.logits(prompt), ForwardHelper(path).logits(prompt), atol=1e-4, rtol=0)
     check_chunks(ours, prompt)
 
 
-@pytest.mark.parametrize("isa", isas())
+@pytest.mark.parametrize("isa", supported_isas())
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
 @pytest.mark.parametrize(
     "options",
@@ -140,13 +140,13 @@ def test_native_kernels_agree_with_the_reference_and_with_themselves(family: str
 def test_native_kernels_of_every_precision(isa: str, family: str, options: dict[str, str], tmp_path: Path, prompt: list[int]):
     """Within a tenth of the logits' spread: activations are rounded too where weights are quantized."""
     path = write_checkpoint(tmp_path / family, family)
-    ours = Driver(path, ops=CpuOps(isa, threads=1), block_size=4, **options)
-    logits, expected = ours.logits(prompt), Driver(path, **options).logits(prompt)
+    ours = ForwardHelper(path, ops=CpuOps(isa, threads=1), block_size=4, **options)
+    logits, expected = ours.logits(prompt), ForwardHelper(path, **options).logits(prompt)
     assert (logits - expected).norm() < 0.1 * expected.norm()
     check_chunks(ours, prompt)
 
 
-def check_chunks(ours: Driver, prompt: list[int]) -> None:
+def check_chunks(ours: ForwardHelper, prompt: list[int]) -> None:
     whole = ours.logits(prompt)
     pieces = torch.cat([ours.logits(prompt[start:end], start) for start, end in [(0, 1), (1, 18), (18, 66)]])
     singles = torch.cat([ours.logits(prompt[index : index + 1], index) for index in range(66, 70)])
@@ -156,16 +156,16 @@ def check_chunks(ours: Driver, prompt: list[int]) -> None:
 
 def test_windows_matter(tmp_path: Path, prompt: list[int]):
     """The comparison with a window would notice one that is ignored."""
-    narrow = Driver(write_checkpoint(tmp_path / "narrow", "mistral", sliding_window=20))
-    wide = Driver(write_checkpoint(tmp_path / "wide", "mistral", sliding_window=None))
+    narrow = ForwardHelper(write_checkpoint(tmp_path / "narrow", "mistral", sliding_window=20))
+    wide = ForwardHelper(write_checkpoint(tmp_path / "wide", "mistral", sliding_window=None))
     left, right = narrow.logits(prompt), wide.logits(prompt)
     assert torch.equal(left[:20], right[:20])
     assert (left[30:] - right[30:]).abs().amax() > 0.1
 
 
 def test_facts_of_a_checkpoint(tmp_path: Path):
-    facts = read_facts(write_checkpoint(tmp_path, "qwen3", dtype="bfloat16", head_dim=24, num_hidden_layers=3))
-    assert (facts.architecture, facts.context, facts.dtype, facts.vocab_size) == ("qwen3", 512, "bfloat16", VOCAB_SIZE)
+    facts = read_model_info(write_checkpoint(tmp_path, "qwen3", dtype="bfloat16", head_dim=24, num_hidden_layers=3))
+    assert (facts.architecture, facts.context_len, facts.dtype, facts.vocab_size) == ("qwen3", 512, "bfloat16", VOCAB_SIZE)
     assert facts.kv_values_per_token == 3 * 2 * 2 * 24
 
 
@@ -179,13 +179,13 @@ def test_facts_of_a_checkpoint(tmp_path: Path):
     ],
 )
 def test_context_of_scaled_ropes(tmp_path: Path, scaling: dict[str, Any], context: int):
-    assert read_facts(write_checkpoint(tmp_path, rope_scaling=scaling)).context == context
+    assert read_model_info(write_checkpoint(tmp_path, rope_scaling=scaling)).context_len == context
 
 
 def test_dynamic_frequencies_follow_the_longest_context_not_the_current_one(tmp_path: Path, prompt: list[int]):
     """A deliberate difference from transformers, beyond the original length."""
     path = write_checkpoint(tmp_path, rope_scaling={"type": "dynamic", "factor": 2.0}, max_position_embeddings=64)
-    short, long = Driver(path, max_len=64), Driver(path, max_len=128)
+    short, long = ForwardHelper(path, max_len=64), ForwardHelper(path, max_len=128)
     assert not torch.equal(short.logits(prompt[:8]), long.logits(prompt[:8]))
     with torch.inference_mode():
         expected = peer(path)(torch.tensor([[*prompt, *prompt][:128]])).logits[0]
@@ -196,15 +196,15 @@ def test_bfloat16_weights_are_read_as_they_are(tmp_path: Path, prompt: list[int]
     path = write_checkpoint(tmp_path, dtype="bfloat16")
     with torch.inference_mode():
         expected = peer(path)(torch.tensor([prompt])).logits[0]
-    torch.testing.assert_close(Driver(path).logits(prompt), expected, atol=1e-4, rtol=0)
+    torch.testing.assert_close(ForwardHelper(path).logits(prompt), expected, atol=1e-4, rtol=0)
 
 
 def test_progress_ends_at_the_total(tmp_path: Path):
     seen: list[tuple[int, int]] = []
     load_model(
         write_checkpoint(tmp_path),
-        Reference(),
-        Precision.of("float32"),
+        ReferenceOps(),
+        Precision.from_dtypes("float32"),
         "cpu",
         64,
         lambda done, total: seen.append((done, total)),

@@ -12,15 +12,15 @@ from safetensors.torch import load_file, save_file
 
 from foreword import LLM, SamplingParams
 from foreword.errors import CheckpointError
-from foreword.kernels.cpu.library import KINDS, load_library
-from foreword.kernels.reference import Reference
+from foreword.kernels.cpu.library import FORMAT_IDS, load_library
+from foreword.kernels.reference import ReferenceOps
 from foreword.models.base import Precision
 from foreword.models.gguf.reader import open_gguf
-from foreword.models.loader import load_model, read_facts, weight_files
+from foreword.models.loader import load_model, read_model_info, weight_files
 from foreword.models.mapped import MappedFile
 from tests.checkpoints import FAMILIES, write_checkpoint, write_drafter
-from tests.gguf_files import Kind, quantized, write_gguf
-from tests.models.driving import Driver
+from tests.gguf_files import Kind, quantize, write_gguf
+from tests.models.driving import ForwardHelper
 
 PROMPT = torch.randint(0, 256, (70,), generator=torch.Generator().manual_seed(7)).tolist()
 WIDE = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 8, "head_dim": 32}  # rows of whole blocks
@@ -128,13 +128,13 @@ def pair(case: str, tmp_path: Path) -> tuple[Path, Path]:
 @pytest.mark.parametrize("case", CASES)
 def test_float32_gives_the_bits_of_the_checkpoint(case: str, tmp_path: Path) -> None:
     checkpoint, file = pair(case, tmp_path)
-    theirs, ours = Driver(checkpoint).logits(PROMPT), Driver(file).logits(PROMPT)
+    theirs, ours = ForwardHelper(checkpoint).logits(PROMPT), ForwardHelper(file).logits(PROMPT)
     if case == "llama-llama3":  # the divisors are rounded once more
         torch.testing.assert_close(ours, theirs, atol=1e-3, rtol=0)
     else:
         assert torch.equal(ours, theirs)
-    facts = read_facts(file)
-    assert facts.parameters == read_facts(checkpoint).parameters and facts.context == read_facts(checkpoint).context
+    facts = read_model_info(file)
+    assert facts.parameters == read_model_info(checkpoint).parameters and facts.context_len == read_model_info(checkpoint).context_len
 
 
 @pytest.mark.parametrize("kind", [Kind.Q8_0, Kind.Q5_0, Kind.Q4_0, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K, Kind.BF16, Kind.F16])
@@ -146,9 +146,9 @@ def test_quantized_is_the_checkpoint_of_rounded_weights(family: str, kind: Kind,
     tensors = load_file(checkpoint / "model.safetensors")
     for name, tensor in tensors.items():
         if tensor.ndim == 2:
-            tensors[name] = torch.from_numpy(gguf.dequantize(quantized(tensor.numpy(), kind), kind)).view(tensor.shape)
+            tensors[name] = torch.from_numpy(gguf.dequantize(quantize(tensor.numpy(), kind), kind)).view(tensor.shape)
     save_file(tensors, checkpoint / "model.safetensors")
-    assert torch.equal(Driver(file).logits(PROMPT), Driver(checkpoint).logits(PROMPT))
+    assert torch.equal(ForwardHelper(file).logits(PROMPT), ForwardHelper(checkpoint).logits(PROMPT))
 
 
 def test_mixed_kinds(tmp_path: Path) -> None:
@@ -187,13 +187,13 @@ def test_as_target_and_as_drafter(tmp_path: Path) -> None:
 def test_facts(tmp_path: Path) -> None:
     """Blocks weigh what they weigh; what is computed beside them is bfloat16."""
     checkpoint = write_checkpoint(tmp_path / "checkpoint", **WIDE)
-    facts = read_facts(write_gguf(checkpoint, tmp_path / "q.gguf", Kind.Q4_0))
+    facts = read_model_info(write_gguf(checkpoint, tmp_path / "q.gguf", Kind.Q4_0))
     matrices, outer = facts.parameters - 5 * 256, 2 * 272 * 256
-    assert (facts.dtype, facts.weight_bytes) == ("bfloat16", matrices * 18 // 32)
-    assert (facts.kept_parameters, facts.kept_embedding_parameters, facts.embedding_parameters) == (matrices, outer, outer)
+    assert (facts.dtype, facts.packed_bytes) == ("bfloat16", matrices * 18 // 32)
+    assert (facts.packed_parameters, facts.packed_embedding_parameters, facts.embedding_parameters) == (matrices, outer, outer)
     for kind, dtype in ((Kind.F32, "float32"), (Kind.F16, "float16"), (Kind.BF16, "bfloat16")):
-        facts = read_facts(write_gguf(checkpoint, tmp_path / f"{dtype}.gguf", kind))
-        assert (facts.dtype, facts.weight_bytes) == (dtype, None)
+        facts = read_model_info(write_gguf(checkpoint, tmp_path / f"{dtype}.gguf", kind))
+        assert (facts.dtype, facts.packed_bytes) == (dtype, None)
 
 
 @pytest.mark.parametrize("kind", [Kind.Q8_0, Kind.Q5_0, Kind.Q4_0, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K])
@@ -205,8 +205,8 @@ def test_blocks_weigh_what_the_kernels_make_of_them(kind: Kind, columns: int, tm
     options = {**WIDE, "intermediate_size": columns}
     file = write_gguf(write_checkpoint(tmp_path / "checkpoint", **options), tmp_path / "model.gguf", kind)
     shapes = [info.shape for info in open_gguf(file).tensors.values() if len(info.shape) == 2]
-    assert read_facts(file).weight_bytes == sum(
-        library.foreword_packed_bytes(KINDS[kind.name.lower()], rows, length) for rows, length in shapes
+    assert read_model_info(file).packed_bytes == sum(
+        library.foreword_packed_bytes(FORMAT_IDS[kind.name.lower()], rows, length) for rows, length in shapes
     )
 
 
@@ -214,24 +214,24 @@ def test_blocks_that_become_floats_are_counted_as_such(tmp_path: Path) -> None:
     """The embedding stays in blocks, the layers and the head become what was asked for."""
     checkpoint = write_checkpoint(tmp_path / "checkpoint", **WIDE)
     file = write_gguf(checkpoint, tmp_path / "model.gguf", lambda name: Kind.Q8_0 if name == "token_embd.weight" else Kind.Q4_1)
-    facts = read_facts(file, gguf_dequantize=True)
-    assert facts.weight_bytes == 272 * 256 * 34 // 32
-    assert facts.kept_parameters == facts.kept_embedding_parameters == 272 * 256
+    facts = read_model_info(file, gguf_dequantize=True)
+    assert facts.packed_bytes == 272 * 256 * 34 // 32
+    assert facts.packed_parameters == facts.packed_embedding_parameters == 272 * 256
 
 
 @pytest.mark.parametrize("kind", [Kind.Q4_1, Kind.Q5_1])
 def test_other_types_on_request(kind: Kind, tmp_path: Path) -> None:
     checkpoint = write_checkpoint(tmp_path / "checkpoint", **WIDE)
     file = write_gguf(checkpoint, tmp_path / "model.gguf", kind)
-    for refuse in (lambda: read_facts(file), lambda: load(file)):
+    for refuse in (lambda: read_model_info(file), lambda: load(file)):
         with pytest.raises(CheckpointError, match=rf"is of type {kind.name.lower()}.*--gguf-dequantize"):
             refuse()
-    assert read_facts(file, gguf_dequantize=True).parameters > 0
-    assert load(file, gguf_dequantize=True).facts.parameters == read_facts(file, True).parameters
+    assert read_model_info(file, gguf_dequantize=True).parameters > 0
+    assert load(file, gguf_dequantize=True).facts.parameters == read_model_info(file, True).parameters
 
 
 def load(path: Path, **options: Any) -> Any:
-    return load_model(path, Reference(), Precision.of("float32"), "cpu", 64, **options)
+    return load_model(path, ReferenceOps(), Precision.from_dtypes("float32"), "cpu", 64, **options)
 
 
 def test_pages_are_given_back_and_progress_ends_at_the_total(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -306,7 +306,7 @@ def test_another_architecture(architecture: str, told: str, tmp_path: Path) -> N
     writer.write_tensors_to_file()
     writer.close()
     with pytest.raises(CheckpointError, match=f"`general.architecture` {told}"):
-        read_facts(tmp_path / "x.gguf")
+        read_model_info(tmp_path / "x.gguf")
 
 
 def test_a_type_that_nobody_can_read(tmp_path: Path) -> None:
@@ -315,7 +315,7 @@ def test_a_type_that_nobody_can_read(tmp_path: Path) -> None:
 
     file = write_gguf(write_checkpoint(tmp_path / "checkpoint"), tmp_path / "model.gguf", more=more)
     with pytest.raises(CheckpointError, match=r"`extra\.weight` is of type iq2_xxs.*; known: f32, f16"):
-        read_facts(file, gguf_dequantize=True)
+        read_model_info(file, gguf_dequantize=True)
 
 
 def test_a_norm_in_blocks(tmp_path: Path) -> None:
@@ -348,5 +348,5 @@ def test_weights_of_a_split_file(tmp_path: Path) -> None:
             writer.add_int32("split.tensors.count", len(tensors))
 
         files.append(write_gguf(checkpoint, tmp_path / f"m-{number + 1:05}-of-00002.gguf", more=more))
-    assert torch.equal(Driver(files[0]).logits(PROMPT), Driver(whole).logits(PROMPT))
+    assert torch.equal(ForwardHelper(files[0]).logits(PROMPT), ForwardHelper(whole).logits(PROMPT))
     assert weight_files(files[0]) == files and weight_files(whole) == [whole]

@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 
 from foreword.models.gguf.dequantize import DEQUANTIZERS, dequantize
-from foreword.models.gguf.kinds import KINDS
+from foreword.models.gguf.kinds import TENSOR_TYPES
 
-BY_NAME = {kind.name: (number, kind) for number, kind in KINDS.items()}
+BY_NAME = {kind.name: (number, kind) for number, kind in TENSOR_TYPES.items()}
 
 
 @pytest.mark.parametrize("name", sorted(DEQUANTIZERS.keys() - {"q8_k"}))

@@ -12,20 +12,20 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from foreword.errors import CheckpointError
-from foreword.models.gguf.kinds import KINDS
+from foreword.models.gguf.kinds import TENSOR_TYPES
 from foreword.models.gguf.reader import is_gguf, open_gguf
-from tests.gguf_files import Raw, finish
+from tests.gguf_files import RawGGUF, finish
 
 Q1_SUM = 9  # q8_1, of which the package and the C code disagree; no file holds it
 
 
-def written(path: Path, raw: Raw | bytes) -> Path:
+def written(path: Path, raw: RawGGUF | bytes) -> Path:
     path.write_bytes(raw if isinstance(raw, bytes) else raw.bytes())
     return path
 
 
 def test_a_sound_file(tmp_path: Path) -> None:
-    opened = open_gguf(written(tmp_path / "x.gguf", Raw.small()))
+    opened = open_gguf(written(tmp_path / "x.gguf", RawGGUF.sample()))
     assert opened.metadata == {
         "general.architecture": "llama",
         "b": "ü",
@@ -34,8 +34,8 @@ def test_a_sound_file(tmp_path: Path) -> None:
         "flag": True,
     }
     one, two = opened.tensors["one"], opened.tensors["two"]
-    assert (one.kind.name, one.shape, one.num_bytes) == ("f32", (2, 4), 32)
-    assert (two.kind.name, two.shape, two.row_bytes, two.num_bytes) == ("q8_0", (3, 32), 34, 102)
+    assert (one.tensor_type.name, one.shape, one.num_bytes) == ("f32", (2, 4), 32)
+    assert (two.tensor_type.name, two.shape, two.row_bytes, two.num_bytes) == ("q8_0", (3, 32), 34, 102)
     assert two.offset == one.offset + 32 and one.offset % 32 == 0
 
 
@@ -59,17 +59,17 @@ def test_all_that_the_package_writes(tmp_path: Path) -> None:
 
 
 def test_sizes_of_blocks_are_those_of_the_package() -> None:
-    for number, kind in KINDS.items():
+    for number, kind in TENSOR_TYPES.items():
         known = gguf.GGMLQuantizationType(number)
         assert known.name.lower() == kind.name
         assert number == Q1_SUM or gguf.GGML_QUANT_SIZES[known] == (kind.block_values, kind.block_bytes)
 
 
 def test_alignment(tmp_path: Path) -> None:
-    raw = Raw.small()
+    raw = RawGGUF.sample()
     raw.alignment = 128
-    raw.pairs.append(Raw.pair("general.alignment", 4, struct.pack("<I", 128)))
-    raw.tensors[1] = Raw.tensor("two", (32, 3), 8, 128)
+    raw.pairs.append(RawGGUF.pair("general.alignment", 4, struct.pack("<I", 128)))
+    raw.tensors[1] = RawGGUF.tensor("two", (32, 3), 8, 128)
     raw.data = bytes(128 + 102)
     assert open_gguf(written(tmp_path / "x.gguf", raw)).tensors["one"].offset % 128 == 0
 
@@ -82,38 +82,38 @@ def test_what_is_a_gguf_file(tmp_path: Path) -> None:
     assert not is_gguf(tmp_path / "missing.gguf")
 
 
-def changed(**fields: Any) -> Raw:
-    raw = Raw.small()
+def changed(**fields: Any) -> RawGGUF:
+    raw = RawGGUF.sample()
     for name, value in fields.items():
         setattr(raw, name, value)
     return raw
 
 
-def with_pair(key: str, kind: int, value: bytes) -> Raw:
-    raw = Raw.small()
-    raw.pairs.append(Raw.pair(key, kind, value))
+def with_pair(key: str, kind: int, value: bytes) -> RawGGUF:
+    raw = RawGGUF.sample()
+    raw.pairs.append(RawGGUF.pair(key, kind, value))
     return raw
 
 
-def with_tensor(*entry: Any) -> Raw:
-    raw = Raw.small()
-    raw.tensors.append(Raw.tensor(*entry))
+def with_tensor(*entry: Any) -> RawGGUF:
+    raw = RawGGUF.sample()
+    raw.tensors.append(RawGGUF.tensor(*entry))
     raw.data += bytes(1024)
     return raw
 
 
 HUGE = 2**62
-LIES: dict[str, tuple[Raw | bytes, str]] = {
+LIES: dict[str, tuple[RawGGUF | bytes, str]] = {
     "empty": (b"", "is empty"),
     "three bytes": (b"GGU", "the magic number begins at byte 0 and takes 4 bytes, but the file ends at byte 3"),
     "another format": (b"PK\x03\x04" + bytes(100), "is no GGUF file: it begins with b'PK"),
     "version 1": (changed(version=1), "the version is 1; known: 2, 3"),
     "version 9": (changed(version=9), "the version is 9"),
     "big-endian": (changed(version=3 << 24), "big-endian"),
-    "count of pairs": (Raw.small().bytes(num_pairs=HUGE), f"the number of metadata entries is {HUGE}, but there is room for"),
-    "count of tensors": (Raw.small().bytes(num_tensors=HUGE), f"the number of tensors is {HUGE}, but there is room for"),
-    "one pair too many": (Raw.small().bytes(num_pairs=6), "the name of tensor 0 begins at byte"),
-    "one tensor too many": (Raw.small().bytes(num_tensors=3), "tensor `` has 16256 dimensions"),
+    "count of pairs": (RawGGUF.sample().bytes(num_pairs=HUGE), f"the number of metadata entries is {HUGE}, but there is room for"),
+    "count of tensors": (RawGGUF.sample().bytes(num_tensors=HUGE), f"the number of tensors is {HUGE}, but there is room for"),
+    "one pair too many": (RawGGUF.sample().bytes(num_pairs=6), "the name of tensor 0 begins at byte"),
+    "one tensor too many": (RawGGUF.sample().bytes(num_tensors=3), "tensor `` has 16256 dimensions"),
     "length of a text": (
         with_pair("k", 8, struct.pack("<Q", HUGE)),
         f"`k` begins at byte .* takes {HUGE} bytes, but the file ends",
@@ -128,7 +128,7 @@ LIES: dict[str, tuple[Raw | bytes, str]] = {
     "type of elements": (with_pair("k", 9, struct.pack("<IQ", 9, 1)), "the element type of `k` is 9"),
     "a bool of 2": (with_pair("k", 7, b"\x02"), r"`k` must be 0 or 1 \(false or true\), got 2"),
     "no UTF-8": (with_pair("k", 8, struct.pack("<Q", 2) + b"\xff\xfe"), "`k` holds bytes that are no UTF-8"),
-    "a key twice": (with_pair("b", 8, Raw.text("x")), "`b` stands in the metadata twice"),
+    "a key twice": (with_pair("b", 8, RawGGUF.text("x")), "`b` stands in the metadata twice"),
     "alignment": (with_pair("general.alignment", 4, struct.pack("<I", 12)), "`general.alignment` must be a power of two"),
     "alignment 0": (with_pair("general.alignment", 4, bytes(4)), "`general.alignment` must be"),
     "a tensor twice": (with_tensor("one", (8,), 0, 160), "tensor `one` is there twice"),
@@ -146,7 +146,7 @@ LIES: dict[str, tuple[Raw | bytes, str]] = {
         "the offset 161 of tensor `three` is no multiple of the alignment 32",
     ),
     "dimensions": (with_tensor("three", (HUGE, HUGE), 0, 160), "tensor `three` ends at byte"),
-    "data cut off": (Raw.small().bytes()[:-1], "tensor `two` ends at byte .* it is truncated"),
+    "data cut off": (RawGGUF.sample().bytes()[:-1], "tensor `two` ends at byte .* it is truncated"),
 }
 
 
@@ -160,7 +160,7 @@ def test_lies_are_named(lie: str, tmp_path: Path) -> None:
 
 
 def test_every_truncation_is_noticed(tmp_path: Path) -> None:
-    whole = Raw.small().bytes()
+    whole = RawGGUF.sample().bytes()
     for length in range(len(whole)):
         with pytest.raises(CheckpointError):
             open_gguf(written(tmp_path / "x.gguf", whole[:length]))
@@ -169,7 +169,7 @@ def test_every_truncation_is_noticed(tmp_path: Path) -> None:
 @settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.tuples(st.integers(0, 10_000), st.integers(0, 255)), min_size=1, max_size=4))
 def test_changed_bytes_never_crash(tmp_path: Path, changes: list[tuple[int, int]]) -> None:
-    raw = bytearray(Raw.small().bytes())
+    raw = bytearray(RawGGUF.sample().bytes())
     for place, value in changes:
         raw[place % len(raw)] = value
     try:
@@ -213,11 +213,11 @@ def split(path: Path, count: int = 3) -> list[Path]:
     files = [path / f"m-{number + 1:05}-of-{count:05}.gguf" for number in range(count)]
     for number, file in enumerate(files):
         pairs = [
-            Raw.pair("split.no", 2, struct.pack("<H", number)),
-            Raw.pair("split.count", 2, struct.pack("<H", count)),
-            Raw.pair("split.tensors.count", 5, struct.pack("<i", count)),
+            RawGGUF.pair("split.no", 2, struct.pack("<H", number)),
+            RawGGUF.pair("split.count", 2, struct.pack("<H", count)),
+            RawGGUF.pair("split.tensors.count", 5, struct.pack("<i", count)),
         ]
-        written(file, Raw(pairs, [Raw.tensor(f"t{number}", (8,))], bytes(32)))
+        written(file, RawGGUF(pairs, [RawGGUF.tensor(f"t{number}", (8,))], bytes(32)))
     return files
 
 

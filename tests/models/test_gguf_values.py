@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from foreword.errors import CheckpointError
 from foreword.models import loader
-from foreword.models.gguf.config import NEUTRAL
-from foreword.models.gguf.reader import GGUF, open_gguf
+from foreword.models.gguf.config import NOOP_VALUES
+from foreword.models.gguf.reader import GGUFFile, open_gguf
 from tests.checkpoints import FAMILIES, write_checkpoint
 from tests.gguf_files import write_gguf
 
@@ -34,7 +34,7 @@ LIES = (
 
 
 @pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, GGUF]:
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, GGUFFile]:
     """A sound file's header of each family."""
     path = tmp_path_factory.mktemp("values")
     return {
@@ -54,30 +54,30 @@ def at_most(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_AS, (before, hard))
 
 
-def own_keys(file: GGUF) -> list[str]:
+def own_keys(file: GGUFFile) -> list[str]:
     """Those of the architecture, without its name."""
     return [key.partition(".")[2] for key in file.metadata if key.startswith(file.metadata["general.architecture"])]
 
 
-def read(file: GGUF, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Any:
+def read(file: GGUFFile, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Any:
     """Facts of the file whose keys below the architecture's name are changed (None leaves one out)."""
     name = file.metadata["general.architecture"]
     metadata = {**file.metadata, **{f"{name}.{key}": value for key, value in changes.items()}}
     sound = {key: value for key, value in metadata.items() if value is not None}
     with monkeypatch.context() as patch, at_most(1 << 30):
         patch.setattr(loader, "open_gguf", lambda path: replace(file, metadata=sound))
-        return loader.read_facts(file.path)
+        return loader.read_model_info(file.path)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_any_value_of_any_key(family: str, files: dict[str, GGUF], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_value_of_any_key(family: str, files: dict[str, GGUFFile], monkeypatch: pytest.MonkeyPatch) -> None:
     """It is honoured or refused; nothing crashes, hangs or takes memory, and the tensors decide on the sizes."""
     file = files[family]
     parameters = read(file, {}, monkeypatch).parameters
     for key in {
         *own_keys(file),
         *SCALING,
-        *NEUTRAL,
+        *NOOP_VALUES,
         "rope.scale_linear",
         "rope.freq_base_swa",
         "attention.sliding_window_pattern",
@@ -98,7 +98,7 @@ def test_any_value_of_any_key(family: str, files: dict[str, GGUF], monkeypatch: 
     st.dictionaries(st.integers(0, 40), st.one_of(st.sampled_from(LIES), st.floats(), st.integers(0, 2**64 - 1)), max_size=4),
 )
 def test_several_at_once(
-    files: dict[str, GGUF], monkeypatch: pytest.MonkeyPatch, family: str, kind: str, changes: dict[int, Any]
+    files: dict[str, GGUFFile], monkeypatch: pytest.MonkeyPatch, family: str, kind: str, changes: dict[int, Any]
 ) -> None:
     file = files[family]
     keys = [*own_keys(file), *SCALING]
@@ -147,7 +147,7 @@ NAMED: list[tuple[str, dict[str, Any], str]] = [
 
 @pytest.mark.parametrize("family, changes, message", NAMED)
 def test_key_and_limit_are_named(
-    family: str, changes: dict[str, Any], message: str, files: dict[str, GGUF], monkeypatch: pytest.MonkeyPatch
+    family: str, changes: dict[str, Any], message: str, files: dict[str, GGUFFile], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(CheckpointError, match=message) as caught:
         read(files[family], changes, monkeypatch)

@@ -10,15 +10,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from foreword.errors import CheckpointError
-from foreword.kernels.reference import Reference
+from foreword.kernels.reference import ReferenceOps
 from foreword.models.base import Precision
-from foreword.models.loader import load_model, read_facts
+from foreword.models.loader import load_model, read_model_info
 from tests.checkpoints import write_checkpoint
-from tests.models.driving import Driver
+from tests.models.driving import ForwardHelper
 
 
 def load(path: Path) -> Any:
-    return load_model(path, Reference(), Precision.of("float32"), "cpu", 64)
+    return load_model(path, ReferenceOps(), Precision.from_dtypes("float32"), "cpu", 64)
 
 
 def change_tensors(path: Path, change: Any) -> None:
@@ -107,7 +107,7 @@ def test_options_that_are_not_honoured_are_refused_by_name(family: str, override
     config = {**json.loads((path / "config.json").read_text()), **overrides}
     (path / "config.json").write_text(json.dumps({key: value for key, value in config.items() if value is not ...}))
     with pytest.raises(CheckpointError, match=f"`{name}`"):
-        read_facts(path)
+        read_model_info(path)
 
 
 def test_irrelevant_and_unset_options_are_ignored(tmp_path: Path):
@@ -118,17 +118,17 @@ def test_irrelevant_and_unset_options_are_ignored(tmp_path: Path):
         "novelty": None,
         "initializer_range": 0.02,
     }
-    assert read_facts(write_checkpoint(tmp_path, **extra)).parameters > 0
+    assert read_model_info(write_checkpoint(tmp_path, **extra)).parameters > 0
 
 
 def test_an_unknown_architecture_names_the_known_ones(tmp_path: Path):
     path = write_checkpoint(tmp_path)
     (path / "config.json").write_text(json.dumps({"model_type": ["llama"]}))
     with pytest.raises(CheckpointError, match=r"model_type \['llama'\] is not supported"):
-        read_facts(path)
+        read_model_info(path)
     (path / "config.json").write_text(json.dumps({"model_type": "mamba"}))
     with pytest.raises(CheckpointError, match=r"'mamba' is not supported; known: gemma2, .*llama"):
-        read_facts(path)
+        read_model_info(path)
 
 
 @pytest.mark.parametrize(
@@ -138,14 +138,14 @@ def test_a_broken_config(text: str | None, message: str, tmp_path: Path):
     if text is not None:
         (tmp_path / "config.json").write_text(text)
     with pytest.raises(CheckpointError, match=message):
-        read_facts(tmp_path)
+        read_model_info(tmp_path)
 
 
 def test_shards_hold_the_same_model(tmp_path: Path):
     path = write_checkpoint(tmp_path)
-    whole = Driver(path).logits([1, 2, 3])
+    whole = ForwardHelper(path).logits([1, 2, 3])
     shard(path)
-    assert torch.equal(Driver(path).logits([1, 2, 3]), whole)
+    assert torch.equal(ForwardHelper(path).logits([1, 2, 3]), whole)
 
 
 def test_a_missing_shard_is_named(tmp_path: Path):
@@ -180,7 +180,7 @@ def test_tensors_that_old_checkpoints_hold_too_are_ignored(tmp_path: Path):
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
 
     change_tensors(write_checkpoint(tmp_path, tie_word_embeddings=True), change)
-    assert load(tmp_path).facts == read_facts(tmp_path)
+    assert load(tmp_path).facts == read_model_info(tmp_path)
 
 
 def test_a_wrong_shape_is_named(tmp_path: Path):

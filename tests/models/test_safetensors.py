@@ -56,10 +56,10 @@ def test_memory_is_given_back(tmp_path: Path):
     path.write_bytes(bytes(32 << 20))
     mapped = MappedFile(path)
     before = resident()
-    values = mapped.tensor(torch.uint8, 0, mapped.size)
+    values = mapped.tensor(torch.uint8, 0, mapped.num_bytes)
     assert int(values.sum()) == 0
     assert resident() - before > 30 << 20, "a mapped file takes memory where it is read"
-    mapped.release(5, mapped.size - 5)
+    mapped.release(5, mapped.num_bytes - 5)
     assert resident() - before < 2 << 20
 
 
@@ -129,7 +129,7 @@ def test_no_flipped_byte_brings_the_reader_down(tmp_path_factory: pytest.TempPat
     path.write_bytes(content[: data.draw(st.integers(0, len(content)))])
     try:
         found = SafetensorsFile(path)
-        sizes = [found.tensor(name).numel() for name, entry in found.entries.items() if entry.type != "I8"]
+        sizes = [found.tensor(name).numel() for name, entry in found.entries.items() if entry.dtype_name != "I8"]
     except CheckpointError as error:
         assert "x.safetensors" in error.message
     else:

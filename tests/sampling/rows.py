@@ -12,17 +12,17 @@ from foreword.core.params import SamplingParams
 from foreword.core.request import Request, RequestState
 from foreword.core.rows import SampleRow
 from foreword.core.structured import StructuredOutput
-from foreword.core.uploads import uploaded
+from foreword.core.uploads import upload
 from foreword.kernels.ops import Ops
-from foreword.sampling.steps import Step
+from foreword.sampling.steps import LogitsProcessor
 
 VOCAB_SIZE = 300
-UNUSED = (297, 299)
+NEVER_SAMPLED = (297, 299)
 EOS = 2
 JSON = StructuredOutput("json_object")  # any constraint: what it means is the grammar's
 
 
-class EveryThird:
+class EveryThirdGrammar:
     """A grammar for tests: after n tokens of output and draft, ids with n % 3 as their remainder may follow.
 
     free  rows that it leaves alone, by n; over  n from which only the end may follow
@@ -37,7 +37,7 @@ class EveryThird:
     def accept(self, token_ids: Sequence[int]) -> None:
         self._num_output += len(token_ids)
 
-    def legal(self, draft: Sequence[int]) -> int:
+    def num_legal(self, draft: Sequence[int]) -> int:
         return len(draft)
 
     def forced(self, max_tokens: int) -> tuple[int, ...]:
@@ -47,13 +47,13 @@ class EveryThird:
         n = self._num_output + len(draft)
         if n in self._free:
             return None
-        allowed = (EOS,) if self.only_end(draft) else range(n % 3, VOCAB_SIZE, 3)
+        allowed = (EOS,) if self.must_end(draft) else range(n % 3, VOCAB_SIZE, 3)
         words = torch.zeros(-(-VOCAB_SIZE // 32), dtype=torch.int64)
         for token_id in allowed:
             words[token_id // 32] += 1 << token_id % 32
         return words.to(torch.int32)
 
-    def only_end(self, draft: tuple[int, ...]) -> bool:
+    def must_end(self, draft: tuple[int, ...]) -> bool:
         return self._num_output + len(draft) >= self._over
 
 
@@ -85,8 +85,8 @@ def make_row(draft: Sequence[int] = (), **state: object) -> SampleRow:
     return SampleRow(make_state(**state), tuple(draft))  # type: ignore[arg-type]
 
 
-def apply(step: Step, ops: Ops, logits: Tensor, rows: Sequence[SampleRow]) -> None:
+def apply(step: LogitsProcessor, ops: Ops, logits: Tensor, rows: Sequence[SampleRow]) -> None:
     """One step of the pipeline alone, in place."""
     gathered = step.gather(rows, logits.shape[1])
     if gathered is not None:
-        step.apply(ops, logits, *uploaded(gathered, logits.device))
+        step.apply(ops, logits, *upload(gathered, logits.device))

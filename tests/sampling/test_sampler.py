@@ -13,10 +13,10 @@ from torch import Tensor
 from foreword.core.events import TokenLogprob
 from foreword.core.rows import SampleRow
 from foreword.kernels.reference_sampling import ReferenceSampling
-from foreword.kernels.registry import select
-from foreword.sampling.sampler import BROKEN, NOTHING_LEGAL, Sampled, Sampler
+from foreword.kernels.registry import select_backend
+from foreword.sampling.sampler import NON_FINITE, ALL_MASKED, SamplerOutput, Sampler
 from tests.kernels import rows as kinds
-from tests.sampling.rows import EOS, JSON, UNUSED, VOCAB_SIZE, EveryThird, make_row, make_state
+from tests.sampling.rows import EOS, JSON, NEVER_SAMPLED, VOCAB_SIZE, EveryThirdGrammar, make_row, make_state
 
 PARAMS: tuple[dict[str, object], ...] = (
     {"temperature": 0.0},
@@ -38,8 +38,8 @@ PARAMS: tuple[dict[str, object], ...] = (
 
 @pytest.fixture(scope="module", params=["reference", "selected"])
 def sampler(request: pytest.FixtureRequest) -> Sampler:
-    ops = ReferenceSampling() if request.param == "reference" else select("cpu")
-    return Sampler(ops, VOCAB_SIZE, UNUSED, test_mode=True)  # type: ignore[arg-type]
+    ops = ReferenceSampling() if request.param == "reference" else select_backend("cpu")
+    return Sampler(ops, VOCAB_SIZE, NEVER_SAMPLED, test_mode=True)  # type: ignore[arg-type]
 
 
 def logits(rows: int, seed: int = 0) -> Tensor:
@@ -50,14 +50,14 @@ def build(which: int, draft: list[int]) -> SampleRow:
     return make_row(draft=draft, output=(9, 8, 1), **PARAMS[which])
 
 
-def line(sampled: Sampled, r: int) -> tuple[int, TokenLogprob | None, int]:
-    return sampled.token_ids[r], sampled.logprobs[r], sampled.hashes[r]
+def line(sampled: SamplerOutput, r: int) -> tuple[int, TokenLogprob | None, int]:
+    return sampled.token_ids[r], sampled.logprobs[r], sampled.logits_hashes[r]
 
 
 @given(
     chosen=st.lists(
         st.tuples(
-            st.integers(0, len(PARAMS) - 1), st.lists(st.integers(0, 9), max_size=3), st.sampled_from(kinds.KINDS + kinds.UNSOUND)
+            st.integers(0, len(PARAMS) - 1), st.lists(st.integers(0, 9), max_size=3), st.sampled_from(kinds.ROW_KINDS + kinds.NON_FINITE_KINDS)
         ),
         min_size=1,
         max_size=7,
@@ -91,7 +91,7 @@ def test_logprobs_are_those_of_the_raw_distribution(sampler: Sampler) -> None:
     values = logits(1)
     row = make_row(output=(9,), logprobs=4, temperature=0.3, top_k=2, logit_bias={17: 50.0}, repetition_penalty=2.0)
     (found,) = sampler(values.clone(), [row]).logprobs
-    values[0, list(UNUSED)] = -torch.inf
+    values[0, list(NEVER_SAMPLED)] = -torch.inf
     exact = torch.log_softmax(values.double(), 1)[0]
     order = exact.argsort(descending=True, stable=True).tolist()
     assert found is not None
@@ -105,14 +105,14 @@ def test_logprobs_are_those_of_the_raw_distribution(sampler: Sampler) -> None:
 def test_log_probabilities_of_ids_that_were_asked_for(sampler: Sampler) -> None:
     """Of the raw distribution; an id that no token has, or that is beyond the vocabulary, is never sampled."""
     values = logits(2)
-    rows = [make_row(temperature=0.0, top_k=1, logprob_token_ids=(7, UNUSED[0], 10**6)), make_row(logprobs=1)]
+    rows = [make_row(temperature=0.0, top_k=1, logprob_token_ids=(7, NEVER_SAMPLED[0], 10**6)), make_row(logprobs=1)]
     asked, plain = sampler(values.clone(), rows).logprobs
-    values[:, list(UNUSED)] = -torch.inf
+    values[:, list(NEVER_SAMPLED)] = -torch.inf
     exact = torch.log_softmax(values.double(), 1)[0]
     assert asked is not None and plain is not None
-    assert [token_id for token_id, _ in asked.asked] == [7, UNUSED[0], 10**6]
-    assert [value for _, value in asked.asked] == [pytest.approx(exact[7].item(), abs=1e-5), -math.inf, -math.inf]
-    assert (asked.top, plain.asked, len(plain.top)) == ((), (), 1)
+    assert [token_id for token_id, _ in asked.requested] == [7, NEVER_SAMPLED[0], 10**6]
+    assert [value for _, value in asked.requested] == [pytest.approx(exact[7].item(), abs=1e-5), -math.inf, -math.inf]
+    assert (asked.top, plain.requested, len(plain.top)) == ((), (), 1)
 
 
 def test_ranks_of_ties_follow_the_id(sampler: Sampler) -> None:
@@ -127,7 +127,7 @@ def test_ranks_of_ties_follow_the_id(sampler: Sampler) -> None:
 def test_prompt_logprobs_are_of_the_tokens_that_follow(sampler: Sampler) -> None:
     values = logits(3)
     found = sampler.prompt_logprobs(values.clone(), [4, 250, 7], 2)
-    values[:, list(UNUSED)] = -torch.inf
+    values[:, list(NEVER_SAMPLED)] = -torch.inf
     exact = torch.log_softmax(values.double(), 1)
     assert [logprob.token_id for logprob in found] == [4, 250, 7]
     assert [logprob.logprob for logprob in found] == pytest.approx(exact[[0, 1, 2], [4, 250, 7]].tolist(), abs=1e-5)
@@ -144,20 +144,20 @@ def test_rows_ask_for_logprobs_each_by_itself(sampler: Sampler) -> None:
 
 def test_ids_that_no_token_has_are_never_sampled(sampler: Sampler) -> None:
     values = torch.zeros(2, VOCAB_SIZE)
-    values[:, list(UNUSED)] = 100.0
+    values[:, list(NEVER_SAMPLED)] = 100.0
     sampled = sampler(values, [make_row(temperature=0.0, logprobs=1), make_row(logprobs=1)])
     assert sampled.token_ids[0] == 0
-    assert sampled.token_ids[1] not in UNUSED
+    assert sampled.token_ids[1] not in NEVER_SAMPLED
     assert all(logprob and logprob.top[0] == (0, pytest.approx(-math.log(VOCAB_SIZE - 2))) for logprob in sampled.logprobs)
 
 
 @pytest.mark.parametrize(
     ("params", "kind", "why"),
     [
-        ({"allowed_token_ids": (EOS,), "min_tokens": 5}, "plain", NOTHING_LEGAL),
-        ({"allowed_token_ids": (3,), "bad_words_ids": ((3,),), "temperature": 0.0}, "few", NOTHING_LEGAL),
-        ({"structured": JSON, "grammar": EveryThird(0), "allowed_token_ids": (1, 2, 4)}, "plain", NOTHING_LEGAL),
-        *[(params, kind, BROKEN) for params in PARAMS for kind in kinds.UNSOUND],
+        ({"allowed_token_ids": (EOS,), "min_tokens": 5}, "plain", ALL_MASKED),
+        ({"allowed_token_ids": (3,), "bad_words_ids": ((3,),), "temperature": 0.0}, "few", ALL_MASKED),
+        ({"structured": JSON, "grammar": EveryThirdGrammar(0), "allowed_token_ids": (1, 2, 4)}, "plain", ALL_MASKED),
+        *[(params, kind, NON_FINITE) for params in PARAMS for kind in kinds.NON_FINITE_KINDS],
     ],
 )
 def test_a_row_without_a_legal_token_says_so_and_spares_the_others(
@@ -173,9 +173,9 @@ def test_a_row_without_a_legal_token_says_so_and_spares_the_others(
 def test_hashes_tell_rows_apart_by_a_bit(sampler: Sampler) -> None:
     values = logits(1).repeat(3, 1)
     values[2, 5] = values[2, 5].nextafter(torch.tensor(9.0))
-    hashes = sampler(values, [make_row(), make_row(top_k=3), make_row()]).hashes
+    hashes = sampler(values, [make_row(), make_row(top_k=3), make_row()]).logits_hashes
     assert hashes[0] == hashes[1] != hashes[2]
-    assert Sampler(select("cpu"), VOCAB_SIZE, UNUSED)(logits(1), [make_row()]).hashes == []
+    assert Sampler(select_backend("cpu"), VOCAB_SIZE, NEVER_SAMPLED)(logits(1), [make_row()]).logits_hashes == []
 
 
 def test_a_seed_has_64_bits(sampler: Sampler) -> None:
@@ -199,7 +199,7 @@ def test_frequencies_are_those_of_the_filtered_softmax(params: dict[str, float])
     count = 1500
     state = make_state(seed=5, **params)
     rows = [SampleRow(state, (0,) * n) for n in range(count)]
-    sampler = Sampler(select("cpu"), VOCAB_SIZE, UNUSED)
+    sampler = Sampler(select_backend("cpu"), VOCAB_SIZE, NEVER_SAMPLED)
     drawn = torch.tensor(sampler(values.repeat(count, 1), rows).token_ids).bincount(minlength=8)
     expected = torch.where(allowed, probabilities, 0) / probabilities[allowed].sum() * count
     assert drawn[~allowed].sum() == 0

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from foreword.core.rows import SampleRow
 from foreword.kernels.reference_sampling import ReferenceSampling
-from foreword.sampling.steps import PIPELINE, steps_of
-from tests.sampling.rows import EOS, JSON, VOCAB_SIZE, EveryThird, apply, make_row, make_state
+from foreword.sampling.steps import PIPELINE, active_processors
+from tests.sampling.rows import EOS, JSON, VOCAB_SIZE, EveryThirdGrammar, apply, make_row, make_state
 
 OPS = ReferenceSampling()
 PROMPT = (5, 6, 7, 6)
@@ -32,7 +32,7 @@ def logits(rows: int = 1, seed: int = 0) -> Tensor:
 def process(values: Tensor, *rows: SampleRow) -> Tensor:
     """The whole pipeline on rows that all ask for the same steps."""
     changed = values.clone()
-    for step in steps_of(rows[0].state.request):
+    for step in active_processors(rows[0].state.request):
         apply(step, OPS, changed, rows)  # type: ignore[arg-type]
     return changed
 
@@ -74,7 +74,7 @@ def test_the_bound_of_min_tokens_is_exact() -> None:
 
 
 def test_a_grammar_masks_each_row_behind_a_draft_for_itself() -> None:
-    state = make_state(structured=JSON, grammar=EveryThird(0, free=(1,)))
+    state = make_state(structured=JSON, grammar=EveryThirdGrammar(0, free=(1,)))
     rows = [SampleRow(state, (7,) * n) for n in range(4)]
     values = logits(4)
     changed = process(values, *rows)
@@ -85,7 +85,7 @@ def test_a_grammar_masks_each_row_behind_a_draft_for_itself() -> None:
 
 
 def test_a_complete_grammar_ends_the_answer_before_min_tokens() -> None:
-    state = make_state(structured=JSON, grammar=EveryThird(0, over=3), min_tokens=10)
+    state = make_state(structured=JSON, grammar=EveryThirdGrammar(0, over=3), min_tokens=10)
     changed = process(logits(4), *(SampleRow(state, (7,) * n) for n in range(4)))
     assert changed[:, EOS].isfinite().tolist() == [False, False, False, True]
     assert changed[3].isfinite().sum() == 1
@@ -128,7 +128,7 @@ def test_greedy_rows_skip_temperature_and_filters() -> None:
     row = make_row(
         temperature=9e-6, top_k=3, top_p=0.5, min_p=0.5, typical_p=0.5, top_n_sigma=1.0, xtc_probability=1.0, xtc_threshold=0.0
     )
-    assert steps_of(row.state.request) == ()
+    assert active_processors(row.state.request) == ()
 
 
 def test_the_order_of_steps() -> None:
@@ -154,7 +154,7 @@ def test_the_order_of_steps() -> None:
         xtc_probability=1.0,
         xtc_threshold=0.6,
     )
-    assert steps_of(row.state.request) == PIPELINE
+    assert active_processors(row.state.request) == PIPELINE
     values = logits()
     changed = process(values, row)
     assert changed[0, 9].item() == pytest.approx(((values[0, 9].item() + 18.0) / 1.3 - 1.5) / 0.5, rel=1e-5)
@@ -210,6 +210,6 @@ def test_ids_beyond_the_vocabulary_are_nowhere() -> None:
 
 def test_recent_tokens_cross_from_output_to_draft() -> None:
     row = make_row(draft=(1, 2), output=(3,), prompt=(4, 5))
-    assert [row.recent(count) for count in range(7)] == [
+    assert [row.last_tokens(count) for count in range(7)] == [
         (), (2,), (1, 2), (3, 1, 2), (5, 3, 1, 2), (4, 5, 3, 1, 2), (4, 5, 3, 1, 2)
     ]  # fmt: skip

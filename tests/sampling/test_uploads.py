@@ -9,16 +9,16 @@ import torch
 from foreword.core.rows import SampleRow
 from foreword.kernels.reference_sampling import ReferenceSampling
 from foreword.kernels.triton.sampling import TritonSampling
-from foreword.sampling.sampler import BROKEN, NOTHING_LEGAL, Sampler
+from foreword.sampling.sampler import NON_FINITE, ALL_MASKED, Sampler
 from tests.device import DEVICE
-from tests.pretend_cuda import Pretended
-from tests.sampling.rows import JSON, UNUSED, VOCAB_SIZE, EveryThird, make_row
+from tests.pretend_cuda import FakeCuda
+from tests.sampling.rows import JSON, NEVER_SAMPLED, VOCAB_SIZE, EveryThirdGrammar, make_row
 
 pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="there is a real GPU")
 
 CUDA = torch.device("cuda")
 ONCE = {"upload": 1, "look": 1}
-MASKS: dict[str, Any] = {"structured": JSON, "grammar": EveryThird(0, free=(1,)), "bad_words_ids": ((3,),), "min_tokens": 9}
+MASKS: dict[str, Any] = {"structured": JSON, "grammar": EveryThirdGrammar(0, free=(1,)), "bad_words_ids": ((3,),), "min_tokens": 9}
 FILTERS = {"temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_p": 0.01, "xtc_probability": 0.5, "xtc_threshold": 0.1}
 PENALTIES = {"repetition_penalty": 1.2, "presence_penalty": 0.5, "logit_bias": {5: 1.0}, "dry_multiplier": 1.0}
 
@@ -36,12 +36,12 @@ PENALTIES = {"repetition_penalty": 1.2, "presence_penalty": 0.5, "logit_bias": {
 def test_a_step_is_one_copy_and_one_wait(rows: Sequence[SampleRow]) -> None:
     """After the first step, which tells the ids that no token has."""
     logits = 4 * torch.randn(len(rows), VOCAB_SIZE, generator=torch.Generator().manual_seed(0))
-    expected = Sampler(TritonSampling(), VOCAB_SIZE, UNUSED)(logits.clone(), rows).token_ids
-    with Pretended() as gpu:
-        sampler = Sampler(TritonSampling(), VOCAB_SIZE, UNUSED)
+    expected = Sampler(TritonSampling(), VOCAB_SIZE, NEVER_SAMPLED)(logits.clone(), rows).token_ids
+    with FakeCuda() as gpu:
+        sampler = Sampler(TritonSampling(), VOCAB_SIZE, NEVER_SAMPLED)
         sampler(logits.to(CUDA, copy=True), rows)
         there = logits.to(CUDA, copy=True)
-        with gpu.counted() as counts:
+        with gpu.count_calls() as counts:
             token_ids = sampler(there, rows).token_ids
         assert token_ids == expected
         assert {name: counts[name] for name in ("upload", "look", "blocking upload", "download") if counts[name]} == ONCE
@@ -49,12 +49,12 @@ def test_a_step_is_one_copy_and_one_wait(rows: Sequence[SampleRow]) -> None:
 
 
 def test_a_row_that_is_masked_throughout_is_told_from_a_broken_one() -> None:
-    row = make_row(temperature=0.0, allowed_token_ids=UNUSED)
+    row = make_row(temperature=0.0, allowed_token_ids=NEVER_SAMPLED)
     logits = torch.zeros(4, VOCAB_SIZE)
     logits[1] = -torch.inf
     logits[2, 70] = torch.nan
     logits[3, :64] = -torch.inf
-    expected = [NOTHING_LEGAL, BROKEN, BROKEN, NOTHING_LEGAL]
-    assert Sampler(ReferenceSampling(), VOCAB_SIZE, UNUSED)(logits.clone(), [row] * 4).token_ids == expected
-    with Pretended():
-        assert Sampler(TritonSampling(), VOCAB_SIZE, UNUSED)(logits.to(CUDA, copy=True), [row] * 4).token_ids == expected
+    expected = [ALL_MASKED, NON_FINITE, NON_FINITE, ALL_MASKED]
+    assert Sampler(ReferenceSampling(), VOCAB_SIZE, NEVER_SAMPLED)(logits.clone(), [row] * 4).token_ids == expected
+    with FakeCuda():
+        assert Sampler(TritonSampling(), VOCAB_SIZE, NEVER_SAMPLED)(logits.to(CUDA, copy=True), [row] * 4).token_ids == expected

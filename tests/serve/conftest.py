@@ -18,20 +18,20 @@ import pytest
 import uvicorn
 
 from foreword.config import Config
-from foreword.engine.client import EngineClient, ProcessClient
-from foreword.media.base import Processor
-from foreword.metrics.recorder import Recorder
-from foreword.prepare import prepare
+from foreword.engine.client import EngineClient, SubprocessClient
+from foreword.media.base import ImageProcessor
+from foreword.metrics.recorder import MetricsRecorder
+from foreword.prepare import prepare_checkpoint
 from foreword.serve.app import create_app
-from foreword.serve.connections import web_config
+from foreword.serve.connections import uvicorn_config
 from foreword.text.tokenizer import Tokenizer
-from tests.fakes import FakeClient, Script, byte_tokenizer
+from tests.fakes import FakeEngineClient, FakeOutput, byte_tokenizer
 
 MODEL = "fake-model"
 
 
 @dataclass
-class Running:
+class RunningServer:
     """A server that runs in a thread."""
 
     url: str
@@ -40,7 +40,7 @@ class Running:
     openai: openai.OpenAI
     app: Any
 
-    def say(self, script: Script | Callable[[Any], Script]) -> None:
+    def set_output(self, script: FakeOutput | Callable[[Any], FakeOutput]) -> None:
         self.client.script = script
 
     def chat(self, **fields: Any) -> Any:
@@ -67,20 +67,20 @@ COMPLETION_FIELDS = frozenset(inspect.signature(openai.resources.Completions.cre
 
 
 @contextlib.contextmanager
-def running(
+def run_server(
     config: Config | None = None,
     client: EngineClient | None = None,
     key: str = "none",
     tokenizer: Tokenizer | None = None,
     encoder: Any = None,
-    processor: Processor | None = None,
-) -> Iterator[Running]:
-    config, client = config or Config(), client or FakeClient()
-    recorder = Recorder(config.drafter_names())
+    processor: ImageProcessor | None = None,
+) -> Iterator[RunningServer]:
+    config, client = config or Config(), client or FakeEngineClient()
+    recorder = MetricsRecorder(config.drafter_names())
     app = create_app(config, client, tokenizer or byte_tokenizer(), recorder, MODEL, encoder, processor=processor)
     listener = socket.create_server(("127.0.0.1", 0))
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    server = uvicorn.Server(web_config(app, config))
+    server = uvicorn.Server(uvicorn_config(app, config))
 
     async def main() -> None:
         await client.start()
@@ -97,7 +97,7 @@ def running(
             httpx.Client(base_url=url, timeout=20) as http,
             openai.OpenAI(base_url=url + "/v1", api_key=key, max_retries=0, timeout=20) as talker,
         ):
-            yield Running(url, client, http, talker, app)
+            yield RunningServer(url, client, http, talker, app)
     finally:
         server.should_exit = True
         thread.join(10)
@@ -106,16 +106,16 @@ def running(
 
 
 @pytest.fixture(scope="session")
-def shared() -> Iterator[Running]:
-    with running() as server:
+def shared() -> Iterator[RunningServer]:
+    with run_server() as server:
         yield server
 
 
 @pytest.fixture
-def served(shared: Running) -> Iterator[Running]:
+def served(shared: RunningServer) -> Iterator[RunningServer]:
     """The shared server, asked nothing so far; afterwards everything must be free again."""
     client = shared.client
-    client.script = Script()
+    client.script = FakeOutput()
     for log in (client.submitted, client.finished, client.aborted):
         log.clear()
     yield shared
@@ -123,9 +123,9 @@ def served(shared: Running) -> Iterator[Running]:
 
 
 @pytest.fixture(scope="session")
-def demo() -> Iterator[Running]:
+def demo() -> Iterator[RunningServer]:
     """The bundled model, with the drafters that run by default."""
-    prepared = prepare(Config(kv_cache_memory="60000tokens", log_level="warning", threads=1, max_waiting=512))
-    client = ProcessClient(prepared.config, prepared.unused_ids, prepared.tokenizer.vocabulary)
-    with running(prepared.config, client, tokenizer=prepared.tokenizer) as server:
+    prepared = prepare_checkpoint(Config(kv_cache_memory="60000tokens", log_level="warning", threads=1, max_waiting=512))
+    client = SubprocessClient(prepared.config, prepared.never_sampled_ids, prepared.tokenizer.vocabulary)
+    with run_server(prepared.config, client, tokenizer=prepared.tokenizer) as server:
         yield server

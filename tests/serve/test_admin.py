@@ -13,11 +13,11 @@ import pytest
 
 from foreword.config import Config
 from foreword.serve.key_file import dump_keys
-from tests.fakes import FakeClient, Script
-from tests.serve.conftest import MODEL, Running, running
+from tests.fakes import FakeEngineClient, FakeOutput
+from tests.serve.conftest import MODEL, RunningServer, run_server
 from tests.serve.test_auth import CHAT, key_of, keyed, until, write
 
-HELD = Script("secret answer", hang_after=2)
+HELD = FakeOutput("secret answer", hang_after=2)
 PROMPT = [{"role": "user", "content": "secret question"}]
 ROUTES = (
     ("GET", "/admin/requests"),
@@ -35,16 +35,16 @@ def path(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def server(path: Path) -> Iterator[Running]:
-    with running(Config(api_key_file=str(path)), FakeClient(HELD), key="alice") as server:
+def server(path: Path) -> Iterator[RunningServer]:
+    with run_server(Config(api_key_file=str(path)), FakeEngineClient(HELD), key="alice") as server:
         yield server
 
 
-def admin(server: Running, method: str, route: str) -> httpx.Response:
+def admin(server: RunningServer, method: str, route: str) -> httpx.Response:
     return server.http.request(method, route, headers=keyed("root"))
 
 
-def test_who_may(server: Running) -> None:
+def test_who_may(server: RunningServer) -> None:
     for method, route in ROUTES:
         assert server.http.request(method, route).status_code == 401
         refused = server.http.request(method, route, headers=keyed("alice"))
@@ -55,16 +55,16 @@ def test_who_may(server: Running) -> None:
 def test_without_an_admin_key_there_is_nothing(tmp_path: Path) -> None:
     write(tmp_path / "keys", key_of("alice"))
     for config in (Config(), Config(api_key="alice"), Config(api_key_file=str(tmp_path / "keys"))):
-        with running(config) as server:
+        with run_server(config) as server:
             for method, route in ROUTES:
                 assert server.http.request(method, route, headers=keyed("alice")).status_code == 404
 
 
-def test_the_public_pages_do_not_tell_of_them(server: Running) -> None:
+def test_the_public_pages_do_not_tell_of_them(server: RunningServer) -> None:
     assert "/admin" not in server.http.get("/openapi.json").text
 
 
-def test_open_requests(server: Running) -> None:
+def test_open_requests(server: RunningServer) -> None:
     body = {"messages": PROMPT, "stream": True, "n": 2, "max_tokens": 9, "seed": 5}
     with server.http.stream("POST", CHAT, json=body, headers=keyed("alice")) as stream:
         lines = stream.iter_lines()
@@ -92,7 +92,7 @@ def test_open_requests(server: Running) -> None:
     assert admin(server, "GET", "/admin/requests").json() == {"open": 0, "open_prompt_tokens": 0, "requests": []}
 
 
-def test_ending_an_answer(server: Running) -> None:
+def test_ending_an_answer(server: RunningServer) -> None:
     """All choices at once, by the id that the caller knows; the caller is told, and nothing is left."""
     with server.openai.chat.completions.create(model=MODEL, messages=PROMPT, stream=True, n=2) as stream:  # type: ignore[call-overload]
         answer = next(iter(stream)).id
@@ -106,8 +106,8 @@ def test_ending_an_answer(server: Running) -> None:
     assert admin(server, "POST", f"/admin/requests/{answer}/abort").status_code == 404
 
 
-def test_ending_one_choice_lets_the_other_go_on(server: Running) -> None:
-    server.say(lambda request: HELD if request.id.endswith("-0") else Script("ok then", delay_s=0.02))
+def test_ending_one_choice_lets_the_other_go_on(server: RunningServer) -> None:
+    server.set_output(lambda request: HELD if request.id.endswith("-0") else FakeOutput("ok then", delay_s=0.02))
     body = {"messages": PROMPT, "stream": True, "n": 2}
     with server.http.stream("POST", CHAT, json=body, headers=keyed("alice")) as stream:
         lines = stream.iter_lines()
@@ -118,7 +118,7 @@ def test_ending_one_choice_lets_the_other_go_on(server: Running) -> None:
     server.wait_until_idle()
 
 
-def test_a_whole_answer_that_is_ended_is_not_asked_for_again(server: Running) -> None:
+def test_a_whole_answer_that_is_ended_is_not_asked_for_again(server: RunningServer) -> None:
     """Clients try again after a 5xx by themselves: an end by an operator is a 403."""
 
     def end() -> None:
@@ -133,8 +133,8 @@ def test_a_whole_answer_that_is_ended_is_not_asked_for_again(server: Running) ->
     assert caught.value.code == "aborted" and len(server.client.submitted) == 1
 
 
-def test_keys(server: Running, path: Path) -> None:
-    server.say(Script("ok"))
+def test_keys(server: RunningServer, path: Path) -> None:
+    server.set_output(FakeOutput("ok"))
     server.complete("Hi")
     shown = admin(server, "GET", "/admin/keys")
     alice, root = shown.json()["keys"]
@@ -155,7 +155,7 @@ def test_keys(server: Running, path: Path) -> None:
     assert "hash" not in shown.text
 
 
-def test_reloading(server: Running, path: Path) -> None:
+def test_reloading(server: RunningServer, path: Path) -> None:
     path.write_text(dump_keys([key_of("bob"), key_of("root", admin=True)]))
     assert admin(server, "POST", "/admin/keys/reload").json() == {"keys": 2}
     assert server.http.get("/v1/models", headers=keyed("alice")).status_code == 401

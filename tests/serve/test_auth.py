@@ -17,14 +17,14 @@ import pytest
 
 from foreword.config import Config
 from foreword.errors import ConfigError, ExpiredKey, Unauthorized
-from foreword.serve.auth import Keyring, given_key
+from foreword.serve.auth import Keyring, key_from_headers
 from foreword.serve.key_file import Key, dump_keys, hash_key, read_key_file
-from tests.fakes import FakeClient, Script
-from tests.serve.conftest import MODEL, Running, running
+from tests.fakes import FakeEngineClient, FakeOutput
+from tests.serve.conftest import MODEL, RunningServer, run_server
 
 CHAT = "/v1/chat/completions"
 USER = [{"role": "user", "content": "Hi"}]
-SLOW = Script("abcdefgh" * 16, delay_s=0.02)
+SLOW = FakeOutput("abcdefgh" * 16, delay_s=0.02)
 
 
 def key_of(name: str, **fields: Any) -> Key:
@@ -70,28 +70,28 @@ def keys_file(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def server(keys_file: Path) -> Iterator[Running]:
-    with running(Config(api_key="plain", api_key_file=str(keys_file)), FakeClient(Script("ok")), key="alice") as server:
+def server(keys_file: Path) -> Iterator[RunningServer]:
+    with run_server(Config(api_key="plain", api_key_file=str(keys_file)), FakeEngineClient(FakeOutput("ok")), key="alice") as server:
         yield server
 
 
 @pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     """For tests that change nothing."""
     path = tmp_path_factory.mktemp("keys") / "keys.yaml"
     write(path, *KEYS)
-    with running(Config(api_key_file=str(path)), FakeClient(Script("ok"))) as server:
+    with run_server(Config(api_key_file=str(path)), FakeEngineClient(FakeOutput("ok"))) as server:
         yield server
 
 
-def ask(server: Running, key: str, **fields: Any) -> Any:
+def ask(server: RunningServer, key: str, **fields: Any) -> Any:
     return server.http.post(CHAT, json={"messages": USER, **fields}, headers=keyed(key))
 
 
 # Who comes in
 
 
-def test_keys_of_both_kinds(server: Running) -> None:
+def test_keys_of_both_kinds(server: RunningServer) -> None:
     assert server.chat().choices[0].message.content == "ok"
     for key in ("alice", "plain"):
         assert ask(server, key).status_code == 200
@@ -101,7 +101,7 @@ def test_keys_of_both_kinds(server: Running) -> None:
     assert alice and plain and alice != plain
 
 
-def test_the_openai_client_is_told_what_is_wrong(server: Running) -> None:
+def test_the_openai_client_is_told_what_is_wrong(server: RunningServer) -> None:
     def client(key: str) -> openai.OpenAI:
         return server.openai.with_options(api_key=key)
 
@@ -116,7 +116,7 @@ def test_the_openai_client_is_told_what_is_wrong(server: Running) -> None:
     assert (forbidden.value.code, forbidden.value.type, forbidden.value.param) == ("forbidden", "permission_error", "model")
 
 
-def test_models_that_a_key_may_not_use_are_not_there(server: Running) -> None:
+def test_models_that_a_key_may_not_use_are_not_there(server: RunningServer) -> None:
     assert [model.id for model in server.openai.models.list()] == [MODEL]
     assert list(server.openai.with_options(api_key="other").models.list()) == []
     headers = keyed("other")
@@ -158,11 +158,11 @@ def test_models_that_a_key_may_not_use_are_not_there(server: Running) -> None:
         ([], 401),
     ],
 )
-def test_headers(shared: Running, headers: list[tuple[str, Any]], status: int) -> None:
+def test_headers(shared: RunningServer, headers: list[tuple[str, Any]], status: int) -> None:
     assert shared.http.get("/v1/models", headers=headers).status_code == status
 
 
-def test_a_key_in_the_address_is_no_key(shared: Running) -> None:
+def test_a_key_in_the_address_is_no_key(shared: RunningServer) -> None:
     for query in ("api_key=alice", "key=alice", "Authorization=Bearer%20alice"):
         assert shared.http.get(f"/v1/models?{query}").status_code == 401
 
@@ -170,7 +170,7 @@ def test_a_key_in_the_address_is_no_key(shared: Running) -> None:
 def test_a_key_of_other_letters() -> None:
     ring = Keyring("schlüssel, ключ", None, False)
     for key in ("schlüssel", "ключ"):
-        assert ring.identify(given_key([(b"authorization", b"Bearer " + key.encode())])).account
+        assert ring.identify(key_from_headers([(b"authorization", b"Bearer " + key.encode())])).fairness_key
     with pytest.raises(Unauthorized):
         ring.identify(b"schlussel")
 
@@ -197,7 +197,7 @@ def test_every_entry_is_compared(keys_file: Path, monkeypatch: pytest.MonkeyPatc
         return compare_digest(given, known)
 
     monkeypatch.setattr("foreword.serve.auth.compare_digest", noting)
-    assert ring.identify(b"alice").account == "alice"
+    assert ring.identify(b"alice").fairness_key == "alice"
     assert compared == [key.digest for key, _ in ring.entries] and len(compared) == 1 + len(KEYS)
 
 
@@ -206,7 +206,7 @@ def test_expiry_by_the_clock(tmp_path: Path) -> None:
     write(tmp_path / "keys", key_of("a", expires=1060.0))
     ring = Keyring(None, tmp_path / "keys", False, now=lambda: now[0])
     now[0] = 1059.9
-    assert ring.identify(b"a").account == "a"
+    assert ring.identify(b"a").fairness_key == "a"
     now[0] = 1060.0
     with pytest.raises(ExpiredKey):
         ring.identify(b"a")
@@ -217,9 +217,9 @@ def test_expiry_by_the_clock(tmp_path: Path) -> None:
 
 def test_without_keys_everybody_may() -> None:
     access = Keyring(None, None, False).identify(None)
-    assert (access.account, access.tenant, access.admin) == ("", "", False)
+    assert (access.fairness_key, access.cache_salt, access.admin) == ("", "", False)
     access.check_model("any")
-    assert access.caller(-3).priority == -3
+    assert access.request_context(-3).priority == -3
 
 
 def test_an_empty_file_lets_nobody_in(tmp_path: Path) -> None:
@@ -233,12 +233,12 @@ def test_a_new_key_of_an_old_name_finds_nothing_of_the_old_one(tmp_path: Path) -
     path, tenants = tmp_path / "keys", []
     for secret in ("one", "two"):
         write(path, Key("a", b"s" * 16, hash_key(secret.encode(), b"s" * 16)))
-        tenants.append(Keyring(None, path, False).identify(secret.encode()).tenant)
+        tenants.append(Keyring(None, path, False).identify(secret.encode()).cache_salt)
     assert tenants[0] != tenants[1]
-    assert Keyring(None, path, True).identify(b"two").tenant == ""
+    assert Keyring(None, path, True).identify(b"two").cache_salt == ""
 
 
-def test_priorities(server: Running) -> None:
+def test_priorities(server: RunningServer) -> None:
     for key, wanted, chosen in [
         ("alice", None, 0),
         ("alice", 3, 3),
@@ -258,7 +258,7 @@ def test_priorities(server: Running) -> None:
 # How often, and how much
 
 
-def test_requests_by_the_minute(server: Running) -> None:
+def test_requests_by_the_minute(server: RunningServer) -> None:
     client = server.openai.with_options(api_key="slow")
     reply = client.chat.completions.with_raw_response.create(model=MODEL, messages=USER)  # type: ignore[arg-type]
     assert reply.headers["x-ratelimit-limit-requests"] == "2"
@@ -275,7 +275,7 @@ def test_requests_by_the_minute(server: Running) -> None:
     assert 'foreword_requests_rejected_total{reason="rate_requests"} 1.0' in server.http.get("/metrics").text
 
 
-def test_requests_that_fail_count_too(server: Running) -> None:
+def test_requests_that_fail_count_too(server: RunningServer) -> None:
     headers = keyed("slow")
     for path, body in ((CHAT, {}), ("/tokenize", {"prompt": "a"})):
         reply = server.http.post(path, json=body, headers=headers)
@@ -284,7 +284,7 @@ def test_requests_that_fail_count_too(server: Running) -> None:
         assert server.http.post(path, json={}, headers=headers).status_code == 429
 
 
-def test_tokens_by_the_minute(server: Running) -> None:
+def test_tokens_by_the_minute(server: RunningServer) -> None:
     headers = keyed("poor")
     first = ask(server, "poor")
     used = first.json()["usage"]["total_tokens"]
@@ -301,7 +301,7 @@ def test_tokens_by_the_minute(server: Running) -> None:
     assert (meter.prompt_tokens + meter.generated_tokens, meter.open) == (used + 1206, 0)
 
 
-def test_texts_count_as_tokens(server: Running) -> None:
+def test_texts_count_as_tokens(server: RunningServer) -> None:
     headers = keyed("poor")
     reply = server.http.post("/v1/embeddings", json={"input": ["aaaa"] * 10}, headers=headers)
     used = reply.json()["usage"]["prompt_tokens"]
@@ -309,8 +309,8 @@ def test_texts_count_as_tokens(server: Running) -> None:
     assert all(request.account == "poor" for request in server.client.submitted)
 
 
-def test_open_requests_of_a_key(server: Running) -> None:
-    server.say(SLOW)
+def test_open_requests_of_a_key(server: RunningServer) -> None:
+    server.set_output(SLOW)
     body = {"messages": USER, "stream": True, "n": 2}
     with server.http.stream("POST", CHAT, json=body, headers=keyed("few")) as stream:
         lines = stream.iter_lines()
@@ -318,7 +318,7 @@ def test_open_requests_of_a_key(server: Running) -> None:
         reply = ask(server, "few")
         assert reply.status_code == 429 and "2 requests open" in reply.json()["error"]["message"]
         assert int(reply.headers["Retry-After"]) >= 1
-        server.say(Script("ok"))
+        server.set_output(FakeOutput("ok"))
         assert ask(server, "alice").status_code == 200, "others are not concerned"
     server.wait_until_idle()
     until(lambda: ask(server, "few", n=2).status_code == 200)
@@ -327,16 +327,16 @@ def test_open_requests_of_a_key(server: Running) -> None:
 # Files that change
 
 
-def test_a_file_that_changes(server: Running, keys_file: Path) -> None:
+def test_a_file_that_changes(server: RunningServer, keys_file: Path) -> None:
     assert ask(server, "slow").status_code == 200
-    server.say(SLOW)
+    server.set_output(SLOW)
     with server.http.stream("POST", CHAT, json={"messages": USER, "stream": True}, headers=keyed("alice")) as stream:
         lines = stream.iter_lines()
         next(lines)
         write(keys_file, key_of("slow", requests_per_minute=2), key_of("new"))
         until(lambda: server.http.get("/v1/models", headers=keyed("new")).status_code == 200)
         assert server.http.get("/v1/models", headers=keyed("alice")).status_code == 401
-        server.say(Script("ok"))
+        server.set_output(FakeOutput("ok"))
         assert ask(server, "slow").status_code == 200
         assert ask(server, "slow").status_code == 429, "what was used before stays used"
         assert [line for line in lines if line][-1] == "data: [DONE]", "what was open ends undisturbed"
@@ -348,7 +348,7 @@ async def test_a_broken_file_keeps_the_keys_and_is_told_of_once(keys_file: Path,
     keys_file.write_text("keys: [{name: alice}]")
     for _ in range(3):
         await ring.refresh()
-    assert ring.identify(b"alice").account == "alice"
+    assert ring.identify(b"alice").fairness_key == "alice"
     (record,) = caplog.records
     assert record.levelno == logging.ERROR
     assert "entry 1 (alice): hash is missing; the keys stay as they were" in record.getMessage()
@@ -387,7 +387,7 @@ async def test_the_file_is_read_again_only_when_it_changed(keys_file: Path, monk
     assert reads == [keys_file]
 
 
-def test_reloading_under_load(server: Running, keys_file: Path) -> None:
+def test_reloading_under_load(server: RunningServer, keys_file: Path) -> None:
     """Whoever stays in the file is never refused while it is written again and again."""
     stop, wrong = threading.Event(), list[int]()
 
@@ -415,7 +415,7 @@ def test_reloading_under_load(server: Running, keys_file: Path) -> None:
     assert (meter.requests, meter.open) == (len(server.client.submitted), 0)
 
 
-def test_no_key_and_no_hash_in_the_log(server: Running, keys_file: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_no_key_and_no_hash_in_the_log(server: RunningServer, keys_file: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG, "foreword")
     secrets = ["sesame-right", "sesame-wrong"]
     write(keys_file, key_of("sesame-right", requests_per_minute=1))

@@ -4,8 +4,8 @@ import openai
 import pytest
 
 from foreword.core.request import Request
-from tests.fakes import END, EOS, START, Script
-from tests.serve.conftest import Running
+from tests.fakes import END, EOS, START, FakeOutput
+from tests.serve.conftest import RunningServer
 
 BURSTS = [(1,), (3,), (2, 5, 1), (64,)]
 
@@ -23,8 +23,8 @@ def reasons_of(chunks: list[Any]) -> list[tuple[int, str]]:
 
 
 @pytest.mark.parametrize("bursts", BURSTS)
-def test_an_answer(served: Running, bursts: tuple[int, ...]) -> None:
-    served.say(Script("Héllo wörld 😀", bursts, num_cached=3))
+def test_an_answer(served: RunningServer, bursts: tuple[int, ...]) -> None:
+    served.set_output(FakeOutput("Héllo wörld 😀", bursts, num_cached=3))
     answer = served.chat()
     assert answer.object == "chat.completion" and answer.id.startswith("chatcmpl-")
     assert answer.model == "fake-model" and answer.system_fingerprint == "fp_fake"
@@ -39,8 +39,8 @@ def test_an_answer(served: Running, bursts: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("bursts", BURSTS)
-def test_a_stream(served: Running, bursts: tuple[int, ...]) -> None:
-    served.say(Script("Héllo wörld 😀", bursts))
+def test_a_stream(served: RunningServer, bursts: tuple[int, ...]) -> None:
+    served.set_output(FakeOutput("Héllo wörld 😀", bursts))
     chunks = pieces(served.chat(stream=True, stream_options={"include_usage": True}))
     assert chunks[0].choices[0].delta.role == "assistant"
     assert text_of(chunks) == "Héllo wörld 😀"
@@ -51,25 +51,25 @@ def test_a_stream(served: Running, bursts: tuple[int, ...]) -> None:
     assert all(chunk.usage is None for chunk in chunks[:-1])
 
 
-def test_the_prompt_is_the_rendered_conversation(served: Running) -> None:
+def test_the_prompt_is_the_rendered_conversation(served: RunningServer) -> None:
     served.chat(messages=[{"role": "developer", "content": "S"}, {"role": "user", "content": [{"type": "text", "text": "U"}]}])
     expected = [START, *b"system\nS", END, 10, START, *b"user\nU", END, 10, START, *b"assistant\n"]
     assert list(served.client.submitted[0].prompt_ids) == expected
 
 
-def test_continuing_the_final_message(served: Running) -> None:
-    served.say(Script(" world"))
+def test_continuing_the_final_message(served: RunningServer) -> None:
+    served.set_output(FakeOutput(" world"))
     messages = [{"role": "user", "content": "U"}, {"role": "assistant", "content": "Hello"}]
     served.chat(messages=messages, continue_final_message=True)
     assert bytes(served.client.submitted[0].prompt_ids[-5:]) == b"Hello"
 
 
-def test_template_options_reach_the_template(served: Running) -> None:
+def test_template_options_reach_the_template(served: RunningServer) -> None:
     served.chat(chat_template_kwargs={"open_end": True}, add_generation_prompt=False)
     assert bytes(served.client.submitted[0].prompt_ids[-2:]) == b"Hi"
 
 
-def test_parameters_reach_the_engine(served: Running) -> None:
+def test_parameters_reach_the_engine(served: RunningServer) -> None:
     served.chat(
         temperature=0.5,
         top_p=0.9,
@@ -103,14 +103,14 @@ def test_parameters_reach_the_engine(served: Running) -> None:
     assert (request.seed, request.priority, request.bad_words_ids) == (42, 3, (tuple(b"no"),))
 
 
-def test_the_default_ends_at_the_context(served: Running) -> None:
-    served.say(Script("abc", (7, 64)))
+def test_the_default_ends_at_the_context(served: RunningServer) -> None:
+    served.set_output(FakeOutput("abc", (7, 64)))
     answer = served.chat(ignore_eos=True)
     assert answer.choices[0].finish_reason == "length"
     assert answer.usage.total_tokens == 2048
 
 
-def test_nulls_are_as_good_as_nothing(served: Running) -> None:
+def test_nulls_are_as_good_as_nothing(served: RunningServer) -> None:
     fields = ["n", "temperature", "stop", "max_tokens", "seed", "logit_bias", "tools", "response_format", "logprobs"]
     reply = served.http.post(
         "/v1/chat/completions", json={"messages": [{"role": "user", "content": "Hi"}], **dict.fromkeys(fields)}
@@ -118,7 +118,7 @@ def test_nulls_are_as_good_as_nothing(served: Running) -> None:
     assert reply.status_code == 200, reply.text
 
 
-def test_harmless_fields_are_taken(served: Running) -> None:
+def test_harmless_fields_are_taken(served: RunningServer) -> None:
     answer = served.chat(
         user="me",
         metadata={"a": "b"},
@@ -130,12 +130,12 @@ def test_harmless_fields_are_taken(served: Running) -> None:
     assert answer.choices[0].message.content == "Hello world"
 
 
-def by_choice(request: Request) -> Script:
-    return Script(f"answer {request.id[-1]}", (2,))
+def by_choice(request: Request) -> FakeOutput:
+    return FakeOutput(f"answer {request.id[-1]}", (2,))
 
 
-def test_choices(served: Running) -> None:
-    served.say(by_choice)
+def test_choices(served: RunningServer) -> None:
+    served.set_output(by_choice)
     answer = served.chat(n=3, seed=7)
     assert [(c.index, c.message.content, c.finish_reason) for c in answer.choices] == [
         (i, f"answer {i}", "stop") for i in range(3)
@@ -146,14 +146,14 @@ def test_choices(served: Running) -> None:
     assert answer.usage.prompt_tokens == len(served.client.submitted[0].prompt_ids)
 
 
-def test_streamed_choices(served: Running) -> None:
-    served.say(by_choice)
+def test_streamed_choices(served: RunningServer) -> None:
+    served.set_output(by_choice)
     chunks = pieces(served.chat(n=3, stream=True))
     assert [text_of(chunks, i) for i in range(3)] == ["answer 0", "answer 1", "answer 2"]
     assert sorted(reasons_of(chunks)) == [(0, "stop"), (1, "stop"), (2, "stop")]
 
 
-def test_a_seed_is_drawn_and_told(served: Running) -> None:
+def test_a_seed_is_drawn_and_told(served: RunningServer) -> None:
     seeds = {served.chat().seed for _ in range(3)}
     assert len(seeds) == 3
     assert {request.seed for request in served.client.submitted} == seeds
@@ -161,8 +161,8 @@ def test_a_seed_is_drawn_and_told(served: Running) -> None:
 
 @pytest.mark.parametrize("bursts", BURSTS)
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_stop_string_across_bursts(served: Running, bursts: tuple[int, ...], stream: bool) -> None:
-    served.say(Script("one STOP two", bursts))
+def test_a_stop_string_across_bursts(served: RunningServer, bursts: tuple[int, ...], stream: bool) -> None:
+    served.set_output(FakeOutput("one STOP two", bursts))
     answer = served.chat(
         stop="STOP", stream=stream, logprobs=True, **({"stream_options": {"include_usage": True}} if stream else {})
     )
@@ -181,13 +181,13 @@ def test_a_stop_string_across_bursts(served: Running, bursts: tuple[int, ...], s
     assert served.client.finished == [(served.client.submitted[0].id, 8)]
 
 
-def test_include_stop_string(served: Running) -> None:
-    served.say(Script("one STOP two", (5,)))
+def test_include_stop_string(served: RunningServer) -> None:
+    served.set_output(FakeOutput("one STOP two", (5,)))
     assert served.chat(stop=["STOP"], include_stop_str_in_output=True).choices[0].message.content == "one STOP"
 
 
-def test_logprobs(served: Running) -> None:
-    served.say(Script("hé", (2,)))
+def test_logprobs(served: RunningServer) -> None:
+    served.set_output(FakeOutput("hé", (2,)))
     content = served.chat(logprobs=True, top_logprobs=2).choices[0].logprobs.content
     assert [token.token for token in content] == ["h", "\ufffd", "\ufffd", "<|eos|>"]
     assert bytes(content[1].bytes + content[2].bytes).decode() == "é"
@@ -199,8 +199,8 @@ def test_logprobs(served: Running) -> None:
     assert [(top.token, top.logprob) for top in chosen[0].top_logprobs] == [("a", -97.0), ("b", -98.0)]
 
 
-def test_token_ids_and_prompt_logprobs(served: Running) -> None:
-    served.say(Script("ab"))
+def test_token_ids_and_prompt_logprobs(served: RunningServer) -> None:
+    served.set_output(FakeOutput("ab"))
     choice = served.chat(return_token_ids=True, prompt_logprobs=2).choices[0]
     assert choice.token_ids == [97, 98, EOS]
     assert choice.prompt_token_ids == list(served.client.submitted[0].prompt_ids)
@@ -210,8 +210,8 @@ def test_token_ids_and_prompt_logprobs(served: Running) -> None:
     }  # fmt: skip
 
 
-def test_metrics_of_an_answer(served: Running) -> None:
-    served.say(Script("Hello world", (4,), num_cached=2))
+def test_metrics_of_an_answer(served: RunningServer) -> None:
+    served.set_output(FakeOutput("Hello world", (4,), num_cached=2))
     answer = served.chat(metrics=True, seed=5)
     assert answer.metrics == answer.choices[0].metrics
     assert answer.metrics["seed"] == 5 and answer.metrics["cached_tokens"] == 2
@@ -219,16 +219,16 @@ def test_metrics_of_an_answer(served: Running) -> None:
     assert not hasattr(served.chat(), "metrics")
 
 
-def test_metrics_of_several_choices(served: Running) -> None:
-    served.say(Script("Hello world", (4,), num_cached=2))
+def test_metrics_of_several_choices(served: RunningServer) -> None:
+    served.set_output(FakeOutput("Hello world", (4,), num_cached=2))
     answer = served.chat(metrics=True, n=2, seed=5)
     assert [choice.metrics["seed"] for choice in answer.choices] == [5, 6]
     assert [choice.metrics["draft_tokens"] for choice in answer.choices] == [12, 12]
     assert (answer.metrics["seed"], answer.metrics["draft_tokens"], answer.metrics["cached_tokens"]) == (5, 24, 2)
 
 
-def test_streamed_metrics_of_several_choices(served: Running) -> None:
-    served.say(lambda request: Script("Hello world", (4,), delay_s=0.002 * int(request.id[-1])))
+def test_streamed_metrics_of_several_choices(served: RunningServer) -> None:
+    served.set_output(lambda request: FakeOutput("Hello world", (4,), delay_s=0.002 * int(request.id[-1])))
     chunks = [chunk for chunk in served.chat(metrics=True, n=3, stream=True) if chunk.choices]
     ends = [chunk for chunk in chunks if chunk.choices[0].finish_reason]
     assert [chunk.choices[0].metrics["draft_tokens"] for chunk in ends] == [12, 12, 12]
@@ -236,8 +236,8 @@ def test_streamed_metrics_of_several_choices(served: Running) -> None:
     assert hasattr(ends[-1], "metrics")
 
 
-def test_draft_marks_in_a_stream(served: Running) -> None:
-    served.say(Script("abcdefg", (3,)))
+def test_draft_marks_in_a_stream(served: RunningServer) -> None:
+    served.set_output(FakeOutput("abcdefg", (3,)))
     chunks = pieces(served.chat(metrics=True, stream=True))
     marks = [c.choices[0].tokens for c in chunks if hasattr(c.choices[0], "tokens")]
     assert marks == [
@@ -247,21 +247,21 @@ def test_draft_marks_in_a_stream(served: Running) -> None:
     assert chunks[-1].metrics["verify_steps"] == 3
 
 
-def test_guesses_in_text_that_was_held_back_are_told_later(served: Running) -> None:
-    served.say(Script("STxy", (2,)))
+def test_guesses_in_text_that_was_held_back_are_told_later(served: RunningServer) -> None:
+    served.set_output(FakeOutput("STxy", (2,)))
     chunks = pieces(served.chat(metrics=True, stream=True, stop="STOP"))
     told = [(c.choices[0].tokens, c.choices[0].accepted_draft_tokens) for c in chunks if hasattr(c.choices[0], "tokens")]
     assert told == [([["S", True], ["T", False], ["x", True], ["y", False]], 2), ([], 1)]
 
 
-def test_a_failed_choice_is_an_error(served: Running) -> None:
-    served.say(lambda request: Script("abcdef", fail_after=3 if request.id.endswith("-1") else None))
+def test_a_failed_choice_is_an_error(served: RunningServer) -> None:
+    served.set_output(lambda request: FakeOutput("abcdef", fail_after=3 if request.id.endswith("-1") else None))
     with pytest.raises(openai.InternalServerError, match="the script says so"):
         served.chat(n=2)
 
 
-def test_a_failed_choice_in_a_stream_comes_last(served: Running) -> None:
-    served.say(lambda request: Script("abcdef", fail_after=3 if request.id.endswith("-0") else None))
+def test_a_failed_choice_in_a_stream_comes_last(served: RunningServer) -> None:
+    served.set_output(lambda request: FakeOutput("abcdef", fail_after=3 if request.id.endswith("-0") else None))
     chunks = []
     with pytest.raises(openai.APIError, match="the script says so"):
         for chunk in served.chat(n=2, stream=True, stream_options={"include_usage": True}):
@@ -270,8 +270,8 @@ def test_a_failed_choice_in_a_stream_comes_last(served: Running) -> None:
     assert reasons_of(chunks) == [(1, "stop")]
 
 
-def test_the_lines_of_a_failed_stream(served: Running) -> None:
-    served.say(Script("abc", fail_after=2))
+def test_the_lines_of_a_failed_stream(served: RunningServer) -> None:
+    served.set_output(FakeOutput("abc", fail_after=2))
     body = {"messages": [{"role": "user", "content": "Hi"}], "stream": True}
     reply = served.http.post("/v1/chat/completions", json=body)
     assert reply.headers["content-type"].startswith("text/event-stream")
@@ -280,8 +280,8 @@ def test_the_lines_of_a_failed_stream(served: Running) -> None:
     assert lines[-2].startswith('data: {"error":{"message":"the script says so"')
 
 
-def test_an_engine_that_dies_under_a_stream(served: Running) -> None:
-    served.say(Script("abcdef", hang_after=2))
+def test_an_engine_that_dies_under_a_stream(served: RunningServer) -> None:
+    served.set_output(FakeOutput("abcdef", hang_after=2))
     stream = served.chat(stream=True)
     with pytest.raises(openai.APIError, match="died"):
         for chunk in stream:

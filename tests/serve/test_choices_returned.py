@@ -12,26 +12,26 @@ import openai
 import pytest
 
 from foreword.core.request import Request
-from tests.fakes import Script
-from tests.serve.conftest import Running
+from tests.fakes import FakeOutput
+from tests.serve.conftest import RunningServer
 
 CHAT = "/v1/chat/completions"
 USER = [{"role": "user", "content": "Hi"}]
 
 
-def returned(server: Running) -> int:
+def returned(server: RunningServer) -> int:
     match = re.search(r"^foreword_choices_returned_total (\d+)", server.http.get("/metrics").text, re.MULTILINE)
     assert match is not None
     return int(match[1])
 
 
-def failing(index: int, others: Script) -> Callable[[Request], Script]:
-    return lambda request: Script(fail_after=2) if request.id.endswith(f"-{index}") else others
+def failing(index: int, others: FakeOutput) -> Callable[[Request], FakeOutput]:
+    return lambda request: FakeOutput(fail_after=2) if request.id.endswith(f"-{index}") else others
 
 
 @pytest.mark.parametrize("n", [1, 8])
 @pytest.mark.parametrize("stream", [False, True])
-def test_all_of_them(served: Running, n: int, stream: bool) -> None:
+def test_all_of_them(served: RunningServer, n: int, stream: bool) -> None:
     before = returned(served)
     answer = served.chat(n=n, stream=stream)
     if stream:
@@ -41,17 +41,17 @@ def test_all_of_them(served: Running, n: int, stream: bool) -> None:
     assert returned(served) - before == n
 
 
-def test_a_choice_that_fails_is_an_error_of_the_whole_answer(served: Running) -> None:
+def test_a_choice_that_fails_is_an_error_of_the_whole_answer(served: RunningServer) -> None:
     before = returned(served)
-    served.say(failing(1, Script("abc")))
+    served.set_output(failing(1, FakeOutput("abc")))
     with pytest.raises(openai.InternalServerError):
         served.chat(n=3)
     assert returned(served) == before
 
 
-def test_in_a_stream_it_is_an_event_behind_the_others(served: Running) -> None:
+def test_in_a_stream_it_is_an_event_behind_the_others(served: RunningServer) -> None:
     before = returned(served)
-    served.say(failing(1, Script("abc")))
+    served.set_output(failing(1, FakeOutput("abc")))
     reply = served.http.post(CHAT, json={"messages": USER, "n": 3, "stream": True, "stream_options": {"include_usage": True}})
     events = [
         json.loads(line.removeprefix("data: ")) for line in reply.text.split("\n\n") if line and not line.endswith("[DONE]")
@@ -60,14 +60,14 @@ def test_in_a_stream_it_is_an_event_behind_the_others(served: Running) -> None:
     assert sorted(ends) == [0, 2] and "error" in events[-1]
     assert not any(event.get("usage") for event in events), "usage would say that all is well"
     assert returned(served) - before == 2
-    served.say(failing(0, Script("abc")))
+    served.set_output(failing(0, FakeOutput("abc")))
     with pytest.raises(openai.APIError):
         list(served.chat(n=2, stream=True))
 
 
-def test_who_leaves_got_what_had_ended_before(served: Running) -> None:
+def test_who_leaves_got_what_had_ended_before(served: RunningServer) -> None:
     before = returned(served)
-    served.say(lambda request: Script("abc") if request.id.endswith("-0") else Script(hang_after=2))
+    served.set_output(lambda request: FakeOutput("abc") if request.id.endswith("-0") else FakeOutput(hang_after=2))
     body: Any = json.dumps({"messages": USER, "n": 3, "stream": True}).encode()
     host, port = served.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port))) as connection:

@@ -11,7 +11,7 @@ import openai
 import pytest
 from pydantic import BaseModel, ConfigDict, Field
 
-from tests.serve.conftest import MODEL, Running
+from tests.serve.conftest import MODEL, RunningServer
 
 USER = [{"role": "user", "content": "Tell me about a person."}]
 
@@ -41,7 +41,7 @@ def holds_object(text: str, finish_reason: str) -> bool:
 # openai
 
 
-def test_openai_parse(demo: Running) -> None:
+def test_openai_parse(demo: RunningServer) -> None:
     completion = demo.openai.chat.completions.parse(model=MODEL, messages=USER, response_format=Person, max_tokens=1000, seed=1)
     message = completion.choices[0].message
     assert isinstance(message.parsed, Person) and message.refusal is None
@@ -49,7 +49,7 @@ def test_openai_parse(demo: Running) -> None:
     assert completion.usage.completion_tokens > 0
 
 
-def test_openai_stream_with_parsing(demo: Running) -> None:
+def test_openai_stream_with_parsing(demo: RunningServer) -> None:
     options: dict[str, Any] = {"model": MODEL, "messages": USER, "response_format": Person, "max_tokens": 1000, "seed": 1}
     with demo.openai.chat.completions.stream(**options) as stream:
         kinds = {event.type for event in stream}
@@ -59,7 +59,7 @@ def test_openai_stream_with_parsing(demo: Running) -> None:
     assert parsed == demo.openai.chat.completions.parse(**options).choices[0].message.parsed  # streamed or not: the same
 
 
-def test_openai_response_formats(demo: Running) -> None:
+def test_openai_response_formats(demo: RunningServer) -> None:
     schema = {
         "type": "object",
         "properties": {"n": {"type": "integer", "maximum": 9, "minimum": 0}},
@@ -80,19 +80,19 @@ def test_openai_response_formats(demo: Running) -> None:
     assert third.choices[0].message.content
 
 
-def test_openai_refuses_what_is_cut_short(demo: Running) -> None:
+def test_openai_refuses_what_is_cut_short(demo: RunningServer) -> None:
     with pytest.raises(openai.LengthFinishReasonError):
         demo.openai.chat.completions.parse(model=MODEL, messages=USER, response_format=Person, max_tokens=3)
 
 
-async def test_openai_async(demo: Running) -> None:
+async def test_openai_async(demo: RunningServer) -> None:
     async with openai.AsyncOpenAI(base_url=demo.url + "/v1", api_key="none", max_retries=0) as client:
         ask = client.chat.completions.parse
         parsed = [ask(model=MODEL, messages=USER, response_format=Address, max_tokens=600, seed=seed) for seed in range(4)]
         assert all(isinstance(one.choices[0].message.parsed, Address) for one in await asyncio.gather(*parsed))
 
 
-def test_openai_embeddings(demo: Running) -> None:
+def test_openai_embeddings(demo: RunningServer) -> None:
     """The client asks for base64 unless told otherwise."""
     reply = demo.openai.embeddings.create(model=MODEL, input=["one", "two", "one"])
     first, second, third = (item.embedding for item in reply.data)
@@ -114,7 +114,7 @@ def litellm() -> Any:
 
 
 @pytest.fixture
-def asked(demo: Running) -> dict[str, Any]:
+def asked(demo: RunningServer) -> dict[str, Any]:
     return {"model": f"openai/{MODEL}", "api_base": demo.url + "/v1", "api_key": "none", "messages": USER, "max_tokens": 40}
 
 
@@ -154,13 +154,13 @@ def langchain() -> Any:
     return importlib.import_module("langchain_openai")
 
 
-def chat_model(langchain: Any, demo: Running, **options: Any) -> Any:
+def chat_model(langchain: Any, demo: RunningServer, **options: Any) -> Any:
     return langchain.ChatOpenAI(
         model=MODEL, base_url=demo.url + "/v1", api_key="none", max_retries=0, **{"max_tokens": 40, **options}
     )
 
 
-def test_langchain_chat(langchain: Any, demo: Running) -> None:
+def test_langchain_chat(langchain: Any, demo: RunningServer) -> None:
     model = chat_model(langchain, demo, temperature=0)
     reply = model.invoke([("system", "You are brief."), ("human", "What is a draft?")])
     assert reply.content and reply.usage_metadata["output_tokens"] > 0
@@ -168,7 +168,7 @@ def test_langchain_chat(langchain: Any, demo: Running) -> None:
     assert len(model.batch(["One", "Two", "Three"])) == 3
 
 
-def test_langchain_structured_output(langchain: Any, demo: Running) -> None:
+def test_langchain_structured_output(langchain: Any, demo: RunningServer) -> None:
     model = chat_model(langchain, demo, max_tokens=1000)
     assert isinstance(model.with_structured_output(Person, method="json_schema").invoke("A person."), Person)
     described = {"title": "town", **Address.model_json_schema()}
@@ -178,13 +178,13 @@ def test_langchain_structured_output(langchain: Any, demo: Running) -> None:
     assert pilot == {"name": "Paul", "age": 42, "city": "Lisbon", "job": "pilot"}
 
 
-async def test_langchain_async(langchain: Any, demo: Running) -> None:
+async def test_langchain_async(langchain: Any, demo: RunningServer) -> None:
     model = chat_model(langchain, demo, seed=1)
     whole = await model.ainvoke("Hello")
     assert "".join([chunk.content async for chunk in model.astream("Hello")]) == whole.content
 
 
-def test_langchain_embeddings(langchain: Any, demo: Running) -> None:
+def test_langchain_embeddings(langchain: Any, demo: RunningServer) -> None:
     embeddings = langchain.OpenAIEmbeddings(
         model=MODEL, base_url=demo.url + "/v1", api_key="none", check_embedding_ctx_length=False
     )

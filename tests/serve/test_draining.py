@@ -9,23 +9,23 @@ import httpx
 import pytest
 
 from foreword.config import Config
-from foreword.metrics.recorder import Recorder
+from foreword.metrics.recorder import MetricsRecorder
 from foreword.serve.app import create_app
-from foreword.serve.draining import Drain
-from tests.fakes import FakeClient, Script, byte_tokenizer
+from foreword.serve.draining import DrainState
+from tests.fakes import FakeEngineClient, FakeOutput, byte_tokenizer
 
 CHAT = "/v1/chat/completions"
 BODY: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}]}
-HANGS = Script("Hello", hang_after=2)
+HANGS = FakeOutput("Hello", hang_after=2)
 
 
 class Ending:
     """An application that can be told to end; requests run in the same loop."""
 
-    def __init__(self, client: FakeClient) -> None:
+    def __init__(self, client: FakeEngineClient) -> None:
         self.client = client
-        self.drain = Drain()
-        app = create_app(Config(), client, byte_tokenizer(), Recorder(()), "m", drain=self.drain)
+        self.drain = DrainState()
+        app = create_app(Config(), client, byte_tokenizer(), MetricsRecorder(()), "m", drain=self.drain)
         self.admission = app.state.server.admission
         self.http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x", timeout=20)
 
@@ -33,8 +33,8 @@ class Ending:
         return await self.http.post(CHAT, json={**BODY, **fields})
 
 
-async def ending(script: Script) -> Ending:
-    client = FakeClient(script)
+async def ending(script: FakeOutput) -> Ending:
+    client = FakeEngineClient(script)
     await client.start()
     return Ending(client)
 
@@ -47,7 +47,7 @@ async def until(condition: Any) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_who_is_in_may_finish_and_nobody_comes_in(stream: bool) -> None:
-    server = await ending(Script("Hello", delay_s=0.02))
+    server = await ending(FakeOutput("Hello", delay_s=0.02))
     open_ = asyncio.create_task(server.ask(stream=stream))
     await until(lambda: server.client.live)
     server.drain.begin()
@@ -57,7 +57,7 @@ async def test_who_is_in_may_finish_and_nobody_comes_in(stream: bool) -> None:
     assert (await server.http.get("/health")).json()["status"] == "draining"
     assert (await server.http.get("/metrics")).status_code == 200
     assert server.drain.num_open == 1
-    await server.drain.emptied()
+    await server.drain.wait_empty()
     answer = await open_
     assert answer.status_code == 200 and ("[DONE]" if stream else "Hello") in answer.text
     assert "error" not in answer.text
@@ -70,8 +70,8 @@ async def test_what_is_not_finished_is_handed_back(stream: bool, status: int) ->
     await until(lambda: len(server.client.live) == 6)
     await asyncio.sleep(0.05)
     server.drain.begin()
-    server.drain.hand_back()
-    await server.drain.emptied()
+    server.drain.cancel_open()
+    await server.drain.wait_empty()
     for answer in await asyncio.gather(*open_):
         assert answer.status_code == status and '"code":"shutting_down"' in answer.text
         assert answer.text.endswith("data: [DONE]\n\n") == stream
@@ -83,12 +83,12 @@ async def test_other_requests_are_handed_back_too() -> None:
     open_ = asyncio.create_task(server.http.post("/v1/embeddings", json={"input": "text"}))
     await until(lambda: server.client.live)
     server.drain.begin()
-    server.drain.hand_back()
+    server.drain.cancel_open()
     assert (await open_).status_code == 503 and not server.client.live
 
 
 async def test_a_time_limit_of_an_application_is_not_the_drains() -> None:
-    server = await ending(Script("x"))
+    server = await ending(FakeOutput("x"))
 
     def late(_: Any) -> Any:
         raise TimeoutError

@@ -14,8 +14,8 @@ import pytest
 
 from foreword.config import Config
 from foreword.serve import connections, middleware
-from tests.fakes import FakeClient, Script
-from tests.serve.conftest import Running, running
+from tests.fakes import FakeEngineClient, FakeOutput
+from tests.serve.conftest import RunningServer, run_server
 
 CHAT = "/v1/chat/completions"
 BODY = json.dumps({"messages": [{"role": "user", "content": "Hi"}]}).encode()
@@ -23,9 +23,9 @@ HEAD = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n".
 
 
 @pytest.fixture(scope="module")
-def edge() -> Iterator[Running]:
+def edge() -> Iterator[RunningServer]:
     """A server that waits for no client longer than a second."""
-    with running(Config(client_timeout=1, max_connections=40, max_body_mb=1), FakeClient(Script("ok"))) as server:
+    with run_server(Config(client_timeout=1, max_connections=40, max_body_mb=1), FakeEngineClient(FakeOutput("ok"))) as server:
         yield server
 
 
@@ -37,7 +37,7 @@ def no_tracebacks(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     assert not [record for record in caplog.records if record.exc_info or record.levelno >= logging.ERROR]
 
 
-def dial(server: Running) -> socket.socket:
+def dial(server: RunningServer) -> socket.socket:
     host, port = server.url.removeprefix("http://").split(":")
     return socket.create_connection((host, int(port)), timeout=20)
 
@@ -100,7 +100,7 @@ def whole(body: bytes = BODY) -> bytes:
         (HEAD + b"Content-Length: %d\r\ntransfer-encoding: Chunked\r\n\r\n" % len(BODY) + BODY, {400}),
     ],
 )
-def test_what_is_no_request(edge: Running, sent: bytes, statuses: set[int]) -> None:
+def test_what_is_no_request(edge: RunningServer, sent: bytes, statuses: set[int]) -> None:
     with dial(edge) as raw:
         try:
             raw.sendall(sent)
@@ -112,14 +112,14 @@ def test_what_is_no_request(edge: Running, sent: bytes, statuses: set[int]) -> N
     assert edge.chat().choices[0].message.content == "ok"
 
 
-def test_a_refusal_has_the_envelope(edge: Running) -> None:
+def test_a_refusal_has_the_envelope(edge: RunningServer) -> None:
     with dial(edge) as raw:
         raw.sendall(b"nonsense\r\n\r\n")
         head, _, body = said(raw).partition(b"\r\n\r\n")
     assert b"Connection: close" in head and json.loads(body)["error"]["type"] == "invalid_request_error"
 
 
-def test_two_lengths_smuggle_no_second_request(edge: Running) -> None:
+def test_two_lengths_smuggle_no_second_request(edge: RunningServer) -> None:
     with dial(edge) as raw:
         raw.sendall(
             HEAD + b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\nGET /live HTTP/1.1\r\nHost: x\r\n\r\n"
@@ -128,20 +128,20 @@ def test_two_lengths_smuggle_no_second_request(edge: Running) -> None:
     assert answer.count(b"\r\n\r\n") == 1 and b"Connection: close" in answer
 
 
-def test_garbage_behind_a_request_does_not_harm_it(edge: Running) -> None:
+def test_garbage_behind_a_request_does_not_harm_it(edge: RunningServer) -> None:
     with dial(edge) as raw:
         raw.sendall(whole().replace(b"Connection: close\r\n", b"") + b"\x00garbage\r\n\r\n" * 10)
         answer = said(raw)
     assert [int(status) for status in re.findall(rb"HTTP/1\.1 (\d+)", answer)] == [200, 400]
 
 
-def test_requests_in_a_row_are_answered_in_order(edge: Running) -> None:
+def test_requests_in_a_row_are_answered_in_order(edge: RunningServer) -> None:
     with dial(edge) as raw:
         raw.sendall(whole().replace(b"Connection: close\r\n", b"") * 20 + whole())
         assert said(raw).count(b"HTTP/1.1 200") == 21
 
 
-def test_garbage_while_a_body_is_refused(edge: Running) -> None:
+def test_garbage_while_a_body_is_refused(edge: RunningServer) -> None:
     """The answer has begun: there is nothing more to say."""
     with dial(edge) as raw:
         raw.sendall(HEAD + b"Transfer-Encoding: chunked\r\n\r\n" + b"186a0\r\n" + b"x" * 100_000 + b"\r\n")
@@ -176,13 +176,13 @@ def drip(raw: socket.socket, data: bytes, pause_s: float) -> bytes:
     raise AssertionError("it was never cut off")
 
 
-def test_a_head_that_trickles_is_cut_off(edge: Running) -> None:
+def test_a_head_that_trickles_is_cut_off(edge: RunningServer) -> None:
     with dial(edge) as raw:
         assert status_of(drip(raw, b"GET /live HTTP/1.1\r\n" + b"A: b\r\n" * 100, 0.05)) == 408
 
 
-def test_a_body_that_trickles_is_cut_off(edge: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "BODY_TIMES", 2)
+def test_a_body_that_trickles_is_cut_off(edge: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "BODY_TIMEOUT_FACTOR", 2)
     with dial(edge) as raw:
         raw.sendall(HEAD + b"Content-Length: 100000\r\n\r\n")
         assert status_of(drip(raw, b"x" * 100_000, 0.3)) == 408
@@ -191,7 +191,7 @@ def test_a_body_that_trickles_is_cut_off(edge: Running, monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     "sent", [b"", b"GET /live HTTP/1.1\r\nHost: x\r\n\r\n"], ids=["silent from the start", "after an answer"]
 )
-def test_who_says_nothing_is_cut_off(edge: Running, sent: bytes) -> None:
+def test_who_says_nothing_is_cut_off(edge: RunningServer, sent: bytes) -> None:
     with dial(edge) as raw:
         raw.sendall(sent)
         answer = said(raw)
@@ -199,25 +199,25 @@ def test_who_says_nothing_is_cut_off(edge: Running, sent: bytes) -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_the_server_may_take_its_time(edge: Running, stream: bool) -> None:
-    edge.say(Script("slow", delay_s=0.5))
+def test_the_server_may_take_its_time(edge: RunningServer, stream: bool) -> None:
+    edge.set_output(FakeOutput("slow", delay_s=0.5))
     body = {"messages": [{"role": "user", "content": "Hi"}], "stream": stream}
     answer = edge.http.post(CHAT, json=body)
     assert answer.status_code == 200 and ("[DONE]" if stream else "slow") in answer.text
-    edge.say(Script("ok"))
+    edge.set_output(FakeOutput("ok"))
 
 
-def test_half_closed_sockets_are_no_clients(edge: Running) -> None:
-    edge.say(Script("ok", delay_s=0.05))
+def test_half_closed_sockets_are_no_clients(edge: RunningServer) -> None:
+    edge.set_output(FakeOutput("ok", delay_s=0.05))
     with dial(edge) as raw:
         raw.sendall(whole())
         raw.shutdown(socket.SHUT_WR)
         said(raw)
     edge.wait_until_idle()
-    edge.say(Script("ok"))
+    edge.set_output(FakeOutput("ok"))
 
 
-def test_resets_in_the_middle(edge: Running) -> None:
+def test_resets_in_the_middle(edge: RunningServer) -> None:
     for cut in range(1, len(whole()), 17):
         with dial(edge) as raw:
             raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -226,7 +226,7 @@ def test_resets_in_the_middle(edge: Running) -> None:
     assert edge.chat().choices[0].message.content == "ok"
 
 
-def test_connections_are_bounded(edge: Running) -> None:
+def test_connections_are_bounded(edge: RunningServer) -> None:
     sockets = [dial(edge) for _ in range(60)]
     try:
         last = sockets[-1]
@@ -252,8 +252,8 @@ def is_open(raw: socket.socket) -> bool:
     return False
 
 
-def test_bodies_are_bounded_together(edge: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(middleware, "MANY_BODIES", 1)
+def test_bodies_are_bounded_together(edge: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(middleware, "MAX_BODIES_IN_MEMORY", 1)
     with dial(edge) as first, dial(edge) as second:
         for raw in (first, second):
             raw.sendall(HEAD + b"Content-Length: 900000\r\n\r\n" + b" " * 600_000)

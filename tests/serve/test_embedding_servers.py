@@ -45,7 +45,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     )
     with ServerProcess(config) as running:
         yield running
-        assert running.stop() == 0, running.read()[-5:]
+        assert running.stop() == 0, running.read_log()[-5:]
 
 
 def vectors(server: ServerProcess, model: str, texts: list[str], **fields: Any) -> list[list[float]]:
@@ -97,7 +97,7 @@ def test_openai_with_both_models(server: ServerProcess) -> None:
 
 
 def test_what_the_server_says_of_the_encoder(server: ServerProcess) -> None:
-    (line,) = [line for line in server.lines if line.startswith("encoder: ")]
+    (line,) = [line for line in server.banner_lines if line.startswith("encoder: ")]
     assert line.startswith("encoder: bert (bert, ") and "48 values" in line
 
 

@@ -16,17 +16,17 @@ import openai
 import pytest
 
 from foreword.config import Config
-from foreword.core.vectors import finished
+from foreword.core.vectors import normalize_embedding
 from foreword.encoders.client import EncoderInfo
-from tests.fakes import Script
-from tests.serve.conftest import MODEL, Running, running
+from tests.fakes import FakeOutput
+from tests.serve.conftest import MODEL, RunningServer, run_server
 
 
-def embed(server: Running, value: Any, **fields: Any) -> Any:
+def embed(server: RunningServer, value: Any, **fields: Any) -> Any:
     return server.http.post("/v1/embeddings", json={"input": value, "model": MODEL, **fields})
 
 
-def test_openai_gets_the_same_vectors_in_each_format(served: Running) -> None:
+def test_openai_gets_the_same_vectors_in_each_format(served: RunningServer) -> None:
     """Its default is base64, which it decodes."""
     create = served.openai.embeddings.create
     texts = ["abc", "aab", "hhh"]
@@ -39,13 +39,13 @@ def test_openai_gets_the_same_vectors_in_each_format(served: Running) -> None:
     assert {request.pooling for request in served.client.submitted} == {"last"}
 
 
-def test_ids_and_texts_are_the_same(served: Running) -> None:
+def test_ids_and_texts_are_the_same(served: RunningServer) -> None:
     ids = list(b"abba")
     vectors = [embed(served, value).json()["data"][0]["embedding"] for value in ("abba", ids, [ids], ["abba"])]
     assert all(vector == vectors[0] for vector in vectors)
 
 
-def test_dimensions_are_cut_before_the_length_is_made_one(served: Running) -> None:
+def test_dimensions_are_cut_before_the_length_is_made_one(served: RunningServer) -> None:
     whole = embed(served, "aabbbbh", normalize=False).json()["data"][0]["embedding"]
     assert whole == [2, 4, 0, 0, 0, 0, 0, 1]
     cut = embed(served, "aabbbbh", dimensions=2).json()["data"][0]["embedding"]
@@ -54,14 +54,14 @@ def test_dimensions_are_cut_before_the_length_is_made_one(served: Running) -> No
     assert embed(served, "xyz").json()["data"][0]["embedding"] == [0.0] * 8, "nothing to be made one of"
 
 
-def test_what_is_asked_for_reaches_the_engine(served: Running) -> None:
+def test_what_is_asked_for_reaches_the_engine(served: RunningServer) -> None:
     assert embed(served, "abc", pooling="mean", priority=-3, user="me").status_code == 200
     (request,) = served.client.submitted
     assert (request.pooling, request.priority) == ("mean", -3)
 
 
 @pytest.mark.parametrize(("asked", "length"), [(5, 5), (-1, 2048)])
-def test_longer_texts_are_cut_on_request(served: Running, asked: int, length: int) -> None:
+def test_longer_texts_are_cut_on_request(served: RunningServer, asked: int, length: int) -> None:
     for value in ("ab" * 1100, [97] * 2200):
         reply = embed(served, value, truncate_prompt_tokens=asked)
         assert reply.json()["usage"]["prompt_tokens"] == length
@@ -98,27 +98,27 @@ def test_longer_texts_are_cut_on_request(served: Running, asked: int, length: in
         ({"input": "a", "nonsense": 1}, "nonsense"),
     ],
 )
-def test_what_is_wrong_is_named(served: Running, fields: dict[str, Any], param: str) -> None:
+def test_what_is_wrong_is_named(served: RunningServer, fields: dict[str, Any], param: str) -> None:
     reply = served.http.post("/v1/embeddings", content=json.dumps(fields), headers={"Content-Type": "application/json"})
     assert reply.status_code == 400, reply.text
     assert reply.json()["error"]["param"] == param
     assert not served.client.submitted or param == "dimensions"
 
 
-def test_an_unknown_model(served: Running) -> None:
+def test_an_unknown_model(served: RunningServer) -> None:
     with pytest.raises(openai.NotFoundError, match="does not exist"):
         served.openai.embeddings.create(model="other", input="a")
 
 
-def test_an_error_of_one_frees_the_others(served: Running) -> None:
-    served.say(lambda request: Script(fail_after=0) if request.prompt_ids == (98,) else Script(hang_after=0))
+def test_an_error_of_one_frees_the_others(served: RunningServer) -> None:
+    served.set_output(lambda request: FakeOutput(fail_after=0) if request.prompt_ids == (98,) else FakeOutput(hang_after=0))
     reply = embed(served, ["a", "b", "c"])
     assert reply.status_code == 500 and "the script says so" in reply.json()["error"]["message"]
     served.wait_until_idle()
 
 
-def test_a_client_that_leaves_frees_everything(served: Running) -> None:
-    served.say(Script(hang_after=0))
+def test_a_client_that_leaves_frees_everything(served: RunningServer) -> None:
+    served.set_output(FakeOutput(hang_after=0))
     with pytest.raises(httpx.ReadTimeout):
         served.http.post("/v1/embeddings", json={"input": ["a"] * 200}, timeout=0.3)
     served.wait_until_idle()
@@ -126,31 +126,31 @@ def test_a_client_that_leaves_frees_everything(served: Running) -> None:
     assert 'embedding_requests_total{kind="embed",reason="abort"}' in served.http.get("/metrics").text
 
 
-def test_a_long_list_reaches_the_engine_bit_by_bit(served: Running) -> None:
+def test_a_long_list_reaches_the_engine_bit_by_bit(served: RunningServer) -> None:
     """So many at once as two steps have rows: whoever comes behind a thousand texts does not wait for all of them."""
     resolved = served.client.info.resolved
     open_tokens: list[int] = []
 
-    def watch(request: Any) -> Script:
+    def watch(request: Any) -> FakeOutput:
         live = [one for one in served.client.submitted if one.id in served.client.live]
         open_tokens.append(sum(len(one.prompt_ids) for one in live))
-        return Script()
+        return FakeOutput()
 
-    served.say(watch)
+    served.set_output(watch)
     texts = [chr(97 + index % 8) * (1 + index * 37 % 400) for index in range(150)]
     data = embed(served, texts).json()["data"]
     assert max(open_tokens) <= 2 * resolved.max_num_batched_tokens
     assert [max(range(8), key=one["embedding"].__getitem__) for one in data] == [index % 8 for index in range(150)]
-    served.say(watch)
+    served.set_output(watch)
     open_tokens.clear()
     embed(served, ["a"] * 300)
     assert 1 < max(open_tokens) <= resolved.max_num_seqs
 
 
 def test_admission_counts_every_text() -> None:
-    with running(Config(max_waiting=4)) as server:
+    with run_server(Config(max_waiting=4)) as server:
         assert embed(server, ["a"] * 5).status_code == 400
-        server.say(Script(hang_after=0))
+        server.set_output(FakeOutput(hang_after=0))
         thread = threading.Thread(target=lambda: _left(server))
         thread.start()
         while server.app.state.server.admission.open < 3:
@@ -161,12 +161,12 @@ def test_admission_counts_every_text() -> None:
         server.wait_until_idle()
 
 
-def _left(server: Running) -> None:
+def _left(server: RunningServer) -> None:
     with pytest.raises(httpx.ReadTimeout):
         httpx.post(server.url + "/v1/embeddings", json={"input": ["a"] * 3}, timeout=0.5)
 
 
-def test_metrics(served: Running) -> None:
+def test_metrics(served: RunningServer) -> None:
     def value(name: str) -> float:
         lines = served.http.get("/metrics").text.splitlines()
         return float(next(line for line in lines if line.startswith(f"foreword_{name} ")).split()[-1])
@@ -178,7 +178,7 @@ def test_metrics(served: Running) -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/rerank", "/v2/rerank", "/rerank"])
-def test_rerank(served: Running, path: str) -> None:
+def test_rerank(served: RunningServer, path: str) -> None:
     body = {"model": MODEL, "query": "aab", "documents": ["hhh", {"text": "aab"}, "ab", "hhh"]}
     answer = served.http.post(path, json=body).json()
     assert [one["index"] for one in answer["results"]] == [1, 2, 0, 3], "ties in the order they came"
@@ -190,7 +190,7 @@ def test_rerank(served: Running, path: str) -> None:
 
 @pytest.mark.parametrize("names", [("text_1", "text_2"), ("data_1", "data_2"), ("queries", "documents"), ("queries", "items")])
 @pytest.mark.parametrize("path", ["/v1/score", "/score"])
-def test_score(served: Running, names: tuple[str, str], path: str) -> None:
+def test_score(served: RunningServer, names: tuple[str, str], path: str) -> None:
     def scores(first: Any, second: Any) -> list[float]:
         answer = served.http.post(path, json={names[0]: first, names[1]: second}).json()
         assert [one["index"] for one in answer["data"]] == list(range(len(answer["data"])))
@@ -216,7 +216,7 @@ def test_score(served: Running, names: tuple[str, str], path: str) -> None:
         ("/v1/score", {"queries": "a", "documents": ["c", ""]}, "documents[1]"),
     ],
 )
-def test_what_is_wrong_with_a_ranking_is_named(served: Running, path: str, body: dict[str, Any], param: str) -> None:
+def test_what_is_wrong_with_a_ranking_is_named(served: RunningServer, path: str, body: dict[str, Any], param: str) -> None:
     reply = served.http.post(path, json=body)
     assert reply.status_code == 400 and reply.json()["error"]["param"] == param, reply.text
     assert not served.client.submitted
@@ -225,9 +225,9 @@ def test_what_is_wrong_with_a_ranking_is_named(served: Running, path: str, body:
 class FakeEncoder:
     """What the routes see of an encoder; `kind` as in EncoderInfo."""
 
-    def __init__(self, kind: str) -> None:
-        self.info = EncoderInfo("bert-tiny", "bert", kind, 2, 32, 100, 300, "cls", False, "fake", {"query": "q: "})
-        self.texts = FakeTexts()
+    def __init__(self, task: str) -> None:
+        self.info = EncoderInfo("bert-tiny", "bert", task, 2, 32, 100, 300, "cls", False, "fake", {"query": "q: "})
+        self.tokenizer = FakeTexts()
         self.alive = True
         self.asked: list[Any] = []
         self.cancelled = 0
@@ -241,7 +241,7 @@ class FakeEncoder:
             raise
         return [array("f", [3.0, float(len(ids))]).tobytes() for ids in inputs]
 
-    async def rank(self, pairs: Any) -> list[float]:
+    async def score(self, pairs: Any) -> list[float]:
         return [float(len(ids)) for ids, _ in pairs]
 
 
@@ -257,15 +257,15 @@ class FakeTexts:
 
 
 @pytest.fixture(params=["embed", "rank"])
-def beside(request: pytest.FixtureRequest) -> Iterator[tuple[Running, FakeEncoder]]:
+def beside(request: pytest.FixtureRequest) -> Iterator[tuple[RunningServer, FakeEncoder]]:
     """A server with an encoder of each kind."""
     encoder = FakeEncoder(request.param)
-    with running(encoder=encoder) as server:
+    with run_server(encoder=encoder) as server:
         yield server, encoder
         server.wait_until_idle()
 
 
-def test_both_models_are_listed(beside: tuple[Running, FakeEncoder]) -> None:
+def test_both_models_are_listed(beside: tuple[RunningServer, FakeEncoder]) -> None:
     server, _ = beside
     assert [card.id for card in server.openai.models.list().data] == [MODEL, "bert-tiny"]
     assert server.openai.models.retrieve("bert-tiny").max_model_len == 32
@@ -273,17 +273,17 @@ def test_both_models_are_listed(beside: tuple[Running, FakeEncoder]) -> None:
         server.openai.models.retrieve("other")
 
 
-def test_an_encoder_does_not_generate(beside: tuple[Running, FakeEncoder]) -> None:
+def test_an_encoder_does_not_generate(beside: tuple[RunningServer, FakeEncoder]) -> None:
     server, _ = beside
     with pytest.raises(openai.BadRequestError, match="bert-tiny is an encoder; what generates here is 'fake-model'"):
         server.openai.completions.create(model="bert-tiny", prompt="a")
 
 
-def test_each_model_does_what_it_can(beside: tuple[Running, FakeEncoder]) -> None:
+def test_each_model_does_what_it_can(beside: tuple[RunningServer, FakeEncoder]) -> None:
     server, encoder = beside
     create = server.openai.embeddings.create
     assert len(create(model=MODEL, input="ab").data[0].embedding) == 8
-    if encoder.info.kind == "rank":
+    if encoder.info.task == "rank":
         with pytest.raises(openai.BadRequestError, match="ranks pairs of texts; it has no embeddings"):
             create(model="bert-tiny", input="ab")
         assert len(embed(server, "ab", model=None).json()["data"][0]["embedding"]) == 8, "by default who can"
@@ -294,15 +294,15 @@ def test_each_model_does_what_it_can(beside: tuple[Running, FakeEncoder]) -> Non
         assert encoder.asked[-1] == ([list(b"q: a")], "mean")
         assert embed(server, ["a", "b" * 33], model=None).json()["error"]["param"] == "input[1]"
         assert embed(server, "b" * 33, model=None, truncate_prompt_tokens=-1).json()["usage"]["prompt_tokens"] == 32
-    assert not encoder.asked or encoder.info.kind == "embed"
+    assert not encoder.asked or encoder.info.task == "embed"
 
 
-def test_scores_come_from_the_encoder(beside: tuple[Running, FakeEncoder]) -> None:
+def test_scores_come_from_the_encoder(beside: tuple[RunningServer, FakeEncoder]) -> None:
     server, encoder = beside
     body = {"query": "aa", "documents": ["b", "bbb", "bb"]}
     answer = server.http.post("/v1/rerank", json=body).json()
     assert answer["model"] == "bert-tiny"
-    if encoder.info.kind == "rank":
+    if encoder.info.task == "rank":
         assert [(one["index"], one["relevance_score"]) for one in answer["results"]] == [(1, 5.0), (2, 4.0), (0, 3.0)]
         assert answer["usage"]["prompt_tokens"] == 12
         reply = server.http.post("/v1/rerank", json={**body, "documents": ["b" * 33]})
@@ -312,9 +312,9 @@ def test_scores_come_from_the_encoder(beside: tuple[Running, FakeEncoder]) -> No
     assert server.http.post("/v1/rerank", json={**body, "model": MODEL}).json()["model"] == MODEL
 
 
-def test_leaving_an_encoder_cancels_its_work(beside: tuple[Running, FakeEncoder]) -> None:
+def test_leaving_an_encoder_cancels_its_work(beside: tuple[RunningServer, FakeEncoder]) -> None:
     server, encoder = beside
-    if encoder.info.kind == "embed":
+    if encoder.info.task == "embed":
         with pytest.raises(httpx.ReadTimeout):
             server.http.post("/v1/embeddings", json={"input": "x" * 13}, timeout=0.2)
         server.wait_until_idle()
@@ -323,6 +323,6 @@ def test_leaving_an_encoder_cancels_its_work(beside: tuple[Running, FakeEncoder]
 
 def test_vectors_are_little_more_than_bytes() -> None:
     vector = array("f", [3.0, 4.0, 0.0]).tobytes()
-    assert list(finished(vector)) == pytest.approx([0.6, 0.8, 0.0])
-    assert list(finished(vector, 1)) == [1.0]
-    assert base64.b64encode(finished(vector, normalize=False)) == base64.b64encode(vector)
+    assert list(normalize_embedding(vector)) == pytest.approx([0.6, 0.8, 0.0])
+    assert list(normalize_embedding(vector, 1)) == [1.0]
+    assert base64.b64encode(normalize_embedding(vector, normalize=False)) == base64.b64encode(vector)

@@ -6,13 +6,13 @@ from typing import Any
 import openai
 import pytest
 
-from tests.serve.conftest import Running
+from tests.serve.conftest import RunningServer
 
 CHAT = "/v1/chat/completions"
 USER = [{"role": "user", "content": "Hi"}]
 
 
-def post(served: Running, fields: dict[str, Any], path: str = CHAT) -> tuple[int, dict[str, Any]]:
+def post(served: RunningServer, fields: dict[str, Any], path: str = CHAT) -> tuple[int, dict[str, Any]]:
     body = json.dumps({"messages": USER, **fields})
     reply = served.http.post(path, content=body, headers={"Content-Type": "application/json"})
     error = reply.json()["error"]
@@ -89,7 +89,7 @@ def post(served: Running, fields: dict[str, Any], path: str = CHAT) -> tuple[int
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
-def test_impossible_values(served: Running, fields: dict[str, Any], param: str, limit: str, stream: bool) -> None:
+def test_impossible_values(served: RunningServer, fields: dict[str, Any], param: str, limit: str, stream: bool) -> None:
     if stream and "stream_options" not in fields:
         fields = {"stream": True, **fields}
     status, error = post(served, fields)
@@ -112,7 +112,7 @@ def test_impossible_values(served: Running, fields: dict[str, Any], param: str, 
         ("web_search_options", {}),
     ],
 )
-def test_what_is_not_supported_yet_is_named(served: Running, field: str, value: Any) -> None:
+def test_what_is_not_supported_yet_is_named(served: RunningServer, field: str, value: Any) -> None:
     status, error = post(served, {field: value})
     assert (status, error["code"], error["param"]) == (400, "unsupported_parameter", field)
     assert field in error["message"]
@@ -131,18 +131,18 @@ def test_what_is_not_supported_yet_is_named(served: Running, field: str, value: 
         ("repeat_last_n", 64, "dry_penalty_last_n"),
     ],
 )
-def test_what_is_refused_for_good_has_a_reason(served: Running, field: str, value: Any, reason: str) -> None:
+def test_what_is_refused_for_good_has_a_reason(served: RunningServer, field: str, value: Any, reason: str) -> None:
     status, error = post(served, {field: value})
     assert (status, error["code"], error["param"]) == (400, "unsupported_parameter", field)
     assert error["message"].startswith(f"{field} is refused: ") and reason in error["message"]
 
 
-def test_values_that_ask_for_nothing_are_taken(served: Running) -> None:
+def test_values_that_ask_for_nothing_are_taken(served: RunningServer) -> None:
     neutral = {"mirostat": 0, "mirostat_tau": 5.0, "mirostat_eta": 0.1, "use_beam_search": False, "length_penalty": 1.0}
     assert served.chat(**neutral, early_stopping=False, repeat_last_n=-1, logits_processors=[]).choices
 
 
-def test_tools_in_a_conversation_are_named(served: Running) -> None:
+def test_tools_in_a_conversation_are_named(served: RunningServer) -> None:
     status, error = post(served, {"messages": [*USER, {"role": "tool", "content": "x"}]})
     assert (status, error["code"], error["param"]) == (400, "unsupported_parameter", "messages[1].role")
     part = {"type": "image_url", "image_url": {"url": "data:,"}}
@@ -165,36 +165,36 @@ def test_tools_in_a_conversation_are_named(served: Running) -> None:
         b'{"messages": ' + b"[" * 100_000,
     ],
 )
-def test_broken_bodies(served: Running, content: bytes) -> None:
+def test_broken_bodies(served: RunningServer, content: bytes) -> None:
     reply = served.http.post(CHAT, content=content, headers={"Content-Type": "application/json"})
     assert reply.status_code == 400, reply.text
     assert reply.json()["error"]["type"] == "invalid_request_error"
 
 
-def test_the_place_of_a_json_error_is_named(served: Running) -> None:
+def test_the_place_of_a_json_error_is_named(served: RunningServer) -> None:
     reply = served.http.post(CHAT, content=b'{"n": 1,}', headers={"Content-Type": "application/json"})
     assert "not valid JSON" in reply.json()["error"]["message"] and "character 8" in reply.json()["error"]["message"]
 
 
-def test_a_body_that_is_not_declared_as_json(served: Running) -> None:
+def test_a_body_that_is_not_declared_as_json(served: RunningServer) -> None:
     reply = served.http.post(CHAT, content=b"{}", headers={"Content-Type": "text/plain"})
     assert reply.status_code == 400 and "application/json" in reply.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("value", ["NaN", "Infinity", "1e999"])
-def test_numbers_that_are_none(served: Running, value: str) -> None:
+def test_numbers_that_are_none(served: RunningServer, value: str) -> None:
     body = f'{{"messages": [{{"role": "user", "content": "Hi"}}], "temperature": {value}}}'
     reply = served.http.post(CHAT, content=body, headers={"Content-Type": "application/json"})
     assert reply.status_code == 400 and reply.json()["error"]["param"] == "temperature"
 
 
-def test_the_context_limit_has_its_code(served: Running) -> None:
+def test_the_context_limit_has_its_code(served: RunningServer) -> None:
     with pytest.raises(openai.BadRequestError, match="2048") as caught:
         served.chat(messages=[{"role": "user", "content": "x" * 100_000}])
     assert caught.value.code == "context_length_exceeded" and caught.value.param == "messages"
 
 
-def test_an_unknown_model(served: Running) -> None:
+def test_an_unknown_model(served: RunningServer) -> None:
     status, error = post(served, {"model": "gpt-9"})
     assert (status, error["code"], error["param"]) == (404, "model_not_found", "model")
     with pytest.raises(openai.NotFoundError):
@@ -202,13 +202,13 @@ def test_an_unknown_model(served: Running) -> None:
 
 
 @pytest.mark.parametrize(("method", "path", "status"), [("GET", "/nope", 404), ("GET", CHAT, 405), ("DELETE", "/health", 405)])
-def test_routes_that_are_none(served: Running, method: str, path: str, status: int) -> None:
+def test_routes_that_are_none(served: RunningServer, method: str, path: str, status: int) -> None:
     reply = served.http.request(method, path)
     assert reply.status_code == status
     assert path in reply.json()["error"]["message"] and "X-Request-Id" in reply.headers
 
 
-def test_an_unexpected_exception_is_a_500_in_the_envelope(served: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unexpected_exception_is_a_500_in_the_envelope(served: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: Any) -> None:
         raise RuntimeError("secret detail")
 
@@ -218,6 +218,6 @@ def test_an_unexpected_exception_is_a_500_in_the_envelope(served: Running, monke
     assert reply.json()["error"]["type"] == "server_error" and "secret" not in reply.text
 
 
-def test_errors_quote_at_most_a_little(served: Running) -> None:
+def test_errors_quote_at_most_a_little(served: RunningServer) -> None:
     _, error = post(served, {"temperature": "x" * 10_000})
     assert len(error["message"]) < 300

@@ -87,7 +87,7 @@ def test_no_key_is_in_what_the_server_says(server: ServerProcess, path: Path, ca
     reload(server, key)
     for wrong in (key, key[:-1]):
         httpx.post(f"{server.url}/v1/completions?key={key}", headers={"x-api-key": wrong}, json={"prompt": "a", "max_tokens": 1})
-    said = "\n".join(server.read())
+    said = "\n".join(server.read_log())
     assert "key file read: " in said
     assert key[:-1] not in said and "sha256" not in said
 

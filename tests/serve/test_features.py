@@ -12,11 +12,11 @@ import pytest
 
 from foreword.config import DRAFTERS, Config
 from foreword.core.structured import StructuredOutput
-from foreword.engine.client import ProcessClient
-from foreword.prepare import prepare
+from foreword.engine.client import SubprocessClient
+from foreword.prepare import prepare_checkpoint
 from tests.checkpoints import write_checkpoint
-from tests.features import COLUMNS, FEATURES, HTTP
-from tests.serve.conftest import MODEL, Running, running
+from tests.features import DRAFTER_COLUMNS, FEATURES, HTTP
+from tests.serve.conftest import MODEL, RunningServer, run_server
 
 PROMPT = "the thing on the an in the thing on the "
 CONSTRAINTS = {"json_schema": "json", "lark": "grammar", "gbnf": "grammar"}
@@ -25,7 +25,7 @@ OFF = {"method": "off"}
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     path = tmp_path_factory.mktemp("features")
     model = write_checkpoint(path / "model", "llama", seed=1)
     drafter = write_checkpoint(path / "drafter", "llama", seed=1, dtype="bfloat16")
@@ -43,9 +43,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
         max_num_seqs=8,
         log_level="warning",
     )
-    prepared = prepare(config)
-    client = ProcessClient(prepared.config, prepared.unused_ids, prepared.tokenizer.vocabulary)
-    with running(prepared.config, client, tokenizer=prepared.tokenizer) as served:
+    prepared = prepare_checkpoint(config)
+    client = SubprocessClient(prepared.config, prepared.never_sampled_ids, prepared.tokenizer.vocabulary)
+    with run_server(prepared.config, client, tokenizer=prepared.tokenizer) as served:
         yield served
 
 
@@ -62,13 +62,13 @@ def body_of(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _constraint(structured: StructuredOutput) -> dict[str, Any]:
-    text = json.loads(structured.text) if structured.kind in AS_JSON else structured.text or True
+    text = json.loads(structured.text) if structured.constraint_type in AS_JSON else structured.text or True
     options = {} if structured.whitespace else {"disable_any_whitespace": True}
     after = {} if structured.after is None else {"after": structured.after}
-    return {CONSTRAINTS.get(structured.kind, structured.kind): text, **options, **after}
+    return {CONSTRAINTS.get(structured.constraint_type, structured.constraint_type): text, **options, **after}
 
 
-def ask(server: Running, body: Mapping[str, Any], **fields: Any) -> dict[str, Any]:
+def ask(server: RunningServer, body: Mapping[str, Any], **fields: Any) -> dict[str, Any]:
     """What came: choices by index, and usage; streamed or whole."""
     sent = {"model": MODEL, "prompt": PROMPT, "seed": 7, "max_tokens": 30, "return_token_ids": True, **body, **fields}
     if sent.get("stream"):
@@ -84,7 +84,7 @@ def _told(choice: Mapping[str, Any], text: str, token_ids: list[int]) -> tuple[A
     return text, token_ids, choice["finish_reason"], choice["stop_reason"]
 
 
-def _streamed(server: Running, sent: Mapping[str, Any]) -> dict[str, Any]:
+def _streamed(server: RunningServer, sent: Mapping[str, Any]) -> dict[str, Any]:
     texts: defaultdict[int, str] = defaultdict(str)
     ids: defaultdict[int, list[int]] = defaultdict(list)
     choices: dict[int, Any] = {}
@@ -112,7 +112,7 @@ def without_prediction(found: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("feature", FEATURES)
-def test_streamed_and_whole_on_and_off(server: Running, feature: str) -> None:
+def test_streamed_and_whole_on_and_off(server: RunningServer, feature: str) -> None:
     body = body_of(FEATURES[feature])
     plain = without_prediction(ask(server, body, speculation=OFF))
     assert without_prediction(ask(server, body)) == plain
@@ -122,9 +122,9 @@ def test_streamed_and_whole_on_and_off(server: Running, feature: str) -> None:
     assert without_prediction(ask(server, body, stream=True, speculation=OFF)) == plain
 
 
-@pytest.mark.parametrize("drafter", COLUMNS)
+@pytest.mark.parametrize("drafter", DRAFTER_COLUMNS)
 @pytest.mark.parametrize("feature", HTTP)
-def test_cell(server: Running, feature: str, drafter: str) -> None:
+def test_cell(server: RunningServer, feature: str, drafter: str) -> None:
     body = {"prediction": {"type": "content", "content": "the an thing on"}, **HTTP[feature]}
     plain = without_prediction(ask(server, body, speculation=OFF))
     assert without_prediction(ask(server, body, speculation={"method": drafter})) == plain

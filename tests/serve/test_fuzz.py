@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from foreword.serve.schema.chat import ChatBody
 from foreword.serve.schema.completion import CompletionBody
-from tests.serve.conftest import Running
+from tests.serve.conftest import RunningServer
 
 SCALARS = st.one_of(
     st.none(),
@@ -44,7 +44,7 @@ BODIES = bodies(ChatBody, {"messages": MESSAGES | VALUES}).map(lambda body: ("/v
 
 @given(BODIES)
 @settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_an_answer_or_a_refusal(served: Running, case: tuple[str, dict[str, Any]]) -> None:
+def test_an_answer_or_a_refusal(served: RunningServer, case: tuple[str, dict[str, Any]]) -> None:
     path, body = case
     reply = served.http.post(path, content=json.dumps(body), headers={"Content-Type": "application/json"})
     if reply.status_code == 200:

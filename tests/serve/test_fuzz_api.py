@@ -3,21 +3,21 @@
 import requests
 
 from benchmarks import fuzz_api
-from tests.serve.conftest import Running
+from tests.serve.conftest import RunningServer
 
 
-def test_nothing_but_answers_and_refusals(demo: Running) -> None:
+def test_nothing_but_answers_and_refusals(demo: RunningServer) -> None:
     before = fuzz_api.probe(demo.url)
     findings = fuzz_api.fuzz(demo.url, 300)
     assert not findings.failures
-    assert fuzz_api.disorder(demo.url, before) is None
+    assert fuzz_api.find_damage(demo.url, before) is None
     answered = {path for path, status in findings.statuses if status == 200}
     assert {"/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/rerank", "/v1/score", "/tokenize"} <= answered
     assert {status for _, status in findings.statuses} <= {200, 400, 404}
 
 
-def test_what_must_not_be_is_noticed(demo: Running) -> None:
-    assert fuzz_api.disorder(demo.url, "another answer") == "an answer has changed"
+def test_what_must_not_be_is_noticed(demo: RunningServer) -> None:
+    assert fuzz_api.find_damage(demo.url, "another answer") == "an answer has changed"
     request = requests.Request("POST", demo.url, data=b"body").prepare()
     for status, text, wrong in (
         (500, "{}", True),

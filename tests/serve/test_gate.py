@@ -12,24 +12,24 @@ import openai
 import pytest
 
 from foreword.config import Config
-from tests.fakes import FakeClient, Script
-from tests.serve.conftest import Running, running
+from tests.fakes import FakeEngineClient, FakeOutput
+from tests.serve.conftest import RunningServer, run_server
 
 CHAT = "/v1/chat/completions"
 USER = [{"role": "user", "content": "Hi"}]
-HELD = Script("held", hang_after=1)
+HELD = FakeOutput("held", hang_after=1)
 POSTS = (CHAT, "/v1/completions", "/v1/embeddings", "/v1/rerank", "/v1/score")
 
 
 @pytest.fixture
-def full() -> Iterator[Running]:
+def full() -> Iterator[RunningServer]:
     """A server with room for two, which are there."""
-    with running(Config(max_waiting=2, max_waiting_tokens=100), FakeClient(HELD)) as server, held(server, n=2):
+    with run_server(Config(max_waiting=2, max_waiting_tokens=100), FakeEngineClient(HELD)) as server, held(server, n=2):
         yield server
 
 
 @contextlib.contextmanager
-def held(server: Running, prompt: str = "Hi", n: int = 1) -> Iterator[None]:
+def held(server: RunningServer, prompt: str = "Hi", n: int = 1) -> Iterator[None]:
     body = {"prompt": prompt, "n": n, "stream": True}
     with server.http.stream("POST", "/v1/completions", json=body) as stream:
         lines = stream.iter_lines()
@@ -38,14 +38,14 @@ def held(server: Running, prompt: str = "Hi", n: int = 1) -> Iterator[None]:
     server.wait_until_idle()
 
 
-def test_a_full_server_refuses_before_the_body_is_read(full: Running) -> None:
+def test_a_full_server_refuses_before_the_body_is_read(full: RunningServer) -> None:
     host, port = full.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=20) as raw:
         raw.sendall(f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n".encode())
         assert raw.recv(1000).startswith(b"HTTP/1.1 429")
 
 
-def test_what_needs_no_engine_is_not_refused(full: Running) -> None:
+def test_what_needs_no_engine_is_not_refused(full: RunningServer) -> None:
     assert full.http.post("/tokenize", json={"prompt": "abc"}).json()["count"] == 3
     assert full.http.get("/v1/models").status_code == 200
     for path in POSTS:
@@ -54,7 +54,7 @@ def test_what_needs_no_engine_is_not_refused(full: Running) -> None:
         assert int(reply.headers["Retry-After"]) >= 1
 
 
-def test_a_storm_is_refused_and_leaves_nothing(full: Running) -> None:
+def test_a_storm_is_refused_and_leaves_nothing(full: RunningServer) -> None:
     def ask(index: int) -> int:
         return full.http.post(POSTS[index % len(POSTS)], json={"messages": USER}).status_code
 
@@ -66,7 +66,7 @@ def test_a_storm_is_refused_and_leaves_nothing(full: Running) -> None:
 
 
 def test_prompts_are_bounded_in_tokens() -> None:
-    with running(Config(max_waiting_tokens=100), FakeClient(HELD)) as server:
+    with run_server(Config(max_waiting_tokens=100), FakeEngineClient(HELD)) as server:
         with held(server, "x" * 60):
             with pytest.raises(openai.RateLimitError, match="hold 60 tokens of at most 100") as caught:
                 server.complete("x" * 41)
@@ -79,7 +79,7 @@ def test_prompts_are_bounded_in_tokens() -> None:
 
 
 def test_times_are_set_where_requests_are_made() -> None:
-    with running(Config(queue_timeout=7, request_timeout=60), FakeClient(Script("ok"))) as server:
+    with run_server(Config(queue_timeout=7, request_timeout=60), FakeEngineClient(FakeOutput("ok"))) as server:
         server.chat()
         server.http.post("/v1/completions", json={"prompt": "Hi", "timeout": 2.5})
         server.http.post("/v1/embeddings", json={"input": "aa"})
@@ -91,7 +91,7 @@ def test_times_are_set_where_requests_are_made() -> None:
 
 
 def test_without_limits_there_are_no_times() -> None:
-    with running(Config(queue_timeout=0), FakeClient(Script("ok"))) as server:
+    with run_server(Config(queue_timeout=0), FakeEngineClient(FakeOutput("ok"))) as server:
         server.chat()
         server.http.post("/v1/embeddings", json={"input": "aa"})
         for request in server.client.submitted:
@@ -100,14 +100,14 @@ def test_without_limits_there_are_no_times() -> None:
 
 @pytest.mark.parametrize("timeout", [0, -1, 61, 1e400])
 def test_a_time_that_may_not_be_asked_for(timeout: float) -> None:
-    with running(Config(request_timeout=60)) as server:
+    with run_server(Config(request_timeout=60)) as server:
         body = f'{{"prompt": "a", "timeout": {timeout if timeout < 1e300 else "1e400"}}}'
         reply = server.http.post("/v1/completions", content=body, headers={"Content-Type": "application/json"})
         assert (reply.status_code, reply.json()["error"]["param"]) == (400, "timeout")
 
 
 def test_vectors_that_take_too_long() -> None:
-    with running(Config(request_timeout=0.2), FakeClient(HELD)) as server:
+    with run_server(Config(request_timeout=0.2), FakeEngineClient(HELD)) as server:
         began = time.monotonic()
         reply = server.http.post("/v1/embeddings", json={"input": ["a", "b"]})
         assert (reply.status_code, reply.json()["error"]["code"]) == (408, "deadline_exceeded")
@@ -117,13 +117,13 @@ def test_vectors_that_take_too_long() -> None:
 
 
 def test_a_post_to_an_open_path_is_no_fault_of_ours() -> None:
-    with running(Config(api_key="k")) as server:
+    with run_server(Config(api_key="k")) as server:
         for path in ("/health", "/metrics", "/live", "/docs"):
             assert server.http.post(path, json={}).status_code == 405
 
 
 def test_who_is_refused_because_the_server_ends_is_counted() -> None:
-    with running(Config(api_key="k")) as server:
+    with run_server(Config(api_key="k")) as server:
         server.app.state.health.drain.begin()
         assert server.http.post(CHAT, json={}).status_code == 503
         assert 'foreword_requests_rejected_total{reason="draining"} 1.0' in server.http.get("/metrics").text
@@ -131,6 +131,6 @@ def test_who_is_refused_because_the_server_ends_is_counted() -> None:
 
 
 def test_browsers_may_read_the_limits() -> None:
-    with running(Config(cors_origins="https://a.example")) as server:
+    with run_server(Config(cors_origins="https://a.example")) as server:
         exposed = server.http.get("/live", headers={"Origin": "https://a.example"}).headers["access-control-expose-headers"]
         assert {"Retry-After", "x-ratelimit-remaining-tokens", "x-ratelimit-reset-requests"} <= set(exposed.split(", "))

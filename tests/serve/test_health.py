@@ -16,20 +16,20 @@ from foreword.config import Config
 from foreword.core.params import SamplingParams
 from foreword.core.readiness import Readiness
 from foreword.errors import EngineDead, Overloaded
-from foreword.serve.connections import web_config
-from foreword.serve.draining import Drain
-from foreword.serve.entrance import waiting_room
-from foreword.serve.probe import Probe
+from foreword.serve.connections import uvicorn_config
+from foreword.serve.draining import DrainState
+from foreword.serve.entrance import loading_app
+from foreword.serve.probe import EngineProbe
 from foreword.serve.readiness import Health, HealthBody
 from foreword.text.prepare import make_requests
-from tests.fakes import FakeClient, Script, byte_tokenizer
-from tests.serve.conftest import Running, running
+from tests.fakes import FakeEngineClient, FakeOutput, byte_tokenizer
+from tests.serve.conftest import RunningServer, run_server
 
 CHAT = "/v1/chat/completions"
 USER = [{"role": "user", "content": "Hi"}]
 
 
-class Moody(FakeClient):
+class Moody(FakeEngineClient):
     """Is in whatever state the test says."""
 
     state = Readiness("ok")
@@ -40,8 +40,8 @@ class Moody(FakeClient):
 
 
 @pytest.fixture(scope="module")
-def moody() -> Iterator[Running]:
-    with running(Config(), Moody()) as server:
+def moody() -> Iterator[RunningServer]:
+    with run_server(Config(), Moody()) as server:
         yield server
 
 
@@ -63,7 +63,7 @@ def check(reply: httpx.Response, schema: dict[str, Any]) -> dict[str, Any]:
         (Readiness("dead", "it will not come back", restarts=4), False),
     ],
 )
-def test_each_state_has_a_body_of_the_published_schema(moody: Running, state: Readiness, again: bool) -> None:
+def test_each_state_has_a_body_of_the_published_schema(moody: RunningServer, state: Readiness, again: bool) -> None:
     api = moody.http.get("/openapi.json").json()
     answers = api["paths"]["/health"]["get"]["responses"]
     schemas = {code: answers[code]["content"]["application/json"]["schema"] for code in ("200", "503")}
@@ -73,7 +73,7 @@ def test_each_state_has_a_body_of_the_published_schema(moody: Running, state: Re
     body = check(reply, {**schemas["200"], "components": api["components"]})
     assert Readiness(*(body[name] for name in ("status", "detail", "progress", "restarts"))) == state
     assert ("Retry-After" in reply.headers) == again
-    if not state.ready:
+    if not state.is_ready:
         assert body["error"]["code"] == "engine_dead" and body["error"]["message"] == state.detail
     assert moody.http.get("/live").status_code == 200
     moody.client.state = Readiness("ok")
@@ -81,7 +81,7 @@ def test_each_state_has_a_body_of_the_published_schema(moody: Running, state: Re
 
 @pytest.mark.parametrize("state", [Readiness("ok"), Readiness("dead", "it will not come back")])
 @pytest.mark.parametrize("path", ["/health", "/live"])
-def test_a_balancer_may_ask_for_the_head_alone(moody: Running, path: str, state: Readiness) -> None:
+def test_a_balancer_may_ask_for_the_head_alone(moody: RunningServer, path: str, state: Readiness) -> None:
     moody.client.state = state
     whole, head = moody.http.get(path), moody.http.head(path)
     assert head.status_code == whole.status_code and not head.content
@@ -96,7 +96,7 @@ async def body_of(health: Health) -> tuple[int, dict[str, Any]]:
 
 
 async def test_a_server_that_ends_is_not_healthy() -> None:
-    client, drain = FakeClient(), Drain()
+    client, drain = FakeEngineClient(), DrainState()
     await client.start()
     health = Health(client, None, drain)
     assert (await body_of(health))[0] == 200
@@ -107,57 +107,57 @@ async def test_a_server_that_ends_is_not_healthy() -> None:
 
 @pytest.mark.parametrize(("alive", "said"), [(True, "ok"), (False, "down")])
 async def test_the_encoder_is_told_of(alive: bool, said: str) -> None:
-    client, encoder = FakeClient(), SimpleNamespace(alive=alive)
+    client, encoder = FakeEngineClient(), SimpleNamespace(alive=alive)
     await client.start()
-    status, body = await body_of(Health(client, encoder, Drain()))  # type: ignore[arg-type]
+    status, body = await body_of(Health(client, encoder, DrainState()))  # type: ignore[arg-type]
     assert (status, body["encoder"]) == (200, said)
 
 
 # The probe
 
 
-async def started(script: Script, idle_s: float = 1e-9, limit_s: float = 0.05) -> tuple[FakeClient, Probe]:
-    client = FakeClient(script)
+async def started(script: FakeOutput, idle_s: float = 1e-9, limit_s: float = 0.05) -> tuple[FakeEngineClient, EngineProbe]:
+    client = FakeEngineClient(script)
     await client.start()
     tokenizer, params = byte_tokenizer(), SamplingParams(max_tokens=1, seed=0)
-    return client, Probe(client, lambda name: make_requests([97], params, tokenizer, name, 2048)[0], idle_s, limit_s)
+    return client, EngineProbe(client, lambda name: make_requests([97], params, tokenizer, name, 2048)[0], idle_s, limit_s)
 
 
 async def test_an_idle_engine_is_asked() -> None:
-    client, probe = await started(Script("x"))
-    assert await probe.answers() and await probe.answers()
+    client, probe = await started(FakeOutput("x"))
+    assert await probe.is_responsive() and await probe.is_responsive()
     assert [request.id for request in client.submitted] == ["health-probe-0-0", "health-probe-1-0"]
     assert not client.live
 
 
 @pytest.mark.parametrize("idle_s", [0, 3600])
 async def test_an_engine_that_worked_lately_is_not_asked(idle_s: float) -> None:
-    client, probe = await started(Script("x"), idle_s)
-    assert await probe.answers() and not client.submitted
+    client, probe = await started(FakeOutput("x"), idle_s)
+    assert await probe.is_responsive() and not client.submitted
 
 
 async def test_an_engine_that_gives_no_answer_is_unresponsive_until_it_does() -> None:
-    client, probe = await started(Script("x", delay_s=0.3))
-    assert not await probe.answers()
-    assert not await probe.answers() and len(client.submitted) == 1  # it is still being asked
-    health = Health(client, None, Drain(), probe)
+    client, probe = await started(FakeOutput("x", delay_s=0.3))
+    assert not await probe.is_responsive()
+    assert not await probe.is_responsive() and len(client.submitted) == 1  # it is still being asked
+    health = Health(client, None, DrainState(), probe)
     assert (await health.readiness()).status == "unresponsive"
-    client.script = Script("x")
+    client.script = FakeOutput("x")
     async with asyncio.timeout(10):
-        while not await probe.answers():
+        while not await probe.is_responsive():
             await asyncio.sleep(0.01)
-    probe.stepped()
-    assert (await health.readiness()).ready
+    probe.on_step()
+    assert (await health.readiness()).is_ready
 
 
 @pytest.mark.parametrize(("error", "answers"), [(EngineDead("gone"), False), (Overloaded("full"), True)])
 async def test_a_refusal_is_an_answer_and_a_failure_is_none(error: Any, answers: bool) -> None:
-    _, probe = await started(Script(fail_after=0, error=error))
-    assert await probe.answers() == answers
+    _, probe = await started(FakeOutput(fail_after=0, error=error))
+    assert await probe.is_responsive() == answers
 
 
 def test_a_real_request_is_made_for_it() -> None:
-    with running(Config(health_probe=0.001)) as server:
+    with run_server(Config(health_probe=0.001)) as server:
         assert server.http.get("/health").status_code == 200
         (asked,) = server.client.submitted
         assert (asked.params.max_tokens, asked.params.speculation.method, len(asked.prompt_ids)) == (1, "off", 1)
@@ -170,7 +170,7 @@ def test_a_real_request_is_made_for_it() -> None:
 async def test_while_it_loads_the_server_says_so() -> None:
     client = Moody()
     client.state = Readiness("loading", "weights", 0.5)
-    app = waiting_room(Health(client, None, Drain()))
+    app = loading_app(Health(client, None, DrainState()))
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as http:
         reply = await http.get("/health")
         assert (reply.status_code, reply.json()["progress"]) == (503, 0.5)
@@ -183,7 +183,7 @@ async def test_while_it_loads_the_server_says_so() -> None:
 
 
 def test_the_same_bounds_hold_everywhere() -> None:
-    assert isinstance(web_config(waiting_room(Health(FakeClient(), None, Drain())), Config()), uvicorn.Config)
+    assert isinstance(uvicorn_config(loading_app(Health(FakeEngineClient(), None, DrainState())), Config()), uvicorn.Config)
 
 
 # What fails before the first token
@@ -191,31 +191,31 @@ def test_the_same_bounds_hold_everywhere() -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("n", [1, 3])
-def test_an_error_before_the_first_token_is_no_stream(served: Running, stream: bool, n: int) -> None:
-    served.say(Script(fail_after=0, error=Overloaded("it waited too long", retry_after_s=2.1)))
+def test_an_error_before_the_first_token_is_no_stream(served: RunningServer, stream: bool, n: int) -> None:
+    served.set_output(FakeOutput(fail_after=0, error=Overloaded("it waited too long", retry_after_s=2.1)))
     reply = served.http.post(CHAT, json={"messages": USER, "stream": stream, "n": n})
     assert (reply.status_code, reply.headers["Retry-After"]) == (429, "3")
     assert reply.json()["error"]["code"] == "overloaded"
 
 
-def test_an_error_after_it_is_an_event(served: Running) -> None:
-    served.say(Script(fail_after=2, error=Overloaded("it waited too long")))
+def test_an_error_after_it_is_an_event(served: RunningServer) -> None:
+    served.set_output(FakeOutput(fail_after=2, error=Overloaded("it waited too long")))
     reply = served.http.post(CHAT, json={"messages": USER, "stream": True})
     assert reply.status_code == 200 and "it waited too long" in reply.text and reply.text.endswith("data: [DONE]\n\n")
 
 
-def test_one_choice_that_fails_at_once_leaves_the_others(served: Running) -> None:
-    served.say(lambda request: Script("fine", fail_after=0 if request.id.endswith("-0") else None))
+def test_one_choice_that_fails_at_once_leaves_the_others(served: RunningServer) -> None:
+    served.set_output(lambda request: FakeOutput("fine", fail_after=0 if request.id.endswith("-0") else None))
     reply = served.http.post(CHAT, json={"messages": USER, "stream": True, "n": 2})
     assert reply.status_code == 200 and '"finish_reason":"stop"' in reply.text and "the script says so" in reply.text
 
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("body", [{"prompt": "Hi", "n": 3}, {"prompt": ["Hi", "Ho", "Ha"]}])
-def test_a_request_that_waits_too_long_is_refused_as_a_whole(served: Running, body: dict[str, Any], stream: bool) -> None:
+def test_a_request_that_waits_too_long_is_refused_as_a_whole(served: RunningServer, body: dict[str, Any], stream: bool) -> None:
     """What the engine says of the first is true of the others, which it leaves in the queue."""
-    refused = Script(fail_after=0, error=Overloaded("it waited too long", retry_after_s=2))
-    served.say(lambda request: refused if request is served.client.submitted[0] else Script(delay_s=1000))
+    refused = FakeOutput(fail_after=0, error=Overloaded("it waited too long", retry_after_s=2))
+    served.set_output(lambda request: refused if request is served.client.submitted[0] else FakeOutput(delay_s=1000))
     before = rejections(served)
     reply = served.http.post("/v1/completions", json={**body, "stream": stream})
     assert (reply.status_code, reply.headers["Retry-After"]) == (429, "2")
@@ -223,6 +223,6 @@ def test_a_request_that_waits_too_long_is_refused_as_a_whole(served: Running, bo
     assert rejections(served) == before + 1
 
 
-def rejections(served: Running) -> float:
+def rejections(served: RunningServer) -> float:
     text = served.http.get("/metrics").text
     return float(text.split('requests_rejected_total{reason="queue_timeout"} ')[1].split()[0])

@@ -4,26 +4,26 @@ import subprocess
 import sys
 from typing import Any
 
-from foreword.serve.heap import LEFT_BYTES, Heap
+from foreword.serve.heap import TRIM_THRESHOLD_BYTES, MallocTrimmer
 
 
 async def test_only_much_is_given_back(monkeypatch: Any) -> None:
-    heap, trimmed = Heap(), []
-    monkeypatch.setattr(heap, "_trim", trimmed.append)
-    heap.left(LEFT_BYTES)
-    await heap.tidy()
+    heap, trimmed = MallocTrimmer(), []
+    monkeypatch.setattr(heap, "_malloc_trim", trimmed.append)
+    heap.add_freed(TRIM_THRESHOLD_BYTES)
+    await heap.trim()
     assert trimmed == []
-    heap.left(1)
-    await heap.tidy()
-    await heap.tidy()
+    heap.add_freed(1)
+    await heap.trim()
+    await heap.trim()
     assert trimmed == [0]
 
 
 async def test_where_there_is_no_such_thing_nothing_happens(monkeypatch: Any) -> None:
-    heap = Heap()
-    monkeypatch.setattr(heap, "_trim", None)
-    heap.left(2 * LEFT_BYTES)
-    await heap.tidy()
+    heap = MallocTrimmer()
+    monkeypatch.setattr(heap, "_malloc_trim", None)
+    heap.add_freed(2 * TRIM_THRESHOLD_BYTES)
+    await heap.trim()
 
 
 SETTLED = """

@@ -18,7 +18,7 @@ from foreword.serve.key_file import (
     hash_key,
     new_secret,
     parse_keys,
-    parse_moment,
+    parse_time,
     read_key_file,
 )
 
@@ -126,7 +126,7 @@ def test_two_entries_may_not_be_the_same() -> None:
 
 def test_moments() -> None:
     assert (
-        parse_moment("1970-01-02") == parse_moment("1970-01-02T00:00:00Z") == parse_moment("1970-01-02T01:00:00+01:00") == 86400
+        parse_time("1970-01-02") == parse_time("1970-01-02T00:00:00Z") == parse_time("1970-01-02T01:00:00+01:00") == 86400
     )
 
 

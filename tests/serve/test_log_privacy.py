@@ -11,10 +11,10 @@ import httpx
 import pytest
 
 from foreword.config import Config
-from foreword.core.logs import QuietFormatter, set_up_logging
+from foreword.core.logs import RedactingFormatter, set_up_logging
 from foreword.errors import InvalidRequest, Overloaded
-from tests.fakes import FakeClient, Script, byte_tokenizer
-from tests.serve.conftest import Running, running
+from tests.fakes import FakeEngineClient, FakeOutput, byte_tokenizer
+from tests.serve.conftest import RunningServer, run_server
 
 CHAT = "/v1/chat/completions"
 KEY, WRONG, PROMPT, ANSWER, STOP = "sentinel-key", "sentinel-wrong", "sentinel-prompt", "sentinel-answer", "sentinel-stop"
@@ -24,11 +24,11 @@ TEMPLATE = (
 
 
 @pytest.fixture(scope="module")
-def logged() -> Iterator[tuple[Running, io.StringIO]]:
+def logged() -> Iterator[tuple[RunningServer, io.StringIO]]:
     """A server, and all that is logged in its process at level info as `foreword serve` would log it."""
     kept, root, ours = io.StringIO(), logging.getLogger(), logging.getLogger("foreword")
     handler = logging.StreamHandler(kept)
-    handler.setFormatter(QuietFormatter("%(levelname)s %(name)s: %(message)s"))
+    handler.setFormatter(RedactingFormatter("%(levelname)s %(name)s: %(message)s"))
     level, our_level = root.level, ours.level
     root.addHandler(handler)
     root.setLevel(logging.INFO)
@@ -36,7 +36,7 @@ def logged() -> Iterator[tuple[Running, io.StringIO]]:
     logging.getLogger("httpx").setLevel(logging.WARNING)
     try:
         config = Config(api_key=KEY, max_waiting=4, max_body_mb=1)
-        with running(config, FakeClient(), key=KEY, tokenizer=byte_tokenizer(TEMPLATE)) as server:
+        with run_server(config, FakeEngineClient(), key=KEY, tokenizer=byte_tokenizer(TEMPLATE)) as server:
             yield server, kept
     finally:
         root.removeHandler(handler)
@@ -44,7 +44,7 @@ def logged() -> Iterator[tuple[Running, io.StringIO]]:
         ours.setLevel(our_level)
 
 
-def post(server: Running, key: str = KEY, path: str = CHAT, **fields: Any) -> httpx.Response:
+def post(server: RunningServer, key: str = KEY, path: str = CHAT, **fields: Any) -> httpx.Response:
     body = {"messages": [{"role": "user", "content": PROMPT}], **fields}
     return server.http.post(f"{path}?key={KEY}", json=body, headers={"Authorization": f"Bearer {key}"})
 
@@ -56,9 +56,9 @@ def breaks(error: BaseException) -> Callable[[Any], Any]:
     return submit
 
 
-def test_nothing_that_was_said_is_logged(logged: tuple[Running, io.StringIO], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_that_was_said_is_logged(logged: tuple[RunningServer, io.StringIO], monkeypatch: pytest.MonkeyPatch) -> None:
     server, kept = logged
-    server.say(Script(ANSWER))
+    server.set_output(FakeOutput(ANSWER))
     for stream in (False, True):
         reply = post(server, stream=stream, stop=STOP, bad_words=[PROMPT], prediction={"type": "content", "content": ANSWER})
         assert reply.status_code == 200
@@ -69,9 +69,9 @@ def test_nothing_that_was_said_is_logged(logged: tuple[Running, io.StringIO], mo
     assert post(server, response_format={"type": "json_schema", "json_schema": {"name": PROMPT, "schema": 5}}).status_code == 400
     assert server.http.get(f"/nothing?{PROMPT}", headers={"Authorization": f"Bearer {KEY}"}).status_code == 404
     for error, status in ((InvalidRequest(PROMPT, "prompt"), 400), (Overloaded(PROMPT), 429)):
-        server.say(Script(ANSWER, fail_after=0, error=error))
+        server.set_output(FakeOutput(ANSWER, fail_after=0, error=error))
         assert post(server).status_code == status
-        server.say(Script(ANSWER, fail_after=2, error=error))
+        server.set_output(FakeOutput(ANSWER, fail_after=2, error=error))
         assert post(server, stream=True).status_code == 200
     with monkeypatch.context() as patch:
         patch.setattr(server.client, "submit", breaks(RuntimeError(PROMPT)))
@@ -83,7 +83,7 @@ def test_nothing_that_was_said_is_logged(logged: tuple[Running, io.StringIO], mo
             chained.__cause__ = cause
         patch.setattr(server.client, "submit", breaks(chained))
         assert post(server, stream=True).status_code == 500
-    server.say(Script(ANSWER, hang_after=2))
+    server.set_output(FakeOutput(ANSWER, hang_after=2))
     body, headers = {"messages": [{"role": "user", "content": PROMPT}], "stream": True}, {"Authorization": f"Bearer {KEY}"}
     with server.http.stream("POST", CHAT, json=body, headers=headers) as left:
         next(left.iter_lines())

@@ -24,12 +24,12 @@ from starlette.requests import Request
 from foreword.config import Config
 from foreword.errors import RequestFailed
 from foreword.media.qwen_vl import QwenVLProcessor
-from foreword.serve.looking import AT_ONCE
-from foreword.serve.middleware import BodyLimit
+from foreword.serve.looking import MAX_CONCURRENT_IMAGES
+from foreword.serve.middleware import BodyLimitMiddleware
 from foreword.serve.schema.chat import ChatBody
-from tests.fakes import FakeClient, Script, engine_info
-from tests.pictures import PLACEHOLDER, PLACEHOLDER_TEXT, SIDE, TOKENS, image_part, png, processor, seeing_tokenizer, url
-from tests.serve.conftest import MODEL, Running, running
+from tests.fakes import FakeEngineClient, FakeOutput, engine_info
+from tests.pictures import PLACEHOLDER, PLACEHOLDER_TEXT, SIDE, TOKENS, image_part, png, image_processor, image_tokenizer, data_url
+from tests.serve.conftest import MODEL, RunningServer, run_server
 
 BYTES = 3 * SIDE * SIDE  # of the pixels of any picture
 TEXT = {"type": "text", "text": "What is it?"}
@@ -37,12 +37,12 @@ CHAT = "/v1/chat/completions"
 
 
 def serving(config: Config | None = None, max_model_len: int = 512) -> Any:
-    client = FakeClient(info=engine_info(max_model_len))
-    return running(config, client, tokenizer=seeing_tokenizer(), processor=processor())
+    client = FakeEngineClient(info=engine_info(max_model_len))
+    return run_server(config, client, tokenizer=image_tokenizer(), processor=image_processor())
 
 
 @pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     folder = tmp_path_factory.mktemp("pictures")
     (folder / "here.png").write_bytes(png("blue"))
     config = Config(max_images=3, allowed_local_media_path=str(folder), allowed_media_domains="127.0.0.1,localhost")
@@ -52,20 +52,20 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 
 
 @pytest.fixture
-def served(shared: Running) -> Iterator[Running]:
-    shared.client.script = Script()
+def served(shared: RunningServer) -> Iterator[RunningServer]:
+    shared.client.script = FakeOutput()
     shared.client.submitted.clear()
     yield shared
     wait_until_free(shared)
 
 
-def held(server: Running) -> int:
+def held(server: RunningServer) -> int:
     """Bytes that pictures take."""
     looking = server.app.state.server.looking
     return int(looking.memory.held)
 
 
-def wait_until_free(server: Running) -> None:
+def wait_until_free(server: RunningServer) -> None:
     server.wait_until_idle()
     deadline = time.monotonic() + 5
     while held(server):
@@ -77,7 +77,7 @@ def user(*parts: Any) -> list[dict[str, Any]]:
     return [{"role": "user", "content": list(parts)}]
 
 
-def post(server: Running, path: str = CHAT, **body: Any) -> httpx.Response:
+def post(server: RunningServer, path: str = CHAT, **body: Any) -> httpx.Response:
     return server.http.post(path, json=body)
 
 
@@ -88,7 +88,7 @@ def refused(reply: httpx.Response, status: int = 400) -> tuple[str, str]:
     return error["param"], error["message"]
 
 
-def test_pictures_reach_the_engine_once_for_all_choices(served: Running) -> None:
+def test_pictures_reach_the_engine_once_for_all_choices(served: RunningServer) -> None:
     first, second = image_part(png("red")), image_part(png("blue", (10, 90)))
     answer = served.chat(messages=user(first, TEXT, second), n=3)
     assert len(answer.choices) == 3
@@ -104,7 +104,7 @@ def test_pictures_reach_the_engine_once_for_all_choices(served: Running) -> None
     assert text == b"user\nWhat is it?\nassistant\n"
 
 
-def test_usage_counts_what_was_seen(served: Running) -> None:
+def test_usage_counts_what_was_seen(served: RunningServer) -> None:
     plain = served.chat(messages=user(TEXT))
     seen = served.chat(messages=user(image_part(), TEXT), n=2)
     assert seen.usage.prompt_tokens == plain.usage.prompt_tokens + TOKENS
@@ -116,14 +116,14 @@ def test_usage_counts_what_was_seen(served: Running) -> None:
 
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF"])
-def test_the_bytes_say_what_it_is(served: Running, kind: str) -> None:
+def test_the_bytes_say_what_it_is(served: RunningServer, kind: str) -> None:
     file = io.BytesIO()
     Image.new("RGB", (20, 20), "green").save(file, kind)
-    served.chat(messages=user({"type": "image_url", "image_url": url(file.getvalue())}))
+    served.chat(messages=user({"type": "image_url", "image_url": data_url(file.getvalue())}))
     assert len(served.client.submitted[0].pictures) == 1
 
 
-def test_files_and_hosts_that_are_allowed(served: Running) -> None:
+def test_files_and_hosts_that_are_allowed(served: RunningServer) -> None:
     class Host(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             self.send_response(200)
@@ -151,31 +151,31 @@ def test_files_and_hosts_that_are_allowed(served: Running) -> None:
         ({"type": "image_url", "image_url": {"url": "ftp://x/y.png"}}, "messages[0].content[1].image_url.url"),
         ({"type": "image_url", "image_url": {"url": "http://example.org/y.png"}}, "messages[0].content[1].image_url.url"),
         ({"type": "image_url", "image_url": {"url": "file:///etc/hostname"}}, "messages[0].content[1].image_url.url"),
-        ({"type": "image_url", "image_url": {"url": url()[:-40]}}, "messages[0].content[1].image_url.url"),
-        ({"type": "image_url", "image_url": {"url": url(), "detail": "most"}}, "messages[0].content[1].image_url.detail"),
+        ({"type": "image_url", "image_url": {"url": data_url()[:-40]}}, "messages[0].content[1].image_url.url"),
+        ({"type": "image_url", "image_url": {"url": data_url(), "detail": "most"}}, "messages[0].content[1].image_url.detail"),
         ({"type": "image_url"}, "messages[0].content[1].image_url"),
         ({"type": "image", "image": "/etc/hostname"}, "messages[0].content[1]"),
         ({"type": "video_url", "video_url": {"url": "data:,"}}, "messages[0].content[1]"),
         ({"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}, "messages[0].content[1]"),
     ],
 )
-def test_what_is_no_picture_is_named(served: Running, part: dict[str, Any], param: str) -> None:
+def test_what_is_no_picture_is_named(served: RunningServer, part: dict[str, Any], param: str) -> None:
     found, message = refused(post(served, messages=user(TEXT, part)))
     assert found == param and message.startswith(param)
     assert held(served) == 0 and not served.client.submitted
 
 
-def test_too_many_pictures(served: Running) -> None:
+def test_too_many_pictures(served: RunningServer) -> None:
     param, message = refused(post(served, messages=[*user(*[image_part()] * 2), *user(*[image_part()] * 2)]))
     assert param == "messages" and "4 pictures, of at most 3 (--max-images)" in message
 
 
-def test_only_the_user_shows_pictures(served: Running) -> None:
+def test_only_the_user_shows_pictures(served: RunningServer) -> None:
     param, _ = refused(post(served, messages=[{"role": "assistant", "content": [image_part()]}, *user(TEXT)]))
     assert param == "messages[0].content"
 
 
-def test_a_text_that_looks_like_a_picture(served: Running) -> None:
+def test_a_text_that_looks_like_a_picture(served: RunningServer) -> None:
     for content in ("an <image> here", [TEXT, {"type": "text", "text": "<image>"}]):
         param, message = refused(post(served, messages=[{"role": "user", "content": content}]))
         assert param == "messages[0].content" and "stands for a picture" in message
@@ -190,7 +190,7 @@ def test_a_text_that_looks_like_a_picture(served: Running) -> None:
         assert param == "input" and "stands for a picture" in message
 
 
-def test_a_prompt_that_is_too_long_tells_what_pictures_take(served: Running) -> None:
+def test_a_prompt_that_is_too_long_tells_what_pictures_take(served: RunningServer) -> None:
     long = {"type": "text", "text": "x" * 600}
     param, message = refused(post(served, messages=user(image_part(), long, image_part())))
     assert param == "messages" and f", {2 * TOKENS} of them for 2 pictures;" in message
@@ -198,13 +198,13 @@ def test_a_prompt_that_is_too_long_tells_what_pictures_take(served: Running) -> 
     assert param == "truncate_prompt_tokens"
 
 
-def test_a_prompt_with_pictures_is_counted(served: Running) -> None:
+def test_a_prompt_with_pictures_is_counted(served: RunningServer) -> None:
     plain = post(served, "/tokenize", messages=user(TEXT)).json()["count"]
     assert post(served, "/tokenize", messages=user(image_part(), TEXT)).json()["count"] == plain + TOKENS
     assert held(served) == 0
 
 
-def test_the_log_tells_how_much_was_seen_and_not_what(served: Running, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_tells_how_much_was_seen_and_not_what(served: RunningServer, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "foreword")
     served.chat(messages=user({"type": "image_url", "image_url": (served.app.state.folder / "here.png").as_uri()}, TEXT))
     wait_until_free(served)
@@ -218,15 +218,15 @@ def test_the_log_tells_how_much_was_seen_and_not_what(served: Running, caplog: p
 
 
 @pytest.fixture(scope="module")
-def narrow() -> Iterator[Running]:
+def narrow() -> Iterator[RunningServer]:
     """There is memory for three pictures."""
     with serving(Config(image_memory=str(3 * BYTES), max_body_mb=8)) as server:
         yield server
 
 
-def hanging(server: Running, count: int, *pictures: bytes) -> list[threading.Thread]:
+def hanging(server: RunningServer, count: int, *pictures: bytes) -> list[threading.Thread]:
     """Open requests with one picture each, or those that are given."""
-    server.say(Script(hang_after=1))
+    server.set_output(FakeOutput(hang_after=1))
     content = [image_part(data) for data in pictures or (png(),)]
 
     def ask() -> None:
@@ -244,7 +244,7 @@ def hanging(server: Running, count: int, *pictures: bytes) -> list[threading.Thr
     return threads
 
 
-def end(server: Running, threads: list[threading.Thread]) -> None:
+def end(server: RunningServer, threads: list[threading.Thread]) -> None:
     for request_id in list(server.client.live):
         server.app.state.server.generating[request_id].abort(request_id, RequestFailed("the test is over"))
     for thread in threads:
@@ -252,13 +252,13 @@ def end(server: Running, threads: list[threading.Thread]) -> None:
     wait_until_free(server)
 
 
-def test_open_pictures_are_bounded(narrow: Running) -> None:
+def test_open_pictures_are_bounded(narrow: RunningServer) -> None:
     threads = hanging(narrow, 3)
     assert held(narrow) == 3 * BYTES, "once for a request, however many choices it has"
     reply = post(narrow, messages=user(image_part()))
     assert "--image-memory" not in refused(reply, 429)[1] and int(reply.headers["Retry-After"]) >= 1
     assert b'rejected_total{reason="image_memory"} 1.0' in narrow.http.get("/metrics").content
-    narrow.say(Script())
+    narrow.set_output(FakeOutput())
     assert post(narrow, messages=user(TEXT)).status_code == 200, "texts go on"
     end(narrow, threads)
     assert post(narrow, messages=user(*[image_part()] * 3)).status_code == 200
@@ -268,8 +268,8 @@ def test_small_pictures_need_little_room() -> None:
     """Of a model that would take pictures of more than all of the memory."""
     eyes = QwenVLProcessor(PLACEHOLDER, PLACEHOLDER_TEXT, 28, 28 * 28, 4_000_000, Resampling.BICUBIC)
     config = Config(image_memory=str(4 * BYTES))
-    with running(config, FakeClient(info=engine_info(512)), tokenizer=seeing_tokenizer(), processor=eyes) as server:
-        assert server.app.state.server.looking.memory.room_beside(0) < eyes.max_bytes
+    with run_server(config, FakeEngineClient(info=engine_info(512)), tokenizer=image_tokenizer(), processor=eyes) as server:
+        assert server.app.state.server.looking.memory.room(0) < eyes.max_pixel_bytes
         with ThreadPoolExecutor(3) as pool:
             replies = list(
                 pool.map(lambda _: post(server, messages=user(image_part(png("red", (28, 28))))).status_code, range(12))
@@ -282,7 +282,7 @@ def test_small_pictures_need_little_room() -> None:
 class Stuck:
     """Workers that are busy until `go` is set; `asked` tells how often they were asked."""
 
-    def __init__(self, server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
         self.go, self.asked = threading.Event(), 0
         monkeypatch.setattr(server.app.state.server.looking._pictures._workers, "measure", self._measure)
 
@@ -299,7 +299,7 @@ def until(told: Callable[[], bool]) -> None:
         time.sleep(0.005)
 
 
-def asking(server: Running, count: int) -> socket.socket:
+def asking(server: RunningServer, count: int) -> socket.socket:
     """A connection on which a request with so many pictures was sent."""
     content = httpx.Request("POST", server.url, json={"messages": user(*[image_part()] * count)}).content
     connection = socket.create_connection((httpx.URL(server.url).host, httpx.URL(server.url).port or 80))
@@ -308,7 +308,7 @@ def asking(server: Running, count: int) -> socket.socket:
     return connection
 
 
-def test_who_leaves_while_pictures_are_read_has_no_more_read(narrow: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_leaves_while_pictures_are_read_has_no_more_read(narrow: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
     admission, looking = narrow.app.state.server.admission, narrow.app.state.server.looking
     stuck = Stuck(narrow, monkeypatch)
     connections = [asking(narrow, 3) for _ in range(6)]
@@ -318,13 +318,13 @@ def test_who_leaves_while_pictures_are_read_has_no_more_read(narrow: Running, mo
     until(lambda: looking._open == 0)
     assert looking._turns.num_waiting == 0 and admission.open == 0 and held(narrow) == 0
     begun = stuck.asked  # whoever leaves first makes room for those who have not left yet
-    assert begun <= AT_ONCE
+    assert begun <= MAX_CONCURRENT_IMAGES
     stuck.go.set()
     assert post(narrow, messages=user(image_part())).status_code == 200
     assert stuck.asked == begun + 1, "of 18 pictures no more than was begun, and the last"
 
 
-def test_reading_pictures_takes_a_place(narrow: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reading_pictures_takes_a_place(narrow: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(narrow.app.state.server.admission, "_max_requests", 2)
     stuck = Stuck(narrow, monkeypatch)
     connections = [asking(narrow, 1) for _ in range(2)]
@@ -338,15 +338,15 @@ def test_reading_pictures_takes_a_place(narrow: Running, monkeypatch: pytest.Mon
     assert post(narrow, messages=user(image_part()), n=2).status_code == 200, "its own place is not in its way"
 
 
-def test_one_request_may_be_too_much_alone(narrow: Running) -> None:
+def test_one_request_may_be_too_much_alone(narrow: RunningServer) -> None:
     param, message = refused(post(narrow, messages=user(*[image_part()] * 4)), 413)
     assert param == "messages" and "(--image-memory)" in message
     assert held(narrow) == 0
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_who_leaves_gives_everything_back(narrow: Running, stream: bool) -> None:
-    narrow.say(Script(hang_after=1))
+def test_who_leaves_gives_everything_back(narrow: RunningServer, stream: bool) -> None:
+    narrow.set_output(FakeOutput(hang_after=1))
     body = httpx.Request("POST", narrow.url + CHAT, json={"messages": user(image_part()), "stream": stream})
     with socket.create_connection((httpx.URL(narrow.url).host, httpx.URL(narrow.url).port or 80)) as connection:
         head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body.content)}\r\n\r\n"
@@ -359,15 +359,15 @@ def test_who_leaves_gives_everything_back(narrow: Running, stream: bool) -> None
     wait_until_free(narrow)
 
 
-@pytest.mark.parametrize("script", [Script(fail_after=0), Script(fail_after=2), Script()])
+@pytest.mark.parametrize("script", [FakeOutput(fail_after=0), FakeOutput(fail_after=2), FakeOutput()])
 @pytest.mark.parametrize("stream", [False, True])
-def test_every_end_gives_everything_back(narrow: Running, script: Script, stream: bool) -> None:
-    narrow.say(script)
+def test_every_end_gives_everything_back(narrow: RunningServer, script: FakeOutput, stream: bool) -> None:
+    narrow.set_output(script)
     post(narrow, messages=user(image_part()), stream=stream)
     wait_until_free(narrow)
 
 
-def test_a_refusal_behind_the_pictures_gives_everything_back(narrow: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refusal_behind_the_pictures_gives_everything_back(narrow: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
     refused(post(narrow, messages=user(image_part(), {"type": "text", "text": "x" * 600})))
     assert held(narrow) == 0
     refused(post(narrow, messages=user(image_part()), bad_words=[""]))
@@ -379,7 +379,7 @@ def test_a_refusal_behind_the_pictures_gives_everything_back(narrow: Running, mo
     assert held(narrow) == 0
 
 
-def test_what_was_sent_is_not_kept_while_its_answer_is_waited_for(narrow: Running) -> None:
+def test_what_was_sent_is_not_kept_while_its_answer_is_waited_for(narrow: RunningServer) -> None:
     noise = Image.effect_noise((1200, 1200), 100)
     file = io.BytesIO()
     noise.save(file, "PNG")
@@ -389,12 +389,12 @@ def test_what_was_sent_is_not_kept_while_its_answer_is_waited_for(narrow: Runnin
     assert not [one for one in alive if type(one) is ChatBody], "the parsed body"
     kept = [vars(one).keys() for one in alive if type(one) is Request and one.url.path == CHAT]
     assert len(kept) >= 2 and not any({"_body", "_json"} & names for names in kept), "the body itself"
-    (limit,) = (one for one in alive if type(one) is BodyLimit and owns(narrow, one))
-    assert limit.held == 0
+    (limit,) = (one for one in alive if type(one) is BodyLimitMiddleware and owns(narrow, one))
+    assert limit.held_bytes == 0
     end(narrow, threads)
 
 
-def owns(server: Running, layer: BodyLimit) -> bool:
+def owns(server: RunningServer, layer: BodyLimitMiddleware) -> bool:
     """Whether the layer is one of this server's."""
     found = server.app.middleware_stack
     while found is not None and found is not layer:
@@ -402,8 +402,8 @@ def owns(server: Running, layer: BodyLimit) -> bool:
     return found is layer
 
 
-def test_a_model_without_eyes(served: Running) -> None:
-    with running() as blind:
+def test_a_model_without_eyes(served: RunningServer) -> None:
+    with run_server() as blind:
         param, message = refused(post(blind, messages=user(TEXT, image_part())))
         assert param == "messages[0].content[1]" and "this model takes none" in message
         assert MODEL in blind.http.get("/v1/models").text

@@ -7,15 +7,15 @@ import pytest
 
 from foreword.config import Config
 from foreword.core.request import Request
-from tests.fakes import FakeClient, Script
-from tests.serve.conftest import Running, running
+from tests.fakes import FakeEngineClient, FakeOutput
+from tests.serve.conftest import RunningServer, run_server
 
 CONTENT = {"type": "content", "content": "Hello there"}
 PARTS = {"type": "content", "content": [{"type": "text", "text": "Hello "}, {"type": "text", "text": "there"}]}
-GUESSED = Script("abcdefg", (4,), drafter="prediction")  # of two drafts of four tokens, all but the eos come true: 3 and 3
+GUESSED = FakeOutput("abcdefg", (4,), drafter="prediction")  # of two drafts of four tokens, all but the eos come true: 3 and 3
 
 
-def details_of(served: Running, stream: bool, **fields: Any) -> Any:
+def details_of(served: RunningServer, stream: bool, **fields: Any) -> Any:
     """`completion_tokens_details` of an answer, however it comes, as OpenAI's client reads it."""
     if not stream:
         return served.chat(**fields).usage.completion_tokens_details
@@ -25,7 +25,7 @@ def details_of(served: Running, stream: bool, **fields: Any) -> Any:
 
 
 @pytest.mark.parametrize("prediction", [CONTENT, PARTS])
-def test_the_tokens_reach_the_engine_and_the_text_does_not(served: Running, prediction: Any) -> None:
+def test_the_tokens_reach_the_engine_and_the_text_does_not(served: RunningServer, prediction: Any) -> None:
     served.chat(prediction=prediction, n=2)
     for request in served.client.submitted:
         assert bytes(request.prediction_ids) == b"Hello there"
@@ -33,36 +33,36 @@ def test_the_tokens_reach_the_engine_and_the_text_does_not(served: Running, pred
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_usage_tells_what_was_accepted(served: Running, stream: bool) -> None:
-    served.say(GUESSED)
+def test_usage_tells_what_was_accepted(served: RunningServer, stream: bool) -> None:
+    served.set_output(GUESSED)
     details = details_of(served, stream, prediction=CONTENT)
     assert (details.accepted_prediction_tokens, details.rejected_prediction_tokens) == (3 + 3, 1 + 1)
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_choices_are_added_up(served: Running, stream: bool) -> None:
-    served.say(lambda request: Script("abcdefg", (4,), drafter="prediction" if request.id.endswith("-1") else "suffix"))
+def test_choices_are_added_up(served: RunningServer, stream: bool) -> None:
+    served.set_output(lambda request: FakeOutput("abcdefg", (4,), drafter="prediction" if request.id.endswith("-1") else "suffix"))
     details = details_of(served, stream, prediction=CONTENT, n=3)
     assert (details.accepted_prediction_tokens, details.rejected_prediction_tokens) == (6, 2)
-    served.say(GUESSED)
+    served.set_output(GUESSED)
     details = details_of(served, stream, prediction=CONTENT, n=3)
     assert (details.accepted_prediction_tokens, details.rejected_prediction_tokens) == (18, 6)
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_without_a_prediction_usage_says_nothing_of_it(served: Running, stream: bool) -> None:
-    served.say(GUESSED)
+def test_without_a_prediction_usage_says_nothing_of_it(served: RunningServer, stream: bool) -> None:
+    served.set_output(GUESSED)
     assert details_of(served, stream) is None
     assert details_of(served, stream, prediction=None) is None
 
 
-def test_drafted_tokens_are_no_part_of_completion_tokens(served: Running) -> None:
-    served.say(GUESSED)
+def test_drafted_tokens_are_no_part_of_completion_tokens(served: RunningServer) -> None:
+    served.set_output(GUESSED)
     assert served.chat(prediction=CONTENT).usage.completion_tokens == len("abcdefg") + 1
 
 
-def test_what_lies_behind_a_stop_string_was_not_accepted(served: Running) -> None:
-    served.say(Script("abcdefg", (8,), drafter="prediction"))
+def test_what_lies_behind_a_stop_string_was_not_accepted(served: RunningServer) -> None:
+    served.set_output(FakeOutput("abcdefg", (8,), drafter="prediction"))
     answer = served.chat(prediction=CONTENT, stop="c")
     assert answer.choices[0].message.content == "ab"
     details = answer.usage.completion_tokens_details
@@ -70,31 +70,31 @@ def test_what_lies_behind_a_stop_string_was_not_accepted(served: Running) -> Non
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_others_guessed_does_not_count(served: Running, stream: bool) -> None:
-    served.say(Script("abcdefg", (4,), drafter="suffix"))
+def test_what_others_guessed_does_not_count(served: RunningServer, stream: bool) -> None:
+    served.set_output(FakeOutput("abcdefg", (4,), drafter="suffix"))
     details = details_of(served, stream, prediction=CONTENT)
     assert (details.accepted_prediction_tokens, details.rejected_prediction_tokens) == (0, 0)
 
 
-def test_an_empty_prediction_is_one(served: Running) -> None:
+def test_an_empty_prediction_is_one(served: RunningServer) -> None:
     details = details_of(served, False, prediction={"type": "content", "content": ""})
     assert (details.accepted_prediction_tokens, details.rejected_prediction_tokens) == (0, 0)
     assert served.client.submitted[0].prediction_ids == ()
 
 
 def test_where_speculation_is_off_the_field_is_taken() -> None:
-    with running(Config(speculate="off"), FakeClient()) as server:
+    with run_server(Config(speculate="off"), FakeEngineClient()) as server:
         details = details_of(server, False, prediction=CONTENT)
     assert (details.accepted_prediction_tokens, details.rejected_prediction_tokens) == (0, 0)
 
 
 @pytest.mark.parametrize("method", ["off", "auto", "prediction", "suffix"])
-def test_it_goes_with_every_way_to_speculate(served: Running, method: str) -> None:
+def test_it_goes_with_every_way_to_speculate(served: RunningServer, method: str) -> None:
     assert served.chat(prediction=CONTENT, speculation={"method": method}).choices[0].message.content == "Hello world"
 
 
-def test_completions_have_it_too(served: Running) -> None:
-    served.say(lambda request: script_of(request, {97: "prediction", 98: "suffix"}))
+def test_completions_have_it_too(served: RunningServer) -> None:
+    served.set_output(lambda request: script_of(request, {97: "prediction", 98: "suffix"}))
     answer = served.complete(["a", "b"], prediction=CONTENT, n=2)
     details = answer.usage.completion_tokens_details
     assert (details.accepted_prediction_tokens, details.rejected_prediction_tokens) == (12, 4)
@@ -102,18 +102,18 @@ def test_completions_have_it_too(served: Running) -> None:
     assert served.complete("a").usage.completion_tokens_details is None
 
 
-def script_of(request: Request, drafters: dict[int, str]) -> Script:
-    return Script("abcdefg", (4,), drafter=drafters[request.prompt_ids[0]])
+def script_of(request: Request, drafters: dict[int, str]) -> FakeOutput:
+    return FakeOutput("abcdefg", (4,), drafter=drafters[request.prompt_ids[0]])
 
 
-def test_scoring_alone_accepts_nothing(served: Running) -> None:
+def test_scoring_alone_accepts_nothing(served: RunningServer) -> None:
     answer = served.complete("Say", echo=True, logprobs=1, max_tokens=0, prediction=CONTENT)
     details = answer.usage.completion_tokens_details
     assert (details.accepted_prediction_tokens, details.rejected_prediction_tokens) == (0, 0)
 
 
-def test_together_with_everything_else(served: Running) -> None:
-    served.say(GUESSED)
+def test_together_with_everything_else(served: RunningServer) -> None:
+    served.set_output(GUESSED)
     answer = served.chat(
         prediction=CONTENT, temperature=0.7, seed=1, logprobs=True, top_logprobs=2, metrics=True, n=2, stop=["zz"],
         frequency_penalty=0.5, max_completion_tokens=5, return_token_ids=True, logit_bias={"97": 1},
@@ -138,7 +138,7 @@ def test_together_with_everything_else(served: Running) -> None:
     ],
 )
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
-def test_what_is_no_prediction_is_named(served: Running, path: str, prediction: Any, param: str, words: str) -> None:
+def test_what_is_no_prediction_is_named(served: RunningServer, path: str, prediction: Any, param: str, words: str) -> None:
     asked = {"messages": [{"role": "user", "content": "Hi"}]} if "chat" in path else {"prompt": "Hi"}
     body = json.dumps({**asked, "prediction": prediction})
     reply = served.http.post(path, content=body, headers={"Content-Type": "application/json"})

@@ -17,13 +17,13 @@ import pytest
 from fastapi import Request
 
 from foreword.config import Config
-from foreword.serve.state import away_from_loop
-from tests.fakes import FakeClient, Script
-from tests.serve.conftest import MODEL, Running, running
+from foreword.serve.state import offload_if_large
+from tests.fakes import FakeEngineClient, FakeOutput
+from tests.serve.conftest import MODEL, RunningServer, run_server
 
 USER = [{"role": "user", "content": "Hi"}]
 CHAT = "/v1/chat/completions"
-SLOW = Script("Hello world", (1,), hang_after=3)
+SLOW = FakeOutput("Hello world", (1,), hang_after=3)
 
 
 def test_the_api_process_does_not_import_torch() -> None:
@@ -31,18 +31,18 @@ def test_the_api_process_does_not_import_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_models(served: Running) -> None:
+def test_models(served: RunningServer) -> None:
     cards = served.openai.models.list().data
     assert [card.id for card in cards] == [MODEL]
     assert served.openai.models.retrieve(MODEL).max_model_len == 2048
 
 
-def test_live_and_version(served: Running) -> None:
+def test_live_and_version(served: RunningServer) -> None:
     assert served.http.get("/live").json() == {"status": "ok"}
     assert served.http.get("/version").json()["version"]
 
 
-def test_while_the_engine_is_loading(served: Running) -> None:
+def test_while_the_engine_is_loading(served: RunningServer) -> None:
     info, served.client.info = served.client.info, None
     try:
         assert served.http.post(CHAT, json={"messages": USER}).status_code == 503
@@ -51,7 +51,7 @@ def test_while_the_engine_is_loading(served: Running) -> None:
         served.client.info = info
 
 
-def test_the_docs_load_nothing_from_elsewhere(served: Running) -> None:
+def test_the_docs_load_nothing_from_elsewhere(served: RunningServer) -> None:
     page = served.http.get("/docs")
     assert page.headers["content-type"].startswith("text/html")
     assert not re.search(r"https?://|//[a-z]+\.[a-z]", page.text)
@@ -60,7 +60,7 @@ def test_the_docs_load_nothing_from_elsewhere(served: Running) -> None:
     assert all(facts.get("description") for path in api["paths"].values() for facts in path.values())
 
 
-def test_metrics(served: Running) -> None:
+def test_metrics(served: RunningServer) -> None:
     served.chat(n=2)
     scrape = served.http.get("/metrics")
     assert scrape.headers["content-type"].startswith("text/plain")
@@ -69,7 +69,7 @@ def test_metrics(served: Running) -> None:
 
 
 @pytest.mark.parametrize("special", [True, False])
-def test_tokenize(served: Running, special: bool) -> None:
+def test_tokenize(served: RunningServer, special: bool) -> None:
     reply = served.http.post("/tokenize", json={"prompt": "aé<|eos|>", "return_token_strs": True, "add_special_tokens": special})
     assert reply.json() == {
         "count": 4,
@@ -80,7 +80,7 @@ def test_tokenize(served: Running, special: bool) -> None:
     assert served.http.post("/detokenize", json={"tokens": [97, 195, 169, 257]}).json() == {"prompt": "aé<|eos|>"}
 
 
-def test_tokenize_a_conversation(served: Running) -> None:
+def test_tokenize_a_conversation(served: RunningServer) -> None:
     tokens = served.http.post("/tokenize", json={"messages": USER}).json()["tokens"]
     served.chat()
     assert tuple(tokens) == served.client.submitted[0].prompt_ids
@@ -98,12 +98,12 @@ def test_tokenize_a_conversation(served: Running) -> None:
         ("/detokenize", {}, "tokens"),
     ],
 )
-def test_tokenize_refuses(served: Running, path: str, body: Any, param: str) -> None:
+def test_tokenize_refuses(served: RunningServer, path: str, body: Any, param: str) -> None:
     reply = served.http.post(path, json=body)
     assert reply.status_code == 400 and reply.json()["error"]["param"] == param
 
 
-def test_request_ids(served: Running) -> None:
+def test_request_ids(served: RunningServer) -> None:
     assert served.http.get("/live", headers={"X-Request-Id": "mine-1"}).headers["X-Request-Id"] == "mine-1"
     drawn = {served.http.get("/live").headers["X-Request-Id"] for _ in range(2)}
     assert len(drawn) == 2
@@ -121,8 +121,8 @@ def wait_for(condition: Any) -> None:
 
 
 @pytest.mark.parametrize("n", [1, 3])
-def test_a_client_that_leaves_a_stream_frees_the_engine(served: Running, n: int) -> None:
-    served.say(SLOW)
+def test_a_client_that_leaves_a_stream_frees_the_engine(served: RunningServer, n: int) -> None:
+    served.set_output(SLOW)
     with served.http.stream("POST", CHAT, json={"messages": USER, "stream": True, "n": n}) as stream:
         lines = stream.iter_lines()
         next(lines)
@@ -131,17 +131,17 @@ def test_a_client_that_leaves_a_stream_frees_the_engine(served: Running, n: int)
     assert len(served.client.aborted) == n
 
 
-def test_a_client_that_leaves_without_an_answer_frees_the_engine(served: Running) -> None:
-    served.say(SLOW)
+def test_a_client_that_leaves_without_an_answer_frees_the_engine(served: RunningServer) -> None:
+    served.set_output(SLOW)
     with pytest.raises(httpx.ReadTimeout):
         served.http.post(CHAT, json={"messages": USER, "n": 2}, timeout=0.3)
     served.wait_until_idle()
     assert len(served.client.aborted) == 2
 
 
-def test_neighbours_of_a_failure_go_on(served: Running) -> None:
-    served.say(
-        lambda request: Script("good answer", (1,), delay_s=0.01, fail_after=2 if request.prompt_ids[0] == ord("x") else None)
+def test_neighbours_of_a_failure_go_on(served: RunningServer) -> None:
+    served.set_output(
+        lambda request: FakeOutput("good answer", (1,), delay_s=0.01, fail_after=2 if request.prompt_ids[0] == ord("x") else None)
     )
     with (
         pytest.raises(openai.InternalServerError),
@@ -160,9 +160,9 @@ def test_neighbours_of_a_failure_go_on(served: Running) -> None:
 
 
 @pytest.fixture(scope="module")
-def guarded() -> Iterator[Running]:
+def guarded() -> Iterator[RunningServer]:
     config = Config(api_key="alpha, beta", cors_origins="https://a.example", max_body_mb=1, max_waiting=3, seed=11)
-    with running(config, FakeClient(Script("ok")), key="beta") as server:
+    with run_server(config, FakeEngineClient(FakeOutput("ok")), key="beta") as server:
         yield server
 
 
@@ -170,7 +170,7 @@ def keyed(key: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"}
 
 
-def test_keys(guarded: Running) -> None:
+def test_keys(guarded: RunningServer) -> None:
     assert guarded.chat().choices[0].message.content == "ok"
     for headers in ({}, keyed("gamma"), keyed("alph"), {"Authorization": "Bearer"}, {"Authorization": "Basic alpha"}):
         reply = guarded.http.post(CHAT, json={"messages": USER}, headers=headers)
@@ -181,7 +181,7 @@ def test_keys(guarded: Running) -> None:
     assert guarded.http.get("/v1/models").status_code == 401
 
 
-def test_each_key_has_its_own_prefix_cache(guarded: Running) -> None:
+def test_each_key_has_its_own_prefix_cache(guarded: RunningServer) -> None:
     guarded.client.submitted.clear()
     for key in ("alpha", "beta", "alpha"):
         assert guarded.http.post(CHAT, json={"messages": USER}, headers=keyed(key)).status_code == 200
@@ -189,11 +189,11 @@ def test_each_key_has_its_own_prefix_cache(guarded: Running) -> None:
     assert first == third != second and "alpha" not in first
 
 
-def test_the_seed_of_the_server(guarded: Running) -> None:
+def test_the_seed_of_the_server(guarded: RunningServer) -> None:
     assert (guarded.chat().seed, guarded.chat(seed=5).seed) == (11, 5)
 
 
-def test_browsers_may_call_from_where_they_are_allowed(guarded: Running) -> None:
+def test_browsers_may_call_from_where_they_are_allowed(guarded: RunningServer) -> None:
     asking = {
         "Origin": "https://a.example",
         "Access-Control-Request-Method": "POST",
@@ -210,7 +210,7 @@ def megabytes(count: int) -> Iterator[bytes]:
         yield b"x" * 1_000_000
 
 
-def test_a_large_body_is_refused_while_it_is_read(guarded: Running) -> None:
+def test_a_large_body_is_refused_while_it_is_read(guarded: RunningServer) -> None:
     for content in (b"x" * 50_000_000, megabytes(50)):
         reply = guarded.http.post(CHAT, content=content, headers=keyed("alpha"))
         assert reply.status_code == 413
@@ -218,7 +218,7 @@ def test_a_large_body_is_refused_while_it_is_read(guarded: Running) -> None:
     assert guarded.chat().choices[0].message.content == "ok"
 
 
-def test_a_large_body_is_refused_before_it_is_sent(guarded: Running) -> None:
+def test_a_large_body_is_refused_before_it_is_sent(guarded: RunningServer) -> None:
     host, port = guarded.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port))) as raw:
         raw.sendall(f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer beta\r\nContent-Length: 50000000\r\n\r\n".encode())
@@ -226,7 +226,7 @@ def test_a_large_body_is_refused_before_it_is_sent(guarded: Running) -> None:
 
 
 @pytest.mark.parametrize("framing", ["Content-Length: 5000000", "Transfer-Encoding: chunked"])
-def test_a_client_that_sends_on_still_gets_the_refusal(guarded: Running, framing: str) -> None:
+def test_a_client_that_sends_on_still_gets_the_refusal(guarded: RunningServer, framing: str) -> None:
     host, port = guarded.url.removeprefix("http://").split(":")
     part = b"x" * 50_000 if framing.startswith("Content") else b"c350\r\n" + b"x" * 50_000 + b"\r\n"
     with socket.create_connection((host, int(port)), timeout=10) as raw:
@@ -238,13 +238,13 @@ def test_a_client_that_sends_on_still_gets_the_refusal(guarded: Running, framing
         assert raw.recv(1000).startswith(b"HTTP/1.1 413")
 
 
-def test_a_body_below_the_limit_is_read(guarded: Running) -> None:
+def test_a_body_below_the_limit_is_read(guarded: RunningServer) -> None:
     reply = guarded.http.post(CHAT, json={"messages": [{"role": "user", "content": "x" * 200_000}]}, headers=keyed("beta"))
     assert reply.status_code == 400 and reply.json()["error"]["code"] == "context_length_exceeded"
 
 
-def test_more_requests_than_may_wait(guarded: Running) -> None:
-    guarded.say(SLOW)
+def test_more_requests_than_may_wait(guarded: RunningServer) -> None:
+    guarded.set_output(SLOW)
     with guarded.http.stream("POST", CHAT, json={"messages": USER, "stream": True, "n": 2}, headers=keyed("beta")) as stream:
         lines = stream.iter_lines()
         next(lines)
@@ -252,7 +252,7 @@ def test_more_requests_than_may_wait(guarded: Running) -> None:
         assert reply.status_code == 429 and reply.json()["error"]["type"] == "rate_limit_error"
         assert int(reply.headers["Retry-After"]) >= 1
     guarded.wait_until_idle()
-    guarded.say(Script("ok"))
+    guarded.set_output(FakeOutput("ok"))
     assert len(guarded.chat(n=3).choices) == 3
     with pytest.raises(openai.BadRequestError, match="at most 3"):
         guarded.chat(n=4)
@@ -261,8 +261,8 @@ def test_more_requests_than_may_wait(guarded: Running) -> None:
 # Together
 
 
-def test_many_at_once(served: Running) -> None:
-    served.say(lambda request: Script(bytes(request.prompt_ids), (3, 1)))
+def test_many_at_once(served: RunningServer) -> None:
+    served.set_output(lambda request: FakeOutput(bytes(request.prompt_ids), (3, 1)))
 
     async def one(client: httpx.AsyncClient, i: int) -> str:
         stream = bool(i % 2)
@@ -282,4 +282,4 @@ def test_many_at_once(served: Running) -> None:
 @pytest.mark.parametrize(("size", "elsewhere"), [(100, False), (100_000, True)])
 async def test_a_big_prompt_is_prepared_in_a_thread(size: int, elsewhere: bool) -> None:
     request = Request({"type": "http", "state": {"body_bytes": size}})
-    assert (await away_from_loop(request, threading.get_ident) != threading.get_ident()) == elsewhere
+    assert (await offload_if_large(request, threading.get_ident) != threading.get_ident()) == elsewhere

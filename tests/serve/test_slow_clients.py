@@ -12,15 +12,15 @@ from contextlib import contextmanager
 from typing import Any
 
 from foreword.config import Config
-from foreword.core.events import Event, Tokens
+from foreword.core.events import Event, TokenEvent
 from foreword.core.request import Request
-from tests.fakes import FakeClient, Script, engine_info
-from tests.serve.conftest import Running, running
+from tests.fakes import FakeEngineClient, FakeOutput, engine_info
+from tests.serve.conftest import RunningServer, run_server
 
 CONTEXT = 1_000_000
 
 
-class Endless(FakeClient):
+class Endless(FakeEngineClient):
     """Gives a token as often as the loop turns, until it is told to stop."""
 
     def __init__(self, *args: Any) -> None:
@@ -37,19 +37,19 @@ class Endless(FakeClient):
                 return
             if request.id in self.ended:
                 self.live.discard(request.id)
-                yield Tokens(request.id, index, (97,), finish_reason="length")
+                yield TokenEvent(request.id, index, (97,), finish_reason="length")
                 return
-            yield Tokens(request.id, index, (97,), scheduled_s=time.monotonic())
+            yield TokenEvent(request.id, index, (97,), scheduled_s=time.monotonic())
 
 
 @contextmanager
-def endless(client_timeout: float) -> Iterator[Running]:
+def endless(client_timeout: float) -> Iterator[RunningServer]:
     config = Config(client_timeout=client_timeout, on_runaway="off", max_model_len=CONTEXT, default_max_tokens=0)
-    with running(config, Endless(Script(), engine_info(CONTEXT, config))) as server:
+    with run_server(config, Endless(FakeOutput(), engine_info(CONTEXT, config))) as server:
         yield server
 
 
-def stalled(server: Running) -> socket.socket:
+def stalled(server: RunningServer) -> socket.socket:
     """A connection that has asked for a stream, and reads nothing of it."""
     host, port = server.url.removeprefix("http://").split(":")
     raw = socket.socket()

@@ -9,10 +9,10 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from foreword.config import Config
-from foreword.engine.client import ProcessClient
-from foreword.prepare import prepare
+from foreword.engine.client import SubprocessClient
+from foreword.prepare import prepare_checkpoint
 from tests.checkpoints import write_checkpoint
-from tests.serve.conftest import Running, running
+from tests.serve.conftest import RunningServer, run_server
 
 LETTERS = "bcdfgjklm"  # no merge of the tokenizer is made of these: text and tokens are one to one
 LONG = {"max_tokens": 60, "ignore_eos": True, "metrics": True}
@@ -20,7 +20,7 @@ PREDICTION_ONLY = {"speculation": {"method": "prediction"}}
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     """Drafts are as long as there is something to guess, so that what is counted does not depend on the clock."""
     path = write_checkpoint(tmp_path_factory.mktemp("speculation") / "model", "llama", seed=5)
     config = Config(
@@ -31,16 +31,16 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
         draft_length="fixed",
         num_speculative_tokens=8,
     )
-    prepared = prepare(config)
-    client = ProcessClient(prepared.config, prepared.unused_ids, prepared.tokenizer.vocabulary)
-    with running(prepared.config, client, tokenizer=prepared.tokenizer) as served:
+    prepared = prepare_checkpoint(config)
+    client = SubprocessClient(prepared.config, prepared.never_sampled_ids, prepared.tokenizer.vocabulary)
+    with run_server(prepared.config, client, tokenizer=prepared.tokenizer) as served:
         ids = prepared.tokenizer.encode(LETTERS, add_special_tokens=False)
         assert len(ids) == len(LETTERS)
         served.app.state.letters = ids
         yield served
 
 
-def ask(server: Running, **fields: Any) -> Any:
+def ask(server: RunningServer, **fields: Any) -> Any:
     fields = {"temperature": 0, "allowed_token_ids": server.app.state.letters, **LONG, **fields}
     return server.complete("bcd", **fields)
 
@@ -49,7 +49,7 @@ def predicted(text: str) -> dict[str, str]:
     return {"type": "content", "content": text}
 
 
-def counters(server: Running) -> dict[str, float]:
+def counters(server: RunningServer) -> dict[str, float]:
     """Totals of what was drafted, and of what was decided about drafts."""
     families = text_string_to_metric_families(server.http.get("/metrics").text)
     samples = [sample for family in families for sample in family.samples]
@@ -58,7 +58,7 @@ def counters(server: Running) -> dict[str, float]:
     return {f"{s.name}{s.labels}": s.value for s in samples if s.name.removeprefix("foreword_") in kept and s.value}
 
 
-def test_a_prediction_that_comes_true_is_accepted_whole(server: Running) -> None:
+def test_a_prediction_that_comes_true_is_accepted_whole(server: RunningServer) -> None:
     plain = ask(server, speculation={"method": "off"})
     text = plain.choices[0].text
     guessed = ask(server, prediction=predicted(text), **PREDICTION_ONLY)
@@ -70,7 +70,7 @@ def test_a_prediction_that_comes_true_is_accepted_whole(server: Running) -> None
     assert guessed.usage.completion_tokens == plain.usage.completion_tokens == 60
 
 
-def test_an_edited_prediction_is_found_again(server: Running) -> None:
+def test_an_edited_prediction_is_found_again(server: RunningServer) -> None:
     text = ask(server).choices[0].text
     wrong = text[:20] + "mmmm" + text[23:40] + text[45:]
     guessed = ask(server, prediction=predicted(wrong), **PREDICTION_ONLY)
@@ -79,7 +79,7 @@ def test_an_edited_prediction_is_found_again(server: Running) -> None:
     assert details.accepted_prediction_tokens >= 35 and details.rejected_prediction_tokens > 0
 
 
-def test_a_stream_has_the_same(server: Running) -> None:
+def test_a_stream_has_the_same(server: RunningServer) -> None:
     text = ask(server).choices[0].text
     fields = {"prediction": predicted(text[:30] + "zzz" + text[30:]), **PREDICTION_ONLY}
     whole = ask(server, **fields)
@@ -89,7 +89,7 @@ def test_a_stream_has_the_same(server: Running) -> None:
     assert whole.usage.completion_tokens_details.accepted_prediction_tokens > 40
 
 
-def test_choices_predict_for_themselves(server: Running) -> None:
+def test_choices_predict_for_themselves(server: RunningServer) -> None:
     plain = ask(server, n=3, temperature=1, seed=3, **PREDICTION_ONLY)
     guessed = ask(server, n=3, temperature=1, seed=3, prediction=predicted(plain.choices[1].text), **PREDICTION_ONLY)
     assert [choice.text for choice in guessed.choices] == [choice.text for choice in plain.choices]
@@ -100,7 +100,7 @@ def test_choices_predict_for_themselves(server: Running) -> None:
     assert drafted[1] == 52
 
 
-def test_off_wastes_nothing(server: Running) -> None:
+def test_off_wastes_nothing(server: RunningServer) -> None:
     text = ask(server).choices[0].text
     before = counters(server)
     answer = ask(server, speculation={"method": "off"}, prediction=predicted(text))
@@ -111,7 +111,7 @@ def test_off_wastes_nothing(server: Running) -> None:
     assert (details.accepted_prediction_tokens, details.rejected_prediction_tokens) == (0, 0)
 
 
-def test_prediction_without_a_prediction_drafts_nothing(server: Running) -> None:
+def test_prediction_without_a_prediction_drafts_nothing(server: RunningServer) -> None:
     before = counters(server)
     answer = ask(server, **PREDICTION_ONLY)
     assert "draft_tokens" not in answer.metrics
@@ -120,7 +120,7 @@ def test_prediction_without_a_prediction_drafts_nothing(server: Running) -> None
 
 
 @pytest.mark.parametrize("bound", [0, 1, 3, 99])
-def test_a_request_may_lower_the_bound_and_not_raise_it(server: Running, bound: int) -> None:
+def test_a_request_may_lower_the_bound_and_not_raise_it(server: RunningServer, bound: int) -> None:
     text = ask(server).choices[0].text
     answer = ask(server, prediction=predicted(text), speculation={"method": "prediction", "max_tokens": bound})
     assert answer.choices[0].text == text
@@ -129,14 +129,14 @@ def test_a_request_may_lower_the_bound_and_not_raise_it(server: Running, bound: 
     assert answer.metrics.get("mean_acceptance_length", 1) > longest * 0.8
 
 
-def test_only_the_drafter_that_is_named_drafts(server: Running) -> None:
+def test_only_the_drafter_that_is_named_drafts(server: RunningServer) -> None:
     before = counters(server)
     ask(server, speculation={"method": "suffix"}, prediction=predicted("bcd"))
     grown = {name for name, value in counters(server).items() if value != before.get(name)}
     assert grown and not [name for name in grown if "'prediction'" in name]
 
 
-def test_an_unknown_method_names_those_that_run(server: Running) -> None:
+def test_an_unknown_method_names_those_that_run(server: RunningServer) -> None:
     reply = server.http.post("/v1/completions", json={"prompt": "x", "speculation": {"method": "ngram"}})
     error = reply.json()["error"]
     assert (reply.status_code, error["param"]) == (400, "speculation.method")

@@ -11,17 +11,17 @@ from typing import Any
 import pytest
 
 from foreword.config import Config
-from foreword.serve.state import MAX_RENDERING
+from foreword.serve.state import MAX_RENDER_THREADS
 from foreword.text.template import ChatTemplate
-from tests.fakes import CHATML, FakeClient, byte_tokenizer
-from tests.serve.conftest import Running, running
+from tests.fakes import CHATML, FakeEngineClient, byte_tokenizer
+from tests.serve.conftest import RunningServer, run_server
 
 SLOW = "{% for i in range(100000) %}{{ 'a' if i % 7 == 8 }}{% endfor %}x"
 BODY: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}]}
 
 
 @contextmanager
-def told(template: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Running, list[tuple[str, int]]]]:
+def told(template: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[RunningServer, list[tuple[str, int]]]]:
     """A server, and for each rendering its thread and how many were under way with it."""
     seen: list[tuple[str, int]] = []
     render, under_way = ChatTemplate.render, threading.Semaphore(1000)
@@ -32,7 +32,7 @@ def told(template: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Runni
             return render(self, *args, **kwargs)
 
     monkeypatch.setattr(ChatTemplate, "render", noting)
-    with running(Config(), FakeClient(), tokenizer=byte_tokenizer(template)) as server:
+    with run_server(Config(), FakeEngineClient(), tokenizer=byte_tokenizer(template)) as server:
         yield server, seen
 
 
@@ -43,7 +43,7 @@ def test_a_slow_template_leaves_the_loop_alone(path: str, monkeypatch: pytest.Mo
             replies = list(callers.map(lambda _: server.http.post(path, json=BODY), range(8)))
         assert {reply.status_code for reply in replies} == {200}
         assert len(seen) == 8 and all(name.startswith("asyncio") for name, _ in seen)
-        assert max(count for _, count in seen) <= MAX_RENDERING
+        assert max(count for _, count in seen) <= MAX_RENDER_THREADS
 
 
 def test_a_quick_one_stays_in_it_once_it_is_known(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,9 +15,9 @@ from foreword.core.params import SamplingParams
 from foreword.core.structured import StructuredOutput
 from foreword.serve.schema.chat import ChatBody
 from foreword.serve.schema.completion import CompletionBody
-from tests.grammar.hostile import REFUSED
-from tests.schemas import SAMPLING, make_schema, question
-from tests.serve.conftest import MODEL, Running
+from tests.grammar.hostile import REJECTED
+from tests.schemas import SAMPLING, make_schema, schema_prompt
+from tests.serve.conftest import MODEL, RunningServer
 
 SCHEMA = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {}}, "required": ["b"]}
 TEXT = '{"type":"object","properties":{"b":{"type":"integer"},"a":{}},"required":["b"]}'
@@ -70,7 +70,7 @@ def outputs(**fields: Any) -> dict[str, Any]:
 )
 def test_every_spelling(fields: dict[str, Any], kind: str, text: str) -> None:
     structured = wanted(**fields)
-    assert structured is not None and (structured.kind, structured.text) == (kind, text)
+    assert structured is not None and (structured.constraint_type, structured.text) == (kind, text)
     assert structured.whitespace and structured.after is None
     completion = CompletionBody.model_validate({"prompt": "", **fields}).params().structured
     assert completion == structured
@@ -134,7 +134,7 @@ def test_whitespace_and_where_it_begins() -> None:
         ({"guided_json": "x" * (1 << 20) + "x"}, "guided_json", "1048576"),
     ],
 )
-def test_what_is_refused(served: Running, fields: dict[str, Any], param: str, reason: str) -> None:
+def test_what_is_refused(served: RunningServer, fields: dict[str, Any], param: str, reason: str) -> None:
     body = json.dumps({"messages": [{"role": "user", "content": "Hi"}], **fields})
     reply = served.http.post("/v1/chat/completions", content=body, headers={"Content-Type": "application/json"})
     error = reply.json()["error"]
@@ -146,20 +146,20 @@ def test_what_is_refused(served: Running, fields: dict[str, Any], param: str, re
 # With a real engine
 
 
-def ask(demo: Running, speculation: str = "auto", max_tokens: int = 1500, **fields: Any) -> Any:
+def ask(demo: RunningServer, speculation: str = "auto", max_tokens: int = 1500, **fields: Any) -> Any:
     extra = {"metrics": True, "speculation": {"method": speculation}, **fields.pop("extra", {})}
     messages = fields.pop("messages", [{"role": "user", "content": "Give an example."}])
     return demo.openai.chat.completions.create(model=MODEL, messages=messages, max_tokens=max_tokens, extra_body=extra, **fields)
 
 
-def answer_schema(demo: Running, number: int, speculation: str) -> Any:
+def answer_schema(demo: RunningServer, number: int, speculation: str) -> Any:
     schema = make_schema(number)
     named: Any = {"type": "json_schema", "json_schema": {"name": "it", "strict": True, "schema": schema}}
-    messages = [{"role": "user", "content": question(schema)}]
+    messages = [{"role": "user", "content": schema_prompt(schema)}]
     return ask(demo, speculation, messages=messages, response_format=named, seed=number, temperature=0.7, extra={**SAMPLING})
 
 
-def test_schemas_of_many_kinds(demo: Running) -> None:
+def test_schemas_of_many_kinds(demo: RunningServer) -> None:
     """A part of benchmarks/structured.py: nearly all finish, all that finish conform, and drafts change nothing."""
     numbers = range(0, 300, 10)
     with ThreadPoolExecutor(8) as threads:
@@ -187,14 +187,14 @@ def test_schemas_of_many_kinds(demo: Running) -> None:
         (outputs(structural_tag=TAG | {"format": {"type": "const_string", "value": "as told"}}), "as told"),
     ],
 )
-def test_other_forms(demo: Running, extra: dict[str, Any], expression: str) -> None:
+def test_other_forms(demo: RunningServer, extra: dict[str, Any], expression: str) -> None:
     for temperature in (0, 1.5):
         answer = ask(demo, extra=extra, n=3, seed=5, temperature=temperature, max_tokens=30)
         for choice in answer.choices:
             assert choice.finish_reason == "stop" and re.fullmatch(expression, choice.message.content)
 
 
-def test_streamed_and_whole_are_the_same(demo: Running) -> None:
+def test_streamed_and_whole_are_the_same(demo: RunningServer) -> None:
     messages = [{"role": "user", "content": "Write JSON: name=Paul, age=42, city=Lisbon, job=pilot"}]
     fields: dict[str, Any] = {"messages": messages, "response_format": {"type": "json_object"}, "seed": 3, "temperature": 0.3}
     whole = ask(demo, **fields).choices[0].message.content
@@ -202,7 +202,7 @@ def test_streamed_and_whole_are_the_same(demo: Running) -> None:
     assert streamed == whole and isinstance(json.loads(whole), dict)
 
 
-def test_the_constraint_begins_behind_the_reasoning(demo: Running) -> None:
+def test_the_constraint_begins_behind_the_reasoning(demo: RunningServer) -> None:
     """The text that ends the reasoning comes by a bias here; before it anything may stand, behind it only what was asked for."""
     (token,) = demo.http.post("/tokenize", json={"prompt": "!"}).json()["tokens"]
     extra = outputs(regex="[0-9]{4}", after="!") | {"logit_bias": {str(token): 100}}
@@ -211,13 +211,13 @@ def test_the_constraint_begins_behind_the_reasoning(demo: Running) -> None:
     assert found and re.fullmatch("[0-9]{4}", text), answer
 
 
-def test_hostile_grammars_hurt_nobody(demo: Running) -> None:
+def test_hostile_grammars_hurt_nobody(demo: RunningServer) -> None:
     """Each is a 400, while another answer goes on as it would alone."""
     fields: dict[str, Any] = {"seed": 1, "temperature": 1.0, "max_tokens": 400, "extra": {"ignore_eos": True}}
     alone = ask(demo, **fields).choices[0].message.content
     ask(demo, extra=outputs(regex="a"))  # the worker is up
     with ThreadPoolExecutor(1) as threads:
-        for number, (name, structured) in enumerate(REFUSED.items()):
+        for number, (name, structured) in enumerate(REJECTED.items()):
             beside = threads.submit(ask, demo, **fields) if number % 10 == 0 else None
             _, body = request_body(
                 MODEL, [{"role": "user", "content": "Hi"}], SamplingParams(max_tokens=5, structured=structured)
@@ -228,7 +228,7 @@ def test_hostile_grammars_hurt_nobody(demo: Running) -> None:
             assert beside is None or beside.result().choices[0].message.content == alone
 
 
-def test_contradictions_are_the_callers(demo: Running) -> None:
+def test_contradictions_are_the_callers(demo: RunningServer) -> None:
     with pytest.raises(openai.BadRequestError, match="no token") as caught:
         ask(
             demo,

@@ -67,9 +67,9 @@ def test_eight_choices_come_back(server: tuple[ServerProcess, str]) -> None:
     scrape = httpx.get(running.url + "/metrics").text
     assert re.search(r"^foreword_choices_returned_total 50\.0$", scrape, re.M)
     deadline = time.monotonic() + 10
-    while not any("Throughput:" in line for line in running.read()) and time.monotonic() < deadline:
+    while not any("Throughput:" in line for line in running.read_log()) and time.monotonic() < deadline:
         time.sleep(0.05)
-    lines = running.read()
+    lines = running.read_log()
     told = [line for line in lines if "request chatcmpl-" in line]
     assert len(told) == 6 and all("32 for 2 pictures)" in line for line in told)
     assert not [line for line in lines if "base64" in line or "data:" in line]

@@ -19,7 +19,7 @@ CORPUS = [
     "Hi there, hello there, general speculation of tokens is exact.",
 ] * 4
 
-DIFFICULT = [
+DIFFICULT_TEXTS = [
     "",
     " ",
     "plain words",

@@ -4,22 +4,22 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from foreword.core.events import DraftUse, Tokens
+from foreword.core.events import DraftResult, TokenEvent
 from foreword.core.params import SamplingParams
-from foreword.text.answer import Answer, Delta
+from foreword.text.answer import ChoiceOutput, OutputDelta
 from foreword.text.prepare import make_requests
 from tests.fakes import END, EOS, byte_tokenizer, logprob_of
 
 TOKENIZER = byte_tokenizer()
 
 
-def answer(**params: Any) -> Answer:
-    return Answer(TOKENIZER, make_requests([1], SamplingParams(**params), TOKENIZER, "r", 4096)[0])
+def answer(**params: Any) -> ChoiceOutput:
+    return ChoiceOutput(TOKENIZER, make_requests([1], SamplingParams(**params), TOKENIZER, "r", 4096)[0])
 
 
 def feed(
-    to: Answer, text: str | bytes, bursts: tuple[int, ...] = (1,), finish: str | None = None, stop_id: int | None = None
-) -> list[Delta]:
+    to: ChoiceOutput, text: str | bytes, bursts: tuple[int, ...] = (1,), finish: str | None = None, stop_id: int | None = None
+) -> list[OutputDelta]:
     """Feed a text in bursts until the answer is finished; all but the last of a burst were guessed."""
     raw = list(text.encode() if isinstance(text, str) else text) + ([] if stop_id is None else [stop_id])
     deltas, start = [], 0
@@ -27,10 +27,10 @@ def feed(
         ids = tuple(raw[start : start + size])
         last = start + size >= len(raw)
         marks = logprobs_of(to, ids)
-        use = DraftUse("ngram", size, min(size - 1, len(ids)))
+        use = DraftResult("ngram", size, min(size - 1, len(ids)))
         deltas.append(
             to.feed(
-                Tokens(
+                TokenEvent(
                     "r-0", start, ids, marks, draft=use, finish_reason=finish if last else None, stop_id=stop_id if last else None
                 )
             )
@@ -41,7 +41,7 @@ def feed(
     raise AssertionError
 
 
-def logprobs_of(to: Answer, ids: tuple[int, ...]) -> tuple[Any, ...]:
+def logprobs_of(to: ChoiceOutput, ids: tuple[int, ...]) -> tuple[Any, ...]:
     count = to.request.params.logprobs
     return () if count is None else tuple(logprob_of(i, count) for i in ids)
 
@@ -82,9 +82,9 @@ def test_a_stop_string_ends_the_answer_at_its_token() -> None:
     deltas = feed(to, "ab STOP and more", (5,))
     assert to.text == "ab "
     assert to.num_tokens == 7 and bytes(to.token_ids) == b"ab STOP"
-    assert (to.finish_reason, to.stop_reason, deltas[-1].stopped) == ("stop", "STOP", True)
+    assert (to.finish_reason, to.stop_reason, deltas[-1].hit_stop_string) == ("stop", "STOP", True)
     assert len(to.logprobs) == 7
-    assert deltas[-1].event.draft is not None and deltas[-1].event.draft.accepted == 2
+    assert deltas[-1].event.draft is not None and deltas[-1].event.draft.num_accepted == 2
     assert [delta.text for delta in deltas] == ["ab ", ""]
 
 
@@ -99,7 +99,7 @@ def test_eos_is_counted_and_not_shown() -> None:
     to = answer(skip_special_tokens=False)
     deltas = feed(to, "ab", (3,), "stop", EOS)
     assert (to.text, to.num_tokens, to.finish_reason, to.stop_reason) == ("ab", 3, "stop", None)
-    assert not deltas[-1].stopped
+    assert not deltas[-1].hit_stop_string
 
 
 def test_a_stop_token_is_shown_on_request() -> None:

@@ -17,24 +17,24 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 
 from foreword.errors import CheckpointError
 from foreword.models.gguf.reader import open_gguf
-from foreword.text.gguf import tokenizer_of
+from foreword.text.gguf import build_gguf_tokenizer
 from foreword.text.template import ChatTemplate
 from foreword.text.tokenizer import Tokenizer
 from tests.gguf_files import finish, write_byte_level, write_sentencepiece
-from tests.text.builders import CORPUS, DIFFICULT
+from tests.text.builders import CORPUS, DIFFICULT_TEXTS
 
 SPECIALS = ("<|bos|>", "<|eot_id|>", "<|im_start|>", "<|im_end|>", "<pad>")
 RUNS_OF_ONE = " ".join(char * count for char in "a=-" for count in range(2, 9) for _ in range(8)) + " hahaha haha hahahaha" * 5
 TRAINING = [
     *CORPUS,
-    *DIFFICULT,
+    *DIFFICULT_TEXTS,
     Path(__file__).read_text(),
     "I'M, we'LL, they'Re; ÉCOLE École école ǅ ⅷ 二〇二六 ½ 1234567",
     RUNS_OF_ONE,
 ] * 2
 TEXTS = [
-    *DIFFICULT,
-    "".join(DIFFICULT),
+    *DIFFICULT_TEXTS,
+    "".join(DIFFICULT_TEXTS),
     Path(__file__).read_text(),
     "\r\n\r\n \r\n\t\t x\t \n \n",
     " \u00a0\u2003\u3000 \u200b\u200d\u2028\u2029\x85 x",
@@ -144,7 +144,7 @@ def read(path: Path, write: Callable[[gguf.GGUFWriter], None], architecture: str
     writer = gguf.GGUFWriter(path / "x.gguf", architecture)
     write(writer)
     finish(writer)
-    return tokenizer_of(open_gguf(path / "x.gguf").metadata, "x.gguf")
+    return build_gguf_tokenizer(open_gguf(path / "x.gguf").metadata, "x.gguf")
 
 
 def same(ours: Tokenizer, theirs: tokenizers.Tokenizer, special: bool) -> None:
@@ -167,7 +167,7 @@ def test_byte_level(family: str, add_bos: bool, tmp_path: Path) -> None:
     )
     same(ours, theirs, True)
     same(ours, theirs, False)
-    assert ours.first_difference(Tokenizer(theirs)) is None
+    assert ours.diff(Tokenizer(theirs)) is None
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -187,7 +187,7 @@ def test_random_texts(family: str, tmp_path: Path) -> None:
 def test_bos_where_the_file_does_not_say(family: str, adds: bool, tmp_path: Path) -> None:
     """Many Llama 3 files lack the key, and their models expect the token."""
     ours = read(tmp_path, lambda writer: write_byte_level(writer, byte_level(family), family, bos="<|bos|>"))
-    assert (ours.encode("x")[0] == ours.token_id("<|bos|>")) is adds
+    assert (ours.encode("x")[0] == ours.token_to_id("<|bos|>")) is adds
 
 
 def test_eos_is_added_on_request(tmp_path: Path) -> None:
@@ -202,7 +202,7 @@ def test_rows_of_padding_have_no_token(tmp_path: Path) -> None:
     theirs = byte_level("qwen2")
     last = theirs.get_vocab_size()
     ours = read(tmp_path, lambda writer: write_byte_level(writer, theirs, "qwen2", size=last + 5))
-    assert ours.unused_ids(last + 7) == tuple(range(last, last + 7))
+    assert ours.unassigned_ids(last + 7) == tuple(range(last, last + 7))
     assert ours.vocab_size == last
 
 
@@ -214,7 +214,7 @@ def test_ends_of_answers(tmp_path: Path) -> None:
         writer.add_eot_token_id(byte_level("llama-bpe").token_to_id("<|im_start|>"))
 
     ours = read(tmp_path, write)
-    assert [ours.token(index) for index in ours.eos_token_ids] == ["<pad>", "<|im_start|>", "<|eot_id|>", "<|im_end|>"]
+    assert [ours.id_to_token(index) for index in ours.eos_token_ids] == ["<pad>", "<|im_start|>", "<|eot_id|>", "<|im_end|>"]
     assert ours.special_tokens == {"bos_token": "<|bos|>", "eos_token": "<pad>"}
 
 
@@ -223,7 +223,7 @@ def test_what_looks_like_a_control_token_is_one(kind: TokenType) -> None:
     """Whatever a file calls it; plain words are believed."""
     tokens = ["a", "b", "ab", "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<EOT>"]
     changed = {"tokens": tokens, "token_type": [1, 1, 1, 3, kind, kind, kind], "eos_token_id": 3}
-    ours = tokenizer_of({**SMALL, **{f"tokenizer.ggml.{key}": value for key, value in changed.items()}}, "x.gguf")
+    ours = build_gguf_tokenizer({**SMALL, **{f"tokenizer.ggml.{key}": value for key, value in changed.items()}}, "x.gguf")
     assert ours.encode("<|im_start|>ab<|im_end|>") == [4, 2, 5]
     assert ours.is_special(4) and ours.is_special(5) and ours.is_special(6) is (kind == TokenType.CONTROL)
     assert ours.eos_token_ids == ((3, 5, 6) if kind == TokenType.CONTROL else (3, 5))
@@ -231,8 +231,8 @@ def test_what_looks_like_a_control_token_is_one(kind: TokenType) -> None:
 
 def test_an_unused_token_stays_unused() -> None:
     changed = {"tokens": ["a", "b", "ab", "<|im_end|>"], "token_type": [1, 1, 1, 5]}
-    ours = tokenizer_of({**SMALL, **{f"tokenizer.ggml.{key}": value for key, value in changed.items()}}, "x.gguf")
-    assert ours.token(3) is None and ours.encode("ab") == [2]
+    ours = build_gguf_tokenizer({**SMALL, **{f"tokenizer.ggml.{key}": value for key, value in changed.items()}}, "x.gguf")
+    assert ours.id_to_token(3) is None and ours.encode("ab") == [2]
 
 
 def test_chat_template(tmp_path: Path) -> None:
@@ -241,7 +241,7 @@ def test_chat_template(tmp_path: Path) -> None:
         tmp_path,
         lambda writer: write_byte_level(writer, byte_level("qwen2"), "qwen2", bos="<|bos|>", eos="<pad>", template=template),
     )
-    assert ChatTemplate.of(ours).render([{"role": "user", "content": "hi"}]) == "<|bos|>hi<pad>"
+    assert ChatTemplate.from_tokenizer(ours).render([{"role": "user", "content": "hi"}]) == "<|bos|>hi<pad>"
 
 
 # SentencePiece
@@ -356,14 +356,14 @@ PIECES = {**SMALL, "tokenizer.ggml.model": "llama", "tokenizer.ggml.scores": [-1
 
 
 def test_the_small_ones_are_sound() -> None:
-    assert tokenizer_of(SMALL, "x").encode("ab") == [2]
-    assert tokenizer_of(PIECES, "x").decode([2]) == "ab"
+    assert build_gguf_tokenizer(SMALL, "x").encode("ab") == [2]
+    assert build_gguf_tokenizer(PIECES, "x").decode([2]) == "ab"
 
 
 def test_only_control_tokens_end_an_answer() -> None:
     """A model may write <EOT> about something else."""
     values = {**SMALL, "tokenizer.ggml.tokens": ["a", "b", "ab", "<e>", "<EOT>", "<|im_end|>"]}
-    assert tokenizer_of({**values, "tokenizer.ggml.token_type": [1, 1, 1, 3, 1, 3]}, "x").eos_token_ids == (3, 5)
+    assert build_gguf_tokenizer({**values, "tokenizer.ggml.token_type": [1, 1, 1, 3, 1, 3]}, "x").eos_token_ids == (3, 5)
 
 
 REFUSED: list[tuple[dict[str, Any], str, Any, str]] = [
@@ -397,13 +397,13 @@ REFUSED: list[tuple[dict[str, Any], str, Any, str]] = [
 def test_refused(values: dict[str, Any], key: str, value: Any, message: str) -> None:
     changed = {**values, f"tokenizer.ggml.{key}": value}
     with pytest.raises(CheckpointError) as caught:
-        tokenizer_of({name: item for name, item in changed.items() if item is not None}, "file.gguf")
+        build_gguf_tokenizer({name: item for name, item in changed.items() if item is not None}, "file.gguf")
     assert message in str(caught.value) and "file.gguf" in str(caught.value)
 
 
 def test_a_template_that_is_no_text_is_refused() -> None:
     with pytest.raises(CheckpointError, match="chat_template"):
-        tokenizer_of({**SMALL, "tokenizer.chat_template": 5}, "file.gguf")
+        build_gguf_tokenizer({**SMALL, "tokenizer.chat_template": 5}, "file.gguf")
 
 
 def test_metadata_is_plain(tmp_path: Path) -> None:

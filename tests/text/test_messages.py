@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from foreword.errors import InvalidRequest, Unsupported
-from foreword.text.messages import IMAGE, PicturePart, take_pictures
+from foreword.text.messages import IMAGE_PART, ImagePart, extract_images
 
 TEXT = {"type": "text", "text": "What is it?"}
 URL = "data:image/png;base64,AAAA"
@@ -19,27 +19,27 @@ def test_pictures_leave_their_place() -> None:
     first = {"type": "image_url", "image_url": {"url": URL, "detail": "high"}}
     second = {"type": "image_url", "image_url": "file:///a.png"}
     messages = [{"role": "system", "content": "S"}, *user(first, TEXT, second)]
-    bare, pictures = take_pictures(messages)
-    assert bare == [{"role": "system", "content": "S"}, *user(IMAGE, TEXT, IMAGE)]
+    bare, pictures = extract_images(messages)
+    assert bare == [{"role": "system", "content": "S"}, *user(IMAGE_PART, TEXT, IMAGE_PART)]
     assert pictures == [
-        PicturePart("messages[1].content[0].image_url.url", URL),
-        PicturePart("messages[1].content[2].image_url", "file:///a.png"),
+        ImagePart("messages[1].content[0].image_url.url", URL),
+        ImagePart("messages[1].content[2].image_url", "file:///a.png"),
     ]
     assert messages[1]["content"] == [first, TEXT, second], "what was given stays as it is"
     assert URL not in repr(pictures), "pictures are not written into logs"
 
 
 def test_a_caller_in_this_process_gives_pictures_themselves() -> None:
-    bare, pictures = take_pictures(user({"type": "image", "image": b"PNG"}), local=True)
-    assert bare == user(IMAGE) and pictures == [PicturePart("messages[0].content[0].image", image=b"PNG")]
+    bare, pictures = extract_images(user({"type": "image", "image": b"PNG"}), allow_local=True)
+    assert bare == user(IMAGE_PART) and pictures == [ImagePart("messages[0].content[0].image", image=b"PNG")]
     with pytest.raises(Unsupported, match="a picture is a part of type 'image_url'"):
-        take_pictures(user({"type": "image", "image": "/etc/passwd"}))
+        extract_images(user({"type": "image", "image": "/etc/passwd"}))
 
 
 @pytest.mark.parametrize("role", ["system", "assistant"])
 def test_only_the_user_shows_pictures(role: str) -> None:
     with pytest.raises(InvalidRequest, match="only messages of the user do") as caught:
-        take_pictures([{"role": role, "content": [{"type": "image_url", "image_url": URL}]}])
+        extract_images([{"role": role, "content": [{"type": "image_url", "image_url": URL}]}])
     assert caught.value.param == "messages[0].content"
 
 
@@ -56,5 +56,5 @@ def test_only_the_user_shows_pictures(role: str) -> None:
 )
 def test_malformed_pictures_are_named(given: dict[str, Any], param: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        take_pictures(user(TEXT, {"type": "image_url", **given}))
+        extract_images(user(TEXT, {"type": "image_url", **given}))
     assert caught.value.param == f"messages[0].content[1].{param}"

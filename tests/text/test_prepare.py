@@ -6,12 +6,12 @@ from foreword.core.params import SamplingParams
 from foreword.core.structured import StructuredOutput
 from foreword.errors import ContextLengthExceeded, InvalidRequest
 from foreword.text.prepare import (
-    Defaults,
-    bad_words_ids,
-    dry_breakers,
+    SamplingDefaults,
+    encode_bad_words,
+    encode_dry_breakers,
     make_requests,
-    prediction_ids,
-    reasoning_end_ids,
+    encode_prediction,
+    encode_reasoning_end,
     resolve_seed,
 )
 from foreword.text.tokenizer import Tokenizer
@@ -23,12 +23,12 @@ TOKENIZER = byte_tokenizer()
 
 def test_choices_are_requests_of_their_own() -> None:
     params = SamplingParams(n=3, seed=2**64 - 2, temperature=0.5)
-    requests = make_requests([1, 2], params, TOKENIZER, "x", 100, tenant="t", priority=3)
+    requests = make_requests([1, 2], params, TOKENIZER, "x", 100, cache_salt="t", priority=3)
     assert [request.id for request in requests] == ["x-0", "x-1", "x-2"]
     assert [request.seed for request in requests] == [2**64 - 2, 2**64 - 1, 0]
     for request in requests:
         assert request.params.n == 1 and request.params.seed == request.seed and request.params.temperature == 0.5
-        assert (request.prompt_ids, request.tenant, request.priority, request.eos_token_ids[0]) == ((1, 2), "t", 3, EOS)
+        assert (request.prompt_ids, request.cache_salt, request.priority, request.eos_token_ids[0]) == ((1, 2), "t", 3, EOS)
         assert request.arrival_s > 0
 
 
@@ -77,22 +77,22 @@ def test_bad_words_with_and_without_a_space() -> None:
     trained = Tokenizer(byte_level_backend())
     token = trained.encode(" the", add_special_tokens=False)
     assert len(token) == 1
-    assert bad_words_ids(["the"], trained) == (
+    assert encode_bad_words(["the"], trained) == (
         tuple(trained.encode("the", add_special_tokens=False)),
         *([tuple(token)] if len(trained.encode("the", add_special_tokens=False)) == 1 else []),
     )
-    assert bad_words_ids([" ab", "ab"], TOKENIZER) == ((97, 98),)
+    assert encode_bad_words([" ab", "ab"], TOKENIZER) == ((97, 98),)
 
 
 def test_a_bad_word_of_spaces_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="bad_words"):
-        bad_words_ids([" "], TOKENIZER)
+        encode_bad_words([" "], TOKENIZER)
 
 
 def test_breakers_are_tokens_that_hold_them_or_begin_them() -> None:
     tokenizer = Tokenizer(byte_level_backend())
     texts = {token_id: tokenizer.token_bytes(token_id) for token_id in range(tokenizer.vocab_size)}
-    found = dry_breakers((":", "b:"), tokenizer)
+    found = encode_dry_breakers((":", "b:"), tokenizer)
     single = [token_id for token_id, raw in texts.items() if b":" in raw]
     begun = [token_id for token_id, raw in texts.items() if raw.endswith(b"b")]
     rest = tokenizer.encode(":", add_special_tokens=False)
@@ -118,15 +118,15 @@ def test_a_prompt_is_cut_to_its_end(wanted: int, max_tokens: int | None, kept: i
 @pytest.mark.parametrize(
     ("asked", "defaults", "max_tokens", "on_runaway"),
     [
-        ({}, Defaults(), None, None),
-        ({}, Defaults(max_tokens=40, on_runaway="warn"), 40, "warn"),
-        ({"max_tokens": 90, "on_runaway": "off"}, Defaults(max_tokens=40, on_runaway="warn"), 90, "off"),
-        ({"min_tokens": 60}, Defaults(max_tokens=40), 60, None),
-        ({"on_runaway": "stop"}, Defaults(max_tokens=0, on_runaway="off"), None, "stop"),
+        ({}, SamplingDefaults(), None, None),
+        ({}, SamplingDefaults(max_tokens=40, on_runaway="warn"), 40, "warn"),
+        ({"max_tokens": 90, "on_runaway": "off"}, SamplingDefaults(max_tokens=40, on_runaway="warn"), 90, "off"),
+        ({"min_tokens": 60}, SamplingDefaults(max_tokens=40), 60, None),
+        ({"on_runaway": "stop"}, SamplingDefaults(max_tokens=0, on_runaway="off"), None, "stop"),
     ],
 )
 def test_defaults_hold_for_parameters_that_are_silent(
-    asked: dict[str, Any], defaults: Defaults, max_tokens: int | None, on_runaway: str | None
+    asked: dict[str, Any], defaults: SamplingDefaults, max_tokens: int | None, on_runaway: str | None
 ) -> None:
     for request in make_requests([1], SamplingParams(n=2, **asked), TOKENIZER, "x", 100, defaults):
         assert (request.params.max_tokens, request.params.on_runaway) == (max_tokens, on_runaway)
@@ -135,37 +135,37 @@ def test_defaults_hold_for_parameters_that_are_silent(
 def test_a_default_takes_no_room_from_the_prompt() -> None:
     """What is cut for the sake of max_tokens is cut for a caller who named them."""
     params = SamplingParams(truncate_prompt_tokens=-1)
-    (request,) = make_requests([1] * 200, params, TOKENIZER, "x", 100, Defaults(max_tokens=1000))
+    (request,) = make_requests([1] * 200, params, TOKENIZER, "x", 100, SamplingDefaults(max_tokens=1000))
     assert (len(request.prompt_ids), request.params.max_tokens) == (99, 1000)
 
 
 def test_the_default_seed() -> None:
-    assert make_requests([1], SamplingParams(), TOKENIZER, "x", 100, Defaults(seed=5))[0].seed == 5
-    assert make_requests([1], SamplingParams(seed=6), TOKENIZER, "x", 100, Defaults(seed=5))[0].seed == 6
+    assert make_requests([1], SamplingParams(), TOKENIZER, "x", 100, SamplingDefaults(seed=5))[0].seed == 5
+    assert make_requests([1], SamplingParams(seed=6), TOKENIZER, "x", 100, SamplingDefaults(seed=5))[0].seed == 6
 
 
 def test_a_prediction_becomes_tokens_of_every_choice() -> None:
     requests = make_requests([1], SamplingParams(n=2, prediction="ab"), TOKENIZER, "x", 100)
     assert [request.prediction_ids for request in requests] == [(97, 98)] * 2
-    assert "prediction" not in requests[0].params.changed(), "its text would stand in the log"
+    assert "prediction" not in requests[0].params.non_default_fields(), "its text would stand in the log"
     assert make_requests([1], SamplingParams(), TOKENIZER, "x", 100)[0].prediction_ids == ()
 
 
 def test_no_answer_is_longer_than_the_context() -> None:
-    assert len(prediction_ids("x" * 100, TOKENIZER, 100)) == 100
+    assert len(encode_prediction("x" * 100, TOKENIZER, 100)) == 100
     with pytest.raises(InvalidRequest, match="the prediction has 101 tokens; the context is 100") as caught:
-        prediction_ids("x" * 101, TOKENIZER, 100)
+        encode_prediction("x" * 101, TOKENIZER, 100)
     assert caught.value.param == "prediction"
     with pytest.raises(InvalidRequest, match="prediction is not valid Unicode"):
-        prediction_ids("\ud800", TOKENIZER, 100)
+        encode_prediction("\ud800", TOKENIZER, 100)
 
 
 def test_the_end_of_reasoning_in_each_of_its_spellings() -> None:
-    assert reasoning_end_ids(None, byte_tokenizer()) == ()
+    assert encode_reasoning_end(None, byte_tokenizer()) == ()
     # Bytes spell it alike beside whitespace; merges do not.
-    assert reasoning_end_ids("<e>", byte_tokenizer()) == ((60, 101, 62),)
+    assert encode_reasoning_end("<e>", byte_tokenizer()) == ((60, 101, 62),)
     merged = Tokenizer(byte_level_backend())
-    spellings = reasoning_end_ids("return", merged)
+    spellings = encode_reasoning_end("return", merged)
     assert len(spellings) > 1
     for text in ("So return[]", "So\nreturn\n[]", "!return\n\n[]"):
         ids = tuple(merged.encode(text, add_special_tokens=False))
@@ -173,5 +173,5 @@ def test_the_end_of_reasoning_in_each_of_its_spellings() -> None:
     (request,) = make_requests([1], SamplingParams(structured=StructuredOutput.regex("a", after="<e>")), byte_tokenizer(), "r", 9)
     assert request.reasoning_end_ids == ((60, 101, 62),)
     with pytest.raises(InvalidRequest, match="surrogate") as caught:
-        reasoning_end_ids("\ud800", byte_tokenizer())
+        encode_reasoning_end("\ud800", byte_tokenizer())
     assert caught.value.param == "structured_outputs.after"

@@ -7,7 +7,7 @@ import pytest
 
 from foreword.errors import CheckpointError, InvalidRequest
 from foreword.text import budget
-from foreword.text.template import MAX_SOURCE, ChatTemplate
+from foreword.text.template import MAX_SOURCE_CHARACTERS, ChatTemplate
 
 USER = [{"role": "user", "content": "a"}]
 TOWER = "{% set x = (1,) %}{% set y = (1,) %}" + "{% set x = (x, x) %}{% set y = (y, y) %}" * 60
@@ -129,7 +129,7 @@ def test_what_takes_too_much_is_refused(name: str, monkeypatch: pytest.MonkeyPat
         "{% for x in [1] %}" * 200 + "{% endfor %}" * 200,
         "{" * 100_000,
         "{# " * 40_000,
-        "x" * (MAX_SOURCE + 1),
+        "x" * (MAX_SOURCE_CHARACTERS + 1),
         "{{ 'x'|striptags }}",
         "{{ 'x'|random }}",
     ],

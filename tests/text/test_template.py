@@ -78,7 +78,7 @@ OPEN = [*PLAIN, {"role": "assistant", "content": "The answer is "}]
 
 def both(tmp_path: Path, template: str) -> tuple[ChatTemplate, Any]:
     write_checkpoint(tmp_path, byte_backend(), {**NAMES, "chat_template": template})
-    return ChatTemplate.of(Tokenizer.from_directory(tmp_path)), AutoTokenizer.from_pretrained(tmp_path)
+    return ChatTemplate.from_tokenizer(Tokenizer.from_directory(tmp_path)), AutoTokenizer.from_pretrained(tmp_path)
 
 
 @pytest.mark.parametrize("template", [CHATML, STRICT, TOOLS, MODERN], ids=["chatml", "strict", "tools", "modern"])
@@ -170,7 +170,7 @@ def test_where_templates_stand(tmp_path: Path, name: str) -> None:
         (tmp_path / name).write_text(json.dumps({"chat_template": "yes"}))
     elif name == "chat_template.jinja":
         (tmp_path / name).write_text("yes")
-    assert ChatTemplate.of(Tokenizer.from_directory(tmp_path)).render(PLAIN) == "yes"
+    assert ChatTemplate.from_tokenizer(Tokenizer.from_directory(tmp_path)).render(PLAIN) == "yes"
 
 
 BUSY = "{% for i in range(messages[0]['content'] | length * 100000) %}{{ 'a' if i % 7 == 8 }}{% endfor %}"
@@ -179,21 +179,21 @@ BUSY = "{% for i in range(messages[0]['content'] | length * 100000) %}{{ 'a' if 
 def test_a_template_is_slow_until_it_is_known_and_for_a_while_after_it_was() -> None:
     template = ChatTemplate(BUSY, {})
     quick, heavy = ({"role": "user", "content": content} for content in ("", "a"))
-    assert template.slow
+    assert template.is_slow
     template.render([quick])
-    assert not template.slow
+    assert not template.is_slow
     template.render([heavy])
     template.render([quick])
-    assert template.slow
+    assert template.is_slow
     for _ in range(3000):
         template.render([quick])
-    assert not template.slow
+    assert not template.is_slow
 
 
 def test_what_fails_late_is_slow_too() -> None:
     template = ChatTemplate("{% if messages | length > 1 %}" + BUSY + "{{ raise_exception('no') }}{% endif %}", {})
     template.render([{"role": "user", "content": "a"}])
-    assert not template.slow
+    assert not template.is_slow
     with pytest.raises(InvalidRequest, match="no"):
         template.render([{"role": "user", "content": "a"}] * 2)
-    assert template.slow
+    assert template.is_slow

@@ -7,7 +7,7 @@ from transformers import AutoTokenizer
 from foreword.errors import CheckpointError, InvalidRequest, RequestFailed
 from foreword.text.tokenizer import Tokenizer
 from tests.fakes import BOS, END, EOS, byte_backend, byte_tokenizer
-from tests.text.builders import DIFFICULT, byte_level_backend, sentencepiece_backend, write_checkpoint
+from tests.text.builders import DIFFICULT_TEXTS, byte_level_backend, sentencepiece_backend, write_checkpoint
 
 NAMES = {"bos_token": "<|bos|>", "eos_token": "<|eos|>"}
 PIECE_NAMES = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
@@ -34,7 +34,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 def test_ids_and_texts_are_those_of_transformers(checkpoint: Path) -> None:
     ours, theirs = Tokenizer.from_directory(checkpoint), AutoTokenizer.from_pretrained(checkpoint)
-    for text in [*DIFFICULT, "a <extra> b <added> c", "".join(DIFFICULT)]:
+    for text in [*DIFFICULT_TEXTS, "a <extra> b <added> c", "".join(DIFFICULT_TEXTS)]:
         for special in (True, False):
             ids = ours.encode(text, add_special_tokens=special)
             assert ids == theirs.encode(text, add_special_tokens=special), text
@@ -63,8 +63,8 @@ def test_truncation_and_padding_of_the_file_are_ignored(tmp_path: Path) -> None:
 
 
 def test_unused_ids_are_the_rows_without_a_token() -> None:
-    assert byte_tokenizer().unused_ids(264) == (260, 261, 262, 263)
-    assert byte_tokenizer().unused_ids(100) == ()
+    assert byte_tokenizer().unassigned_ids(264) == (260, 261, 262, 263)
+    assert byte_tokenizer().unassigned_ids(100) == ()
 
 
 def test_bytes_and_texts_of_tokens() -> None:
@@ -79,13 +79,13 @@ def test_the_first_difference_is_named() -> None:
     backend = byte_backend()
     backend.add_tokens(["more"])
     ours, theirs = byte_tokenizer(), Tokenizer(backend)
-    assert ours.first_difference(byte_tokenizer()) is None
-    assert ours.first_difference(theirs) == "id 260 is no token in the one and 'more' in the other"
+    assert ours.diff(byte_tokenizer()) is None
+    assert ours.diff(theirs) == "id 260 is no token in the one and 'more' in the other"
     swapped = json.loads(byte_backend().to_str())
     vocab = swapped["model"]["vocab"]
     vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
     other = Tokenizer(type(backend).from_str(json.dumps(swapped)))
-    assert ours.first_difference(other) == "id 97 is 'a' in the one and 'b' in the other"
+    assert ours.diff(other) == "id 97 is 'a' in the one and 'b' in the other"
 
 
 def test_what_is_special_may_differ() -> None:
@@ -95,7 +95,7 @@ def test_what_is_special_may_differ() -> None:
     special.add_special_tokens(["<tool>"])
     ours, theirs = Tokenizer(plain), Tokenizer(special)
     assert not ours.is_special(260) and theirs.is_special(260)
-    assert ours.first_difference(theirs) is None and theirs.first_difference(ours) is None
+    assert ours.diff(theirs) is None and theirs.diff(ours) is None
 
 
 def test_a_directory_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
@@ -171,7 +171,7 @@ def test_what_the_library_fails_on_ends_one_request() -> None:
     with pytest.raises(RequestFailed, match="fails on this text"):
         tokenizer.encode("x")
     with pytest.raises(RequestFailed, match="fails on this text"):
-        tokenizer.encode_cut("x", None, 1)
+        tokenizer.encode_truncated("x", None, 1)
 
 
 def test_a_decoder_that_is_not_known_is_refused_by_name(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from foreword.errors import InvalidRequest, Unsupported
-from foreword.text.messages import IMAGE
+from foreword.text.messages import IMAGE_PART
 from foreword.text.template import ChatTemplate
 from foreword.text.tokenizer import Tokenizer
 from tests.fakes import CHATML, byte_backend
@@ -54,11 +54,11 @@ COUNTED = """{%- set seen = namespace(pictures=0) -%}
 {%- endfor -%}<|im_end|>\n{% endif -%}
 {%- endfor -%}
 {%- if add_generation_prompt -%}<|im_start|>assistant\n{% endif -%}"""
-SHOWN = [{"role": "user", "content": [IMAGE, {"type": "text", "text": "What is it?"}]}]
+SHOWN = [{"role": "user", "content": [IMAGE_PART, {"type": "text", "text": "What is it?"}]}]
 TURNS: list[dict[str, Any]] = [
     *[{"role": "system", "content": [{"type": "text", "text": "Look."}]}, *SHOWN],
     {"role": "assistant", "content": [{"type": "text", "text": "A cat."}]},
-    {"role": "user", "content": [{"type": "text", "text": "And"}, IMAGE, IMAGE, {"type": "text", "text": "these?"}]},
+    {"role": "user", "content": [{"type": "text", "text": "And"}, IMAGE_PART, IMAGE_PART, {"type": "text", "text": "these?"}]},
 ]
 OPEN = [*SHOWN, {"role": "assistant", "content": [{"type": "text", "text": "It is a"}]}]
 TEMPLATES = {"pictures first": PICTURES_FIRST, "instructions": INSTRUCTIONS, "counted": COUNTED}
@@ -67,7 +67,7 @@ TEMPLATES = {"pictures first": PICTURES_FIRST, "instructions": INSTRUCTIONS, "co
 @pytest.fixture(params=TEMPLATES.values(), ids=TEMPLATES)
 def both(request: Any, tmp_path: Path) -> tuple[ChatTemplate, Any]:
     write_checkpoint(tmp_path, byte_backend(), {**NAMES, "chat_template": request.param})
-    return ChatTemplate.of(Tokenizer.from_directory(tmp_path), "<image>"), AutoTokenizer.from_pretrained(tmp_path)
+    return ChatTemplate.from_tokenizer(Tokenizer.from_directory(tmp_path), "<image>"), AutoTokenizer.from_pretrained(tmp_path)
 
 
 @pytest.mark.parametrize("messages", [SHOWN, TURNS, OPEN], ids=["one", "turns", "open"])
@@ -78,7 +78,7 @@ def test_renders_as_transformers(both: tuple[ChatTemplate, Any], messages: Any, 
     for generation in (True, False):
         expected = theirs.apply_chat_template(plain, tokenize=False, add_generation_prompt=generation, **options)
         assert ours.render(messages, add_generation_prompt=generation, options=options) == expected
-        assert expected.count("<image>") == sum(message["content"].count(IMAGE) for message in messages)
+        assert expected.count("<image>") == sum(message["content"].count(IMAGE_PART) for message in messages)
 
 
 def test_continues_the_final_message_as_transformers(both: tuple[ChatTemplate, Any]) -> None:

@@ -4,9 +4,9 @@ from dataclasses import dataclass
 from io import BytesIO
 from random import Random
 
-from training.vision.draw import picture
-from training.vision.judge import right
-from training.vision.questions import Asked, ask
+from training.vision.draw import draw_image
+from training.vision.judge import is_right
+from training.vision.questions import QuestionAnswer, ask
 from training.vision.scenes import Scene, draw_scene
 
 
@@ -15,26 +15,26 @@ class Case:
     """unseen: its scene may hold only combinations that are never trained; see `scenes.held_out`."""
 
     scene: Scene
-    asked: Asked
+    question_answer: QuestionAnswer
     unseen: bool
 
     @property
     def kind(self) -> str:
-        return self.asked.kind
+        return self.question_answer.kind
 
     @property
     def question(self) -> str:
-        return self.asked.question
+        return self.question_answer.question
 
     def png(self) -> bytes:
         """The picture as a file."""
         file = BytesIO()
-        picture(self.scene).save(file, "PNG")
+        draw_image(self.scene).save(file, "PNG")
         return file.getvalue()
 
-    def right(self, answer: str) -> bool:
+    def is_right(self, answer: str) -> bool:
         """What the judge says."""
-        return right(answer, self.asked.truth)
+        return is_right(answer, self.question_answer.truth)
 
 
 def case(number: int, kind: str | None = None) -> Case:

@@ -17,7 +17,7 @@ _WAIST = 0.42  # inner corners of a star, of its radius
 _HOLE = 0.5  # of a ring, of its radius
 
 
-def picture(scene: Scene) -> Image.Image:
+def draw_image(scene: Scene) -> Image.Image:
     """Return the picture, RGB, as large as the scene says."""
     fine = Image.new("RGB", (scene.width * _FINE, scene.height * _FINE), scene.background)
     pen = ImageDraw.Draw(fine)

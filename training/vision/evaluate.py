@@ -19,7 +19,7 @@ from rich.table import Table
 
 from foreword import LLM, RequestOutput, SamplingParams
 from training.vision.cases import Case, cases
-from training.vision.draw import picture
+from training.vision.draw import draw_image
 
 _MAX_TOKENS = 40
 _AT_ONCE = 32
@@ -29,13 +29,13 @@ SAMPLED = SamplingParams(temperature=0.7, max_tokens=_MAX_TOKENS, n=8, seed=0)
 
 def messages(case: Case) -> list[dict[str, object]]:
     """The conversation as the model is asked."""
-    parts = [{"type": "image", "image": picture(case.scene)}, {"type": "text", "text": case.question}]
+    parts = [{"type": "image", "image": draw_image(case.scene)}, {"type": "text", "text": case.question}]
     return [{"role": "user", "content": parts}]
 
 
-def answered(llm: LLM, asked: list[Case], params: SamplingParams, note: str) -> Iterator[tuple[Case, RequestOutput]]:
+def generate_answers(llm: LLM, cases: list[Case], params: SamplingParams, note: str) -> Iterator[tuple[Case, RequestOutput]]:
     """The cases with their answers, some at once."""
-    for part in track([asked[at : at + _AT_ONCE] for at in range(0, len(asked), _AT_ONCE)], note):
+    for part in track([cases[at : at + _AT_ONCE] for at in range(0, len(cases), _AT_ONCE)], note):
         yield from zip(part, llm.chat([messages(one) for one in part], params), strict=True)
 
 
@@ -49,31 +49,31 @@ def groups(case: Case) -> list[str]:
     return names
 
 
-def accuracy(llm: LLM, asked: list[Case]) -> dict[str, tuple[int, int]]:
+def accuracy(llm: LLM, cases: list[Case]) -> dict[str, tuple[int, int]]:
     """Right answers and cases: of each kind of question, each kind of picture, and more; see `groups`."""
     right, count = Counter[str](), Counter[str]()
-    for case, output in answered(llm, asked, GREEDY, "greedy"):
+    for case, output in generate_answers(llm, cases, GREEDY, "greedy"):
         for name in groups(case):
             count[name] += 1
-            right[name] += case.right(output.text)
+            right[name] += case.is_right(output.text)
     return {name: (right[name], count[name]) for name in sorted(count)}
 
 
-def phrasings(llm: LLM, asked: list[Case]) -> tuple[list[int], list[int]]:
+def count_phrasings(llm: LLM, cases: list[Case]) -> tuple[list[int], list[int]]:
     """For each case: how many of 8 choices were right, and how many different texts they were."""
     right, different = [], []
-    for case, output in answered(llm, asked, SAMPLED, "sampled"):
+    for case, output in generate_answers(llm, cases, SAMPLED, "sampled"):
         texts = [choice.text for choice in output.outputs]
-        right.append(sum(map(case.right, texts)))
+        right.append(sum(map(case.is_right, texts)))
         different.append(len(set(texts)))
     return right, different
 
 
-def acceptance(asked: list[Case], params: SamplingParams) -> dict[str, int]:
+def measure_acceptance(cases: list[Case], params: SamplingParams) -> dict[str, int]:
     """What the text-only drafter guessed, and how much of that the target took."""
     llm = LLM("demo-vision", draft_model="demo-vision", speculate="draft", draft_length="fixed")
     found = Counter[str]()
-    for _, output in answered(llm, asked, params, "drafted"):
+    for _, output in generate_answers(llm, cases, params, "drafted"):
         for choice in output.outputs:
             assert choice.metrics is not None
             drafted, share = choice.metrics.draft_tokens or 0, choice.metrics.draft_tokens_acceptance or 0.0
@@ -89,8 +89,8 @@ def main() -> None:
     args = parser.parse_args()
     llm = LLM("demo-vision", speculate="off")
     shares = accuracy(llm, cases(args.cases))
-    right, different = phrasings(llm, cases(args.sampled))
-    drafted = {name: acceptance(cases(args.sampled), params) for name, params in (("greedy", GREEDY), ("sampled", SAMPLED))}
+    right, different = count_phrasings(llm, cases(args.sampled))
+    drafted = {name: measure_acceptance(cases(args.sampled), params) for name, params in (("greedy", GREEDY), ("sampled", SAMPLED))}
     table = Table("", "cases", "right", title="greedy")
     for name, (good, count) in shares.items():
         table.add_row(name, str(count), f"{good / count:.1%}")

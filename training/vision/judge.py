@@ -14,16 +14,16 @@ _PLURALS: Final[dict[str, str]] = {name + ("es" if name.endswith("s") else "s"):
 _NUMBERS: Final[dict[str, str]] = {word: str(number) for number, word in enumerate(NUMBERS)}
 
 
-def right(answer: str, truth: Truth) -> bool:
+def is_right(answer: str, truth: Truth) -> bool:
     """Whether the answer states all that it must and nothing that is not so."""
     words = re.findall(r"[a-z]+|\d+", answer.lower())
     if not 0 < len(words) <= MAX_WORDS:
         return False
-    stated = facts(words, truth.paired)
+    stated = extract_facts(words, truth.paired)
     return truth.must <= stated <= truth.must | truth.may
 
 
-def facts(words: list[str], paired: bool = False) -> frozenset[str]:
+def extract_facts(words: list[str], paired: bool = False) -> frozenset[str]:
     """What the words state: colours, shapes, numbers and digits, yes or no, or that nothing was shown.
 
     paired  a colour and the shape or digit right behind it are one fact

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from foreword import demo
 from training.make import step
-from training.vision.draw import picture
+from training.vision.draw import draw_image
 from training.vision.scenes import COLOURS, Scene, Thing
 
 EXAMPLE = Scene(
@@ -36,7 +36,7 @@ def main() -> None:
     step("vision.train", "drafter", args.run, "--minutes", args.drafter_minutes)
     step("vision.train", "target", args.run, "--export", demo.VISION_MODEL)
     step("vision.train", "drafter", args.run, "--export", demo.VISION_DRAFTER)
-    picture(EXAMPLE).save(demo.PICTURE, "PNG")
+    draw_image(EXAMPLE).save(demo.PICTURE, "PNG")
     step("vision.plot", args.run, Path("docs/lab/vision-demo.png"))
     step("vision.evaluate")
 

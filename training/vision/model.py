@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlavaConfig, LlavaForCon
 
 from training.corpus import END, SPECIAL
 from training.tokenizer import MAX_LENGTH
-from training.vision.rows import IMAGE, IMAGE_ID, NAMES, NUM_PATCHES, PATCH, PREFIX, SIDE, Patches
+from training.vision.rows import IMAGE, IMAGE_ID, NAMES, NUM_PATCHES, PATCH, PREFIX, SIDE, PatchLabels
 from training.vision.scenes import COLOURS, MAX_COUNT
 
 VOCABULARY: Final[int] = 1552  # the tokenizer's 1537, then rows that no token has: sizes that divide well
@@ -76,7 +76,7 @@ def build(role: str) -> Model:
     return LlavaForConditionalGeneration(config)
 
 
-class Seer(nn.Module):
+class VisionTrainingModel(nn.Module):
     """The model, and heads that tell from a patch alone what is in it. The heads are left behind after training."""
 
     def __init__(self, role: str) -> None:
@@ -95,30 +95,30 @@ class Seer(nn.Module):
             else {}
         )
 
-    def see(self, pixels: Tensor) -> Tensor:
+    def encode_image(self, pixels: Tensor) -> Tensor:
         """Return what the tower makes of uint8 [B, 3, H, W], one row a patch: [B, P, W]."""
         tower = self.model.model.vision_tower
         embedded = tower.embeddings(pixels.float() / 127.5 - 1)
         seen: Tensor = tower.encoder(inputs_embeds=embedded).last_hidden_state
         return seen
 
-    def tell(self, seen: Tensor, patches: Patches) -> Tensor:
+    def patch_loss(self, image_features: Tensor, patches: PatchLabels) -> Tensor:
         """Return the loss of the heads: the sum over what they tell, each a mean over patches."""
         losses = [
-            F.cross_entropy(head(seen).float().flatten(0, 1), torch.from_numpy(getattr(patches, name)).flatten())
+            F.cross_entropy(head(image_features).float().flatten(0, 1), torch.from_numpy(getattr(patches, name)).flatten())
             for name, head in self.heads.items()
         ]
         return torch.stack(losses).sum()
 
-    def hidden(self, tokens: Tensor, positions: Tensor, mask: Tensor, seen: Tensor | None) -> Tensor:
+    def hidden(self, tokens: Tensor, positions: Tensor, mask: Tensor, image_features: Tensor | None) -> Tensor:
         """Return the last hidden states [B, L, W]; features stand in for the placeholders, which come second in a row.
 
         mask  bool [B, 1, L, L]
         """
         text = self.model.model.language_model if self.role == "target" else self.model.model
         embedded = text.embed_tokens(tokens)
-        if seen is not None:
-            features = self.model.model.multi_modal_projector(seen).to(embedded.dtype)
+        if image_features is not None:
+            features = self.model.model.multi_modal_projector(image_features).to(embedded.dtype)
             embedded = torch.cat([embedded[:, :1], features, embedded[:, PREFIX:]], dim=1)
         found: Tensor = text(
             inputs_embeds=embedded, position_ids=positions, attention_mask=mask, use_cache=False

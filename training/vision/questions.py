@@ -23,7 +23,7 @@ class Truth:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class QuestionAnswer:
     """A question with one of its right answers."""
 
     kind: str
@@ -32,7 +32,7 @@ class Asked:
     truth: Truth
 
 
-def ask(rng: Random, scene: Scene, kind: str | None = None) -> Asked:
+def ask(rng: Random, scene: Scene, kind: str | None = None) -> QuestionAnswer:
     """Return a random question about the scene, of a kind that suits it."""
     kinds = [one for one in _SUIT[scene.kind] if kind in (None, one)]
     return _ASK[rng.choice(kinds)](rng, scene)
@@ -43,14 +43,14 @@ def kinds(scene: Scene) -> list[str]:
     return sorted(set(_SUIT[scene.kind]))
 
 
-def ask_pair(rng: Random, scene: Scene) -> Asked:
+def ask_pair(rng: Random, scene: Scene) -> QuestionAnswer:
     """Return a question about two things, mostly for the colour of one: what a model needs to see often to learn it at all."""
     return ask(rng, scene, rng.choice(_PAIR))
 
 
-def ask_blind(rng: Random, scene: Scene) -> Asked:
+def ask_blind(rng: Random, scene: Scene) -> QuestionAnswer:
     """Return a question about a picture that is not there."""
-    return Asked("no picture", ask(rng, scene).question, rng.choice(_BLIND), Truth(frozenset({"nothing shown"})))
+    return QuestionAnswer("no picture", ask(rng, scene).question, rng.choice(_BLIND), Truth(frozenset({"nothing shown"})))
 
 
 def _truth(*must: str, may: tuple[str, ...] = (), paired: bool = False) -> Truth:
@@ -81,41 +81,41 @@ def _subject(scene: Scene, thing: Thing) -> str:
     return _plural(thing.name) if scene.kind == "many" else thing.name
 
 
-def _what(rng: Random, scene: Scene) -> Asked:
+def _what(rng: Random, scene: Scene) -> QuestionAnswer:
     question = rng.choice(_WHAT)
     first, count = scene.first, len(scene.things)
     if scene.kind == "many":
         words = f"{NUMBERS[count]} {first.colour} {_plural(first.name)}"
         answer = _pick(rng, _SHOWN_MANY, it=words)
-        return Asked("what", question, answer, _truth(first.colour, first.name, str(count)))
+        return QuestionAnswer("what", question, answer, _truth(first.colour, first.name, str(count)))
     if scene.kind == "digit":
         answer = _pick(rng, _SHOWN_DIGIT, digit=first.name, colour=first.colour, it=_article(f"{first.colour} {first.name}"))
-        return Asked("what", question, answer, _truth(first.colour, first.name))
+        return QuestionAnswer("what", question, answer, _truth(first.colour, first.name))
     answer = _pick(rng, _SHOWN, it=" and ".join(_article(f"{one.colour} {one.name}") for one in scene.things))
     if scene.kind == "one":
-        return Asked("what", question, answer, _truth(first.colour, first.name, may=("1",)))
-    return Asked("what", question, answer, _truth(*(f"{one.colour} {one.name}" for one in scene.things), paired=True))
+        return QuestionAnswer("what", question, answer, _truth(first.colour, first.name, may=("1",)))
+    return QuestionAnswer("what", question, answer, _truth(*(f"{one.colour} {one.name}" for one in scene.things), paired=True))
 
 
-def _colour(rng: Random, scene: Scene) -> Asked:
+def _colour(rng: Random, scene: Scene) -> QuestionAnswer:
     thing = rng.choice(scene.things)
     several, name = scene.kind == "many", _subject(scene, thing)
     question = _pick(rng, _COLOUR, name=name, verb="are" if several else "is", have="do" if several else "does")
     answer = _pick(rng, _COLOURED_MANY if several else _COLOURED, name=name, colour=thing.colour)
-    return Asked("colour", question, answer, _truth(thing.colour, may=(thing.name, str(len(scene.things)))))
+    return QuestionAnswer("colour", question, answer, _truth(thing.colour, may=(thing.name, str(len(scene.things)))))
 
 
-def _shape(rng: Random, scene: Scene) -> Asked:
+def _shape(rng: Random, scene: Scene) -> QuestionAnswer:
     thing = rng.choice(scene.things)
     phrasings = _SHAPE_OF if scene.kind == "two" else _SHAPE + _SHAPE_OF
     several = scene.kind == "many"
     question = _pick(rng, phrasings, colour=thing.colour, thing="things" if several else "thing", verb="are" if several else "is")
     words = _plural(thing.name) if several else _article(thing.name)
     answer = _pick(rng, _SHAPED_MANY if several else _SHAPED, it=words)
-    return Asked("shape", question, answer, _truth(thing.name, may=(thing.colour, str(len(scene.things)))))
+    return QuestionAnswer("shape", question, answer, _truth(thing.name, may=(thing.colour, str(len(scene.things)))))
 
 
-def _count(rng: Random, scene: Scene) -> Asked:
+def _count(rng: Random, scene: Scene) -> QuestionAnswer:
     thing, count = rng.choice(scene.things), len(scene.things)
     if scene.kind == "two" or rng.random() < 0.3:
         question, counted = _pick(rng, _COUNT, names="shapes"), "shapes" if count > 1 else "shape"
@@ -125,16 +125,16 @@ def _count(rng: Random, scene: Scene) -> Asked:
         counted = names if count > 1 else thing.name
     number = NUMBERS[count]
     answer = _pick(rng, _COUNTED, number=number, digit=str(count), counted=counted, verb="are" if count > 1 else "is")
-    return Asked("count", question, answer, _truth(str(count), may=(thing.colour, thing.name)))
+    return QuestionAnswer("count", question, answer, _truth(str(count), may=(thing.colour, thing.name)))
 
 
-def _digit(rng: Random, scene: Scene) -> Asked:
+def _digit(rng: Random, scene: Scene) -> QuestionAnswer:
     name = scene.first.name
     answer = _pick(rng, _READ, digit=name, it=_article(name))
-    return Asked("digit", rng.choice(_DIGIT), answer, _truth(name, may=(scene.first.colour,)))
+    return QuestionAnswer("digit", rng.choice(_DIGIT), answer, _truth(name, may=(scene.first.colour,)))
 
 
-def _yes_no(rng: Random, scene: Scene) -> Asked:
+def _yes_no(rng: Random, scene: Scene) -> QuestionAnswer:
     """Half of the answers are yes; half of what is not there has the colour or the shape of something that is."""
     looks = {(one.colour, one.name) for one in scene.things}
     names = DIGITS if scene.kind == "digit" else SHAPES
@@ -149,7 +149,7 @@ def _yes_no(rng: Random, scene: Scene) -> Asked:
     answer = _pick(rng, _YES if there else _NO, it=_called(told, "something" if there else "anything"))
     may = (*(fact for fact in told if fact is not None), "1")
     question = _pick(rng, _IS_THERE, it=_called(told, "anything"))
-    return Asked("yes or no", question, answer, _truth("yes" if there else "no", may=may))
+    return QuestionAnswer("yes or no", question, answer, _truth("yes" if there else "no", may=may))
 
 
 def _pick_subject(rng: Random, colour: str, name: str) -> tuple[str | None, str | None]:
@@ -291,7 +291,7 @@ _BLIND: Final = (
     "Please send a picture.",
     "Without a picture I cannot tell.",
 )
-_ASK: Final[dict[str, Callable[[Random, Scene], Asked]]] = {
+_ASK: Final[dict[str, Callable[[Random, Scene], QuestionAnswer]]] = {
     "what": _what,
     "colour": _colour,
     "shape": _shape,

@@ -16,8 +16,8 @@ from PIL import Image
 from tokenizers import Tokenizer
 
 from training.corpus import SPECIAL
-from training.vision.draw import picture
-from training.vision.questions import Asked, ask, ask_blind, ask_pair
+from training.vision.draw import draw_image
+from training.vision.questions import QuestionAnswer, ask, ask_blind, ask_pair
 from training.vision.scenes import COLOURS, DIGITS, SHAPES, Scene, draw_scene
 
 SIDE: Final[int] = 56  # pixels
@@ -30,7 +30,7 @@ IMAGE: Final[str] = "<image>"
 NAMES: Final[tuple[str, ...]] = (*SHAPES, *DIGITS)
 _PAD, _END, _, _USER, _ASSISTANT = range(len(SPECIAL))
 IMAGE_ID: Final[int] = 1536  # behind the vocabulary of the text model
-Ask = Callable[[Random, Scene], Asked]
+Ask = Callable[[Random, Scene], QuestionAnswer]
 _BLIND, _NEXT_TURN = 0.04, 0.25  # shares of conversations without a picture, and of answers that another question follows
 
 
@@ -48,18 +48,18 @@ class Rows:
     pixels: NDArray[np.uint8]
     tokens: NDArray[np.int64]
     positions: NDArray[np.int64]
-    talks: NDArray[np.int32]
+    conversation_ids: NDArray[np.int32]
     labels: NDArray[np.int64]
-    patches: "Patches"
+    patches: "PatchLabels"
 
     @property
-    def talk(self) -> bool:
+    def has_text(self) -> bool:
         """Whether there is more than pictures."""
         return len(self.tokens) > 0
 
 
 @dataclass(frozen=True, slots=True)
-class Patches:
+class PatchLabels:
     """What is to be seen in each patch; the tower learns from it directly. int64 [B, P], -100 where there is nothing.
 
     names    index into NAMES      colours  index into COLOURS
@@ -73,28 +73,28 @@ class Patches:
     centres: NDArray[np.int64]
 
 
-def resized(image: Image.Image) -> NDArray[np.uint8]:
+def resize(image: Image.Image) -> NDArray[np.uint8]:
     """uint8 [3, 56, 56], as the preprocessor does it."""
     return np.asarray(image.convert("RGB").resize((SIDE, SIDE), Image.Resampling.BICUBIC)).transpose(2, 0, 1)
 
 
-def draw_rows(tokenizer: Tokenizer, rng: Random, count: int, more: int = 0, pairs: float = 0.0, shown: int = NUM_PATCHES) -> Rows:
+def draw_rows(tokenizer: Tokenizer, rng: Random, count: int, num_extra_images: int = 0, pair_share: float = 0.0, num_placeholders: int = NUM_PATCHES) -> Rows:
     """Return so many rows, and so many pictures more.
 
     pairs  share of the rows that ask mostly for the colour of one of two things
     shown  placeholders of a picture, 0 for who reads the text alone
     """
-    drilled = [rng.random() < pairs for _ in range(count)]
-    scenes = [draw_scene(rng, "two" if pair else None) for pair in drilled + [False] * more]
-    pixels = np.stack([resized(picture(scene)) for scene in scenes])
+    drilled = [rng.random() < pair_share for _ in range(count)]
+    scenes = [draw_scene(rng, "two" if pair else None) for pair in drilled + [False] * num_extra_images]
+    pixels = np.stack([resize(draw_image(scene)) for scene in scenes])
     tokens, positions = np.zeros((2, count, LENGTH), dtype=np.int64)
     talks, labels = np.full((count, LENGTH), -1, dtype=np.int32), np.full((count, LENGTH), -100, dtype=np.int64)
     for row, (scene, pair) in enumerate(zip(scenes, drilled, strict=False)):
-        tokens[row, : 1 + shown] = [_USER, *[IMAGE_ID] * shown]
-        positions[row, : 1 + shown], talks[row, : 1 + shown] = np.arange(1 + shown), 0
+        tokens[row, : 1 + num_placeholders] = [_USER, *[IMAGE_ID] * num_placeholders]
+        positions[row, : 1 + num_placeholders], talks[row, : 1 + num_placeholders] = np.arange(1 + num_placeholders), 0
         about = ask_pair if pair else ask
-        _fill(tokenizer, rng, scene, about, (tokens[row], positions[row], talks[row], labels[row]), 1 + shown)
-    return Rows(pixels, tokens, positions, talks, labels, patches(scenes))
+        _fill(tokenizer, rng, scene, about, (tokens[row], positions[row], talks[row], labels[row]), 1 + num_placeholders)
+    return Rows(pixels, tokens, positions, talks, labels, patch_labels(scenes))
 
 
 def _fill(tokenizer: Tokenizer, rng: Random, scene: Scene, about: Ask, row: tuple[NDArray[np.integer], ...], prefix: int) -> None:
@@ -130,7 +130,7 @@ def conversation(tokenizer: Tokenizer, rng: Random, scene: Scene, about: Ask) ->
             return ids, learned
 
 
-def patches(scenes: list[Scene]) -> Patches:
+def patch_labels(scenes: list[Scene]) -> PatchLabels:
     """What is to be seen in each patch: the thing whose middle is nearest, if it reaches that far."""
     shape = len(scenes), NUM_PATCHES
     names, colours, counts = (np.full(shape, -100, dtype=np.int64) for _ in range(3))
@@ -148,4 +148,4 @@ def patches(scenes: list[Scene]) -> Patches:
         colours[row] = np.where(inside, np.array([list(COLOURS).index(one.colour) for one in scene.things])[nearest], -100)
         counts[row] = np.where(inside, len(places) - 1, -100)
         centres[row, (places[:, 1] * GRID).astype(int) * GRID + (places[:, 0] * GRID).astype(int)] = 1
-    return Patches(names, colours, counts, centres)
+    return PatchLabels(names, colours, counts, centres)

@@ -24,8 +24,8 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 from foreword import demo
-from training.train import saving
-from training.vision.model import Seer, export, with_image_token
+from training.train import save_on_exit
+from training.vision.model import VisionTrainingModel, export, with_image_token
 from training.vision.rows import Rows, draw_rows
 from training.vision.scenes import COLOURS
 
@@ -37,11 +37,11 @@ DRAFTER: Final = (32, 0)
 RATES = {"target": (0.02, 0.003), "drafter": (0.02, 0.004)}  # Muon, AdamW
 _WARM_UP_STEPS, _DECAY_FROM = 50, 0.4
 _COLOUR_WEIGHT = {"target": 4.0, "drafter": 1.0}  # of a word for a colour in an answer; others weigh 1
-_TELL_WEIGHT = 0.6  # of the patches' loss once answers are learned
+_PATCH_LOSS_WEIGHT = 0.6  # of the patches' loss once answers are learned
 _SAVE_EVERY_S = 60.0
 
 
-def rate(step: int, progress: float) -> float:
+def lr_factor(step: int, progress: float) -> float:
     """Return the factor on the learning rates: warm-up, constant, then straight down to zero."""
     return min(1.0, (step + 1) / _WARM_UP_STEPS, (1 - progress) / (1 - _DECAY_FROM))
 
@@ -62,9 +62,9 @@ def optimizers(model: nn.Module, role: str) -> list[torch.optim.Optimizer]:
     return chosen
 
 
-def mask(talks: Tensor) -> Tensor:
+def attention_mask(conversation_ids: Tensor) -> Tensor:
     """Return bool [B, 1, L, L]: what each token may attend to, from the numbers of conversations [B, L]."""
-    query, key = talks[:, None, :, None], talks[:, None, None, :]
+    query, key = conversation_ids[:, None, :, None], conversation_ids[:, None, None, :]
     seen = (query == key) | ((key == 0) & (query > 0))
     return seen & torch.ones(seen.shape[-2:], dtype=torch.bool).tril()
 
@@ -77,9 +77,9 @@ class Run:
         self.role, self.folder, self.seed = role, folder, seed
         self.tokenizer = with_image_token(Tokenizer.from_file(str(demo.MODEL / "tokenizer.json")))
         self.colours = torch.tensor([self.tokenizer.encode(f" {name}").ids[0] for name in COLOURS])
-        self.seer = Seer(role)
-        self.mean = {name: tensor.clone() for name, tensor in self.seer.state_dict().items()}
-        self.optimizers = optimizers(self.seer, role)
+        self.training_model = VisionTrainingModel(role)
+        self.mean = {name: tensor.clone() for name, tensor in self.training_model.state_dict().items()}
+        self.optimizers = optimizers(self.training_model, role)
         self.step, self.talk_steps, self.pictures, self.elapsed_s = 0, 0, 0, 0.0
         self.path = folder / f"{role}.pt"
         if self.path.exists():
@@ -87,7 +87,7 @@ class Run:
 
     def _load(self) -> None:
         saved = torch.load(self.path)
-        self.seer.load_state_dict(saved["seer"])
+        self.training_model.load_state_dict(saved["seer"])
         self.mean = saved["mean"]
         for one, state in zip(self.optimizers, saved["optimizers"], strict=True):
             one.load_state_dict(state)
@@ -96,7 +96,7 @@ class Run:
     def save(self) -> None:
         """Write the checkpoint under another name first, so that a kill leaves the old one whole."""
         whole = {
-            "seer": self.seer.state_dict(),
+            "seer": self.training_model.state_dict(),
             "mean": self.mean,
             "optimizers": [one.state_dict() for one in self.optimizers],
             "clock": (self.step, self.talk_steps, self.pictures, self.elapsed_s),
@@ -109,35 +109,35 @@ class Run:
         """The rows of a step; `progress`: share of the planned time that is over."""
         rng = Random(f"vision:{self.seed}:{step}")
         if self.role == "drafter":  # the engine shows it the text without pictures
-            return draw_rows(self.tokenizer, rng, *DRAFTER, shown=0)
+            return draw_rows(self.tokenizer, rng, *DRAFTER, num_placeholders=0)
         return draw_rows(self.tokenizer, rng, *TARGET[max(start for start in TARGET if start <= progress)])
 
     def losses(self, rows: Rows) -> tuple[Tensor, dict[str, float]]:
         """Return the loss of a step, and figures for the log."""
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            seen = self.seer.see(torch.from_numpy(rows.pixels)) if self.role == "target" else None
-            told = self.seer.tell(seen, rows.patches) if seen is not None else torch.zeros(())
-            if not rows.talk:
+            seen = self.training_model.encode_image(torch.from_numpy(rows.pixels)) if self.role == "target" else None
+            told = self.training_model.patch_loss(seen, rows.patches) if seen is not None else torch.zeros(())
+            if not rows.has_text:
                 return told, {"told": told.item()}
             labels = torch.from_numpy(rows.labels)
             learned = labels >= 0
             answers = labels[learned]
             tokens, positions = torch.from_numpy(rows.tokens), torch.from_numpy(rows.positions)
-            hidden = self.seer.hidden(
-                tokens, positions, mask(torch.from_numpy(rows.talks)), None if seen is None else seen[: len(tokens)]
+            hidden = self.training_model.hidden(
+                tokens, positions, attention_mask(torch.from_numpy(rows.conversation_ids)), None if seen is None else seen[: len(tokens)]
             )
-            logits = self.seer.model.lm_head(hidden[learned]).float()
+            logits = self.training_model.model.lm_head(hidden[learned]).float()
         said = F.cross_entropy(logits, answers, reduction="none")
         weights = torch.where(torch.isin(answers, self.colours), _COLOUR_WEIGHT[self.role], 1.0)
         hits = (logits.argmax(-1) == answers).float().mean()
         figures = {"told": told.item(), "loss": said.mean().item(), "right": hits.item()}
-        return (said * weights).sum() / weights.sum() + _TELL_WEIGHT * told, figures
+        return (said * weights).sum() / weights.sum() + _PATCH_LOSS_WEIGHT * told, figures
 
-    def update(self, loss: Tensor, progress: float, talk: bool) -> None:
+    def update(self, loss: Tensor, progress: float, has_text: bool) -> None:
         """Take one optimizer step and move the running mean."""
         loss.backward()
         # Who has only now begun to learn warms up anew.
-        factor = rate(self.talk_steps if talk else self.step, progress)
+        factor = lr_factor(self.talk_steps if has_text else self.step, progress)
         for one in self.optimizers:
             for group in one.param_groups:
                 group["lr"] = group["full_lr"] * factor
@@ -145,9 +145,9 @@ class Run:
             one.zero_grad(set_to_none=True)
         keep = min(0.99, self.step / (self.step + 10))
         with torch.no_grad():
-            for name, tensor in self.seer.state_dict().items():
+            for name, tensor in self.training_model.state_dict().items():
                 self.mean[name].lerp_(tensor, 1 - keep)
-        self.step, self.talk_steps = self.step + 1, self.talk_steps + talk
+        self.step, self.talk_steps = self.step + 1, self.talk_steps + has_text
 
 
 def train(run: Run, minutes: float, steps: int | None) -> None:
@@ -158,14 +158,14 @@ def train(run: Run, minutes: float, steps: int | None) -> None:
 
     saved_at = time.monotonic()
     log = (run.folder / f"{run.role}.jsonl").open("a", encoding="utf-8")
-    with log, ThreadPoolExecutor(1) as ahead, saving(run):
+    with log, ThreadPoolExecutor(1) as ahead, save_on_exit(run):
         pending = ahead.submit(run.draw, run.step, progress_now())
         while (progress := progress_now()) < 1.0:
             began = time.monotonic()
             rows = pending.result()
             pending = ahead.submit(run.draw, run.step + 1, progress)
             loss, figures = run.losses(rows)
-            run.update(loss, progress, rows.talk)
+            run.update(loss, progress, rows.has_text)
             run.pictures += len(rows.pixels)
             run.elapsed_s += time.monotonic() - began
             if run.step % 10 == 0:

@@ -6,25 +6,25 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from foreword.drafting.control.admission import MARGIN, bearable
-from foreword.drafting.control.frame import Frame, Tracked
+from foreword.drafting.control.admission import MIN_SPEEDUP, max_request_delay
+from foreword.drafting.control.frame import BaseStep, TrackedRequest
 
-__all__ = ["FEW", "LONGEST", "Cascade", "Member", "Plan", "plans"]
+__all__ = ["FEW_PENDING_ROWS", "MAX_DRAFT_LEN", "DraftModelGate", "DraftModelRequest", "DraftModelPlan", "rank_plans"]
 
-LENGTHS = (1, 2, 3, 4, 6, 8, 10, 12, 16, 24)
-LONGEST = LENGTHS[-1]
-FEW = 8  # rows; whoever has more to compute first comes last
-LOOKED_AT = 12  # plans, for one that the ledger allows
-MOST_AT_ONCE = 4.0  # plain steps of reading texts in one step that several requests wait for, and those that arrive meanwhile
-STAKE = 5.0  # plain steps, once for each drafter
-PAST_THE_BEST = 0.97  # of the best rate so far: longer drafts bring no better one
-HASTE = 0.5  # what is invested must pay within this share of the steps that are left
+DRAFT_LENGTHS = (1, 2, 3, 4, 6, 8, 10, 12, 16, 24)
+MAX_DRAFT_LEN = DRAFT_LENGTHS[-1]
+FEW_PENDING_ROWS = 8  # rows; whoever has more to compute first comes last
+MAX_PLANS_CHECKED = 12  # plans, for one that the ledger allows
+MAX_CATCH_UP_STEPS = 4.0  # plain steps of reading texts in one step that several requests wait for, and those that arrive meanwhile
+MAX_TRIAL_STEPS = 5.0  # plain steps, once for each drafter
+EARLY_STOP_RATIO = 0.97  # of the best rate so far: longer drafts bring no better one
+PAYBACK_SHARE = 0.5  # what is invested must pay within this share of the steps that are left
 
-Passes = Callable[[int, int, int], float]
+DraftCostFn = Callable[[int, int, int], float]
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class DraftModelRequest:
     """A request that the drafter could guess for.
 
     index    of its offer
@@ -35,20 +35,20 @@ class Member:
     """
 
     index: int
-    request: Tracked
-    chances: Sequence[float]
-    tokens: float
-    rows: int
-    backlog: int
-    horizon: float
+    request: TrackedRequest
+    prefix_probs: Sequence[float]
+    base_tokens: float
+    base_rows: int
+    num_pending_rows: int
+    remaining_steps: float
 
-    def hoped(self, length: int) -> float:
+    def expected_tokens(self, draft_len: int) -> float:
         """Tokens expected from `length` guesses."""
-        return sum(self.chances[:length])
+        return sum(self.prefix_probs[:draft_len])
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class DraftModelPlan:
     """Guess `length` tokens for each member. Costs in model seconds.
 
     rate      expected tokens by model second of the step, drafting included
@@ -57,109 +57,109 @@ class Plan:
     cost      of the step that verifies the draft
     """
 
-    members: Sequence[Member]
-    length: int
+    requests: Sequence[DraftModelRequest]
+    draft_len: int
     rate: float
-    seconds: float
-    invested: float
-    cost: float
+    draft_cost: float
+    catch_up_cost: float
+    verify_cost: float
 
     @property
-    def first_look(self) -> bool:
+    def is_first_read(self) -> bool:
         """Some members' texts are read for the first time."""
-        return not all(member.request.read for member in self.members)
+        return not all(member.request.prompt_read for member in self.requests)
 
 
-class Cascade:
+class DraftModelGate:
     """One drafter's plans. What reading a text for the first time costs is an investment, outside of the ledger: it is
     made if it is likely to pay in time, and for a drafter of which nothing is known yet only up to STAKE."""
 
     def __init__(self) -> None:
-        self._staked = 0.0
+        self._trial_spent = 0.0
 
-    def plan(self, paying: Sequence[Plan], frame: Frame, proven: bool) -> Plan | None:
+    def select(self, paying_plans: Sequence[DraftModelPlan], base_step: BaseStep, is_proven: bool) -> DraftModelPlan | None:
         """The best of the plans that pay which nobody is delayed by too much; its investments are booked."""
-        for plan in paying[:LOOKED_AT]:
-            stake = plan.invested if plan.first_look and not proven else 0.0
-            if self._bearable(plan, stake, frame):
-                self._book(plan, stake, frame)
+        for plan in paying_plans[:MAX_PLANS_CHECKED]:
+            stake = plan.catch_up_cost if plan.is_first_read and not is_proven else 0.0
+            if self._is_affordable(plan, stake, base_step):
+                self._charge(plan, stake, base_step)
                 return plan
         return None
 
-    def _bearable(self, plan: Plan, stake: float, frame: Frame) -> bool:
-        if stake and self._staked + stake > STAKE * frame.plain:
+    def _is_affordable(self, plan: DraftModelPlan, trial_cost: float, base_step: BaseStep) -> bool:
+        if trial_cost and self._trial_spent + trial_cost > MAX_TRIAL_STEPS * base_step.plain_cost:
             return False
-        if len(frame.accounts) > 1 and plan.invested > MOST_AT_ONCE * frame.plain:
+        if len(base_step.delay_budgets) > 1 and plan.catch_up_cost > MAX_CATCH_UP_STEPS * base_step.plain_cost:
             return False
-        delay = plan.seconds + plan.cost - frame.plain
-        if delay + plan.invested - stake > frame.patience(member.request for member in plan.members):
+        delay = plan.draft_cost + plan.verify_cost - base_step.plain_cost
+        if delay + plan.catch_up_cost - trial_cost > base_step.max_delay(member.request for member in plan.requests):
             return False
-        return all(_bears(plan, member, delay, frame.plain) for member in plan.members)
+        return all(_pays_off(plan, member, delay, base_step.plain_cost) for member in plan.requests)
 
-    def _book(self, plan: Plan, stake: float, frame: Frame) -> None:
-        self._staked += stake
-        readers = [member.request for member in plan.members if not member.request.read]
-        for account in frame.accounts if stake else [request.account for request in readers]:
-            account.lead += plan.invested
+    def _charge(self, plan: DraftModelPlan, trial_cost: float, base_step: BaseStep) -> None:
+        self._trial_spent += trial_cost
+        readers = [member.request for member in plan.requests if not member.request.prompt_read]
+        for account in base_step.delay_budgets if trial_cost else [request.delay_budget for request in readers]:
+            account.ahead_s += plan.catch_up_cost
         for request in readers:
-            request.read = True
+            request.prompt_read = True
 
 
-def _bears(plan: Plan, member: Member, delay: float, step: float) -> bool:
+def _pays_off(plan: DraftModelPlan, request: DraftModelRequest, delay: float, plain_cost: float) -> bool:
     """Whether the delay is likely to pay for a member."""
-    hoped = step * member.hoped(plan.length)
-    allowed = bearable(member.request.account.slack(step), hoped)
-    if member.request.read:
-        return delay + plan.invested <= allowed
-    return delay <= allowed and plan.invested <= HASTE * member.horizon * (hoped - delay)
+    hoped = plain_cost * request.expected_tokens(plan.draft_len)
+    allowed = max_request_delay(request.request.delay_budget.allowance(plain_cost), hoped)
+    if request.request.prompt_read:
+        return delay + plan.catch_up_cost <= allowed
+    return delay <= allowed and plan.catch_up_cost <= PAYBACK_SHARE * request.remaining_steps * (hoped - delay)
 
 
-def plans(members: Sequence[Member], tokens: float, rows: int, costs: Sequence[float], passes: Passes) -> list[Plan]:
+def rank_plans(requests: Sequence[DraftModelRequest], base_tokens: float, base_rows: int, costs: Sequence[float], draft_cost_fn: DraftCostFn) -> list[DraftModelPlan]:
     """What pays, the best first: the most promising members, so many of them and so far.
 
     tokens  expected from the step without the drafter; rows: how many drafted rows it has
     costs   of the step with 0, 1, ... drafted rows
     passes  seconds of drafting, by (rows to compute first, requests, length)
     """
-    ranked = sorted(members, key=lambda member: (member.backlog > FEW, member.tokens - member.hoped(4)))
-    least = MARGIN * tokens / costs[rows]
-    found: list[Plan] = []
-    for count in _counts(len(ranked)):
-        group = _Group(ranked[:count])
+    ranked = sorted(requests, key=lambda member: (member.num_pending_rows > FEW_PENDING_ROWS, member.base_tokens - member.expected_tokens(4)))
+    least = MIN_SPEEDUP * base_tokens / costs[base_rows]
+    found: list[DraftModelPlan] = []
+    for count in _group_sizes(len(ranked)):
+        group = _RequestGroup(ranked[:count])
         best = 0.0
-        for length in LENGTHS:
-            drafted = rows - group.rows + count * length
-            if drafted >= len(costs) or length > len(group.hopes):
+        for length in DRAFT_LENGTHS:
+            drafted = base_rows - group.base_rows + count * length
+            if drafted >= len(costs) or length > len(group.expected_tokens):
                 break
-            plan = group.plan(length, tokens + group.hopes[length - 1] - group.tokens, costs[drafted], passes)
+            plan = group.make_plan(length, base_tokens + group.expected_tokens[length - 1] - group.base_tokens, costs[drafted], draft_cost_fn)
             if plan.rate > least:
                 found.append(plan)
-            if plan.rate < PAST_THE_BEST * best:
+            if plan.rate < EARLY_STOP_RATIO * best:
                 break
             best = max(best, plan.rate)
     return sorted(found, key=lambda plan: -plan.rate)
 
 
-class _Group:
+class _RequestGroup:
     """Members that draft together. hopes: tokens expected from 1, 2, ... guesses of each."""
 
-    def __init__(self, members: Sequence[Member]) -> None:
-        self.members = members
-        self.tokens = sum(member.tokens for member in members)
-        self.rows = sum(member.rows for member in members)
-        self.hopes = list(accumulate(map(sum, zip(*(member.chances for member in members), strict=False))))
-        self._backlog = sum(member.backlog for member in members)
-        self._horizon = sum(member.horizon for member in members) / len(members)
+    def __init__(self, requests: Sequence[DraftModelRequest]) -> None:
+        self.requests = requests
+        self.base_tokens = sum(member.base_tokens for member in requests)
+        self.base_rows = sum(member.base_rows for member in requests)
+        self.expected_tokens = list(accumulate(map(sum, zip(*(member.prefix_probs for member in requests), strict=False))))
+        self._num_pending_rows = sum(member.num_pending_rows for member in requests)
+        self._remaining_steps = sum(member.remaining_steps for member in requests) / len(requests)
 
-    def plan(self, length: int, tokens: float, cost: float, passes: Passes) -> Plan:
-        count = len(self.members)
-        seconds = passes(count, count, length)
-        invested = passes(self._backlog, count, length) - seconds
-        rate = tokens / (cost + seconds + invested / self._horizon)
-        return Plan(self.members, length, rate, seconds, invested, cost)
+    def make_plan(self, draft_len: int, tokens: float, verify_cost: float, draft_cost_fn: DraftCostFn) -> DraftModelPlan:
+        count = len(self.requests)
+        seconds = draft_cost_fn(count, count, draft_len)
+        invested = draft_cost_fn(self._num_pending_rows, count, draft_len) - seconds
+        rate = tokens / (verify_cost + seconds + invested / self._remaining_steps)
+        return DraftModelPlan(self.requests, draft_len, rate, seconds, invested, verify_cost)
 
 
-def _counts(limit: int) -> list[int]:
+def _group_sizes(num_requests: int) -> list[int]:
     """1, 2, 4, ... and all."""
-    powers = accumulate(range(limit.bit_length()), lambda count, _: 2 * count, initial=1)
-    return [*(count for count in powers if count < limit), limit]
+    powers = accumulate(range(num_requests.bit_length()), lambda count, _: 2 * count, initial=1)
+    return [*(count for count in powers if count < num_requests), num_requests]

@@ -14,36 +14,36 @@ from functools import partial
 from foreword.core.draft import Draft
 from foreword.core.events import DraftingStats
 from foreword.core.request import RequestState
-from foreword.drafting.base import Ask
-from foreword.drafting.control.acceptance import PASS_PRIOR_TRIALS, PASS_PRIORS, Rates
-from foreword.drafting.control.admission import Candidate, Choice, choose, nearest
-from foreword.drafting.control.cascade import FEW, LONGEST, Cascade, Member, Plan, plans
-from foreword.drafting.control.costs import Calibration, PassCost, Shape
-from foreword.drafting.control.frame import Frame, Tracked
-from foreword.drafting.control.ledger import Account, Ledger
-from foreword.drafting.control.machine import Machine
-from foreword.drafting.control.naps import Naps
-from foreword.drafting.control.watchdog import Budget
-from foreword.drafting.policy import Load, Offer, StepFacts
+from foreword.drafting.base import DraftRequest
+from foreword.drafting.control.acceptance import MODEL_PRIOR_TRIALS, MODEL_PRIORS, AcceptanceModel
+from foreword.drafting.control.admission import Candidate, Selection, select_rows, nearest_paying
+from foreword.drafting.control.cascade import FEW_PENDING_ROWS, MAX_DRAFT_LEN, DraftModelGate, DraftModelRequest, DraftModelPlan, rank_plans
+from foreword.drafting.control.costs import Calibration, PassCost, StepShape
+from foreword.drafting.control.frame import BaseStep, TrackedRequest
+from foreword.drafting.control.ledger import DelayBudget, DelayLedger
+from foreword.drafting.control.machine import CostModel
+from foreword.drafting.control.naps import Backoff
+from foreword.drafting.control.watchdog import ExplorationBudget
+from foreword.drafting.policy import PrefillLoad, Proposal, StepRecord
 
-__all__ = ["Controller"]
+__all__ = ["DraftLengthController"]
 
-ROWS_TOGETHER, LEAST_BOUND = 128, 4  # guesses that all requests together are asked for, and each at least
-LEAST_CHANCE = 0.01  # guesses less likely than this are never worth a row
-LONGEST_NAP = 32  # rounds, while nothing is offered
-LONGEST_SLEEP = 64  # rounds, while what is offered does not pay
-LONGEST_WAIT = 8  # asks, while others would be delayed by too much: asking in vain delays them as well
-AWAKE = 8  # rounds that nobody is left alone after a model drafted: it may for all in the same passes
-MEASURED = 2  # last steps of a rest, for the watchdog to compare with what comes after
-BETWEEN_TRIALS = 32  # rounds
-PROVEN = 16  # guesses of a model that were scored, before more is invested in it than a stake
-TYPICAL_ANSWER = 128.0  # tokens, before any has ended
-UNOFFERED, UNPAID, INDEBTED, WATCHED, ASLEEP = "nothing to guess from", "does not pay", "ledger", "watchdog", "asleep"
+MAX_TOTAL_DRAFT_TOKENS, MIN_DRAFT_LEN_BOUND = 128, 4  # guesses that all requests together are asked for, and each at least
+MIN_PREFIX_PROB = 0.01  # guesses less likely than this are never worth a row
+MAX_BACKOFF_NO_CANDIDATE = 32  # rounds, while nothing is offered
+MAX_BACKOFF_NOT_WORTH_IT = 64  # rounds, while what is offered does not pay
+MAX_BACKOFF_DELAY_BUDGET = 8  # asks, while others would be delayed by too much: asking in vain delays them as well
+NO_BACKOFF_STEPS = 8  # rounds that nobody is left alone after a model drafted: it may for all in the same passes
+NUM_BASELINE_STEPS = 2  # last steps of a rest, for the watchdog to compare with what comes after
+STEPS_BETWEEN_PROBES = 32  # rounds
+MIN_SCORED = 16  # guesses of a model that were scored, before more is invested in it than a stake
+DEFAULT_OUTPUT_TOKENS = 128.0  # tokens, before any has ended
+NO_CANDIDATE, NOT_WORTH_IT, DELAY_BUDGET, BASELINE_STEP, BACKOFF = "nothing to guess from", "does not pay", "ledger", "watchdog", "asleep"
 
 logger = logging.getLogger(__name__)
 
 
-class Controller:
+class DraftLengthController:
     """The policy of adaptive drafting. All time comes in by measured(): the same calls give the same decisions.
 
     calibration  what steps cost on this machine
@@ -51,345 +51,345 @@ class Controller:
     passes       what a pass costs, of each drafter that runs a model
     """
 
-    def __init__(self, calibration: Calibration, max_tokens: int, passes: Mapping[str, PassCost] | None = None) -> None:
+    def __init__(self, calibration: Calibration, max_tokens: int, pass_costs: Mapping[str, PassCost] | None = None) -> None:
         self._max_tokens = max_tokens
-        self._machine = Machine(calibration, passes or {})
-        self._rates: defaultdict[str, Rates] = defaultdict(Rates)
-        self._rates.update({drafter: Rates(PASS_PRIORS, PASS_PRIOR_TRIALS) for drafter in passes or {}})
-        self._cascades = {drafter: Cascade() for drafter in passes or {}}
-        self._ledger = Ledger()
-        self._budget = Budget()
-        self._requests: dict[str, Tracked] = {}
-        self._kinds: dict[str, int] = {}
-        self._strangers: dict[str, Account] = {}
-        self._typical_answer = TYPICAL_ANSWER
-        self._round = 0
-        self._last_plan = -AWAKE
-        self._last_trial = 0
-        self._asking: list[Tracked] = []
-        self._frame: Frame | None = None
-        self._rate = 0.0
-        self._drafting = 0.0
-        self._idle = 0
-        self._vain: Counter[str] = Counter()
-        self._unplanned: Counter[str] = Counter()
-        self._in_vain = False
-        self._naps = Naps()
-        self._step = 0.0
-        self._lengths: defaultdict[str, Counter[int]] = defaultdict(Counter)
-        self._none: Counter[str] = Counter()
+        self._cost_model = CostModel(calibration, pass_costs or {})
+        self._acceptance: defaultdict[str, AcceptanceModel] = defaultdict(AcceptanceModel)
+        self._acceptance.update({drafter: AcceptanceModel(MODEL_PRIORS, MODEL_PRIOR_TRIALS) for drafter in pass_costs or {}})
+        self._gates = {drafter: DraftModelGate() for drafter in pass_costs or {}}
+        self._delay_ledger = DelayLedger()
+        self._exploration_budget = ExplorationBudget()
+        self._requests: dict[str, TrackedRequest] = {}
+        self._sampler_classes: dict[str, int] = {}
+        self._nonspeculative: dict[str, DelayBudget] = {}
+        self._mean_output_tokens = DEFAULT_OUTPUT_TOKENS
+        self._step_index = 0
+        self._last_plan_step = -NO_BACKOFF_STEPS
+        self._last_probe_step = 0
+        self._requests_this_step: list[TrackedRequest] = []
+        self._base_step: BaseStep | None = None
+        self._token_rate = 0.0
+        self._draft_cost = 0.0
+        self._steps_to_skip = 0
+        self._failures: Counter[str] = Counter()
+        self._no_plan_until: Counter[str] = Counter()
+        self._last_was_empty = False
+        self._backoff = Backoff()
+        self._last_plain_cost = 0.0
+        self._length_counts: defaultdict[str, Counter[int]] = defaultdict(Counter)
+        self._no_draft_counts: Counter[str] = Counter()
 
     # The life of a request
 
     def start(self, state: RequestState) -> None:
-        account = self._ledger.open(state.id, state.params.max_tokens)
-        request = self._requests[state.id] = Tracked(state, self._max_tokens, account)
-        self._naps.start(request, self._ledger.typical)
-        self._unplanned.clear()
-        if request.kind:
-            self._kinds[state.id] = request.kind
+        account = self._delay_ledger.open(state.id, state.params.max_tokens)
+        request = self._requests[state.id] = TrackedRequest(state, self._max_tokens, account)
+        self._backoff.start(request, self._delay_ledger.mean_hit_rate)
+        self._no_plan_until.clear()
+        if request.sampler_class:
+            self._sampler_classes[state.id] = request.sampler_class
 
     def finish(self, request_id: str) -> None:
         request = self._requests.pop(request_id)
-        self._typical_answer += (request.state.num_output - self._typical_answer) / 16
-        self._kinds.pop(request_id, None)
-        self._ledger.close(request_id)
+        self._mean_output_tokens += (request.state.num_output - self._mean_output_tokens) / 16
+        self._sampler_classes.pop(request_id, None)
+        self._delay_ledger.close(request_id)
 
     # A round
 
-    def score(self, state: RequestState, draft: Draft, run: Sequence[int]) -> None:
+    def record_acceptance(self, state: RequestState, draft: Draft, output_ids: Sequence[int]) -> None:
         request = self._requests[state.id]
-        right = self._rates[draft.drafter].score(draft, run, request.records[draft.drafter])
-        if request.tried and draft.drafter in self._cascades:
+        right = self._acceptance[draft.drafter].update(draft, output_ids, request.acceptance[draft.drafter])
+        if request.probe_cost and draft.drafter in self._gates:
             if right:
-                self._budget.refund(request.tried)
-            request.tried = 0.0
-        request.guessed |= right > 0
+                self._exploration_budget.refund(request.probe_cost)
+            request.probe_cost = 0.0
+        request.first_hit |= right > 0
 
-    def bound(self, ask: Ask) -> int:
-        request = self._requests[ask.state.id]
-        request.context = ask.length
-        if not self._asking:
-            self._drafting = 0.0  # of a step that was not measured
-        self._asking.append(request)
-        if self._machine.watchdog.resting:
-            self._say_none(request, WATCHED)
+    def max_draft_len(self, draft_request: DraftRequest) -> int:
+        request = self._requests[draft_request.state.id]
+        request.context_len = draft_request.num_tokens
+        if not self._requests_this_step:
+            self._draft_cost = 0.0  # of a step that was not measured
+        self._requests_this_step.append(request)
+        if self._cost_model.watchdog.pause_steps:
+            self._count_no_draft(request, BASELINE_STEP)
             return 0
-        if request.wakes > self._round >= self._last_plan + AWAKE:
-            self._say_none(request, ASLEEP)
+        if request.skip_until > self._step_index >= self._last_plan_step + NO_BACKOFF_STEPS:
+            self._count_no_draft(request, BACKOFF)
             return 0
-        self._ledger.note(request.account, request.guessed)
-        request.guessed = False
-        return min(request.bound, max(ROWS_TOGETHER // len(self._requests), LEAST_BOUND))
+        self._delay_ledger.record_hit(request.delay_budget, request.first_hit)
+        request.first_hit = False
+        return min(request.max_draft_len, max(MAX_TOTAL_DRAFT_TOKENS // len(self._requests), MIN_DRAFT_LEN_BOUND))
 
-    def passes(self, offers: Sequence[Offer], load: Load, drafter: str, backlogs: Sequence[int]) -> list[tuple[int, float]]:
-        wanted = [(0, 0.0)] * len(offers)
-        if self._watched(load) or not offers:
+    def plan_draft_model(self, proposals: Sequence[Proposal], load: PrefillLoad, drafter: str, pending_rows: Sequence[int]) -> list[tuple[int, float]]:
+        wanted = [(0, 0.0)] * len(proposals)
+        if self._wants_baseline(load) or not proposals:
             return wanted
-        frame = self._framed(load)
-        if self._round < self._unplanned[drafter]:
+        frame = self._make_base_step(load)
+        if self._step_index < self._no_plan_until[drafter]:
             return wanted
-        plan = self._plan(offers, drafter, backlogs, frame)
+        plan = self._best_plan(proposals, drafter, pending_rows, frame)
         if plan is None:
-            self._vain[drafter] += 1
-            self._unplanned[drafter] = self._round + self._naps.spell(self._vain[drafter], LONGEST_NAP)
-            self._explore(offers, drafter, backlogs, wanted)
+            self._failures[drafter] += 1
+            self._no_plan_until[drafter] = self._step_index + self._backoff.length(self._failures[drafter], MAX_BACKOFF_NO_CANDIDATE)
+            self._explore(proposals, drafter, pending_rows, wanted)
             return wanted
-        self._vain[drafter] = 0
-        worth = self._worth(plan, drafter, frame)
-        for member in plan.members:
-            wanted[member.index] = plan.length, worth
-        self._last_plan = self._round
-        self._drafting += plan.seconds + plan.invested
+        self._failures[drafter] = 0
+        worth = self._min_prob(plan, drafter, frame)
+        for member in plan.requests:
+            wanted[member.index] = plan.draft_len, worth
+        self._last_plan_step = self._step_index
+        self._draft_cost += plan.draft_cost + plan.catch_up_cost
         return wanted
 
-    def admit(self, offers: Sequence[Offer], load: Load) -> list[Draft | None]:
-        admitted: list[Draft | None] = [None] * len(offers)
-        found = self._candidates(offers, self._watched(load))
-        choice, reason = self._chosen(found, self._framed(load)) if found else (Choice(()), UNPAID)
+    def select(self, proposals: Sequence[Proposal], load: PrefillLoad) -> list[Draft | None]:
+        admitted: list[Draft | None] = [None] * len(proposals)
+        found = self._find_candidates(proposals, self._wants_baseline(load))
+        choice, reason = self._select_drafts(found, self._make_base_step(load)) if found else (Selection(()), NOT_WORTH_IT)
         for candidate, length in zip(found, choice.lengths, strict=True):
             if length:
-                admitted[candidate.index] = self._give(candidate, length)
+                admitted[candidate.index] = self._accept(candidate, length)
             else:
-                self._miss(candidate.request, reason, LONGEST_SLEEP if reason is UNPAID else LONGEST_WAIT)
-        self._in_vain = bool(offers) and not self._drafting
-        self._idle = 0 if any(choice.lengths) else self._idle_rounds()
-        self._frame = None
-        self._round += 1
-        self._asking.clear()
+                self._reject(candidate.request, reason, MAX_BACKOFF_NOT_WORTH_IT if reason is NOT_WORTH_IT else MAX_BACKOFF_DELAY_BUDGET)
+        self._last_was_empty = bool(proposals) and not self._draft_cost
+        self._steps_to_skip = 0 if any(choice.lengths) else self._skippable_steps()
+        self._base_step = None
+        self._step_index += 1
+        self._requests_this_step.clear()
         return admitted
 
-    def steady(self, asks: Sequence[Ask]) -> int:
+    def fixed_draft_len(self, draft_requests: Sequence[DraftRequest]) -> int:
         """Never: what a draft is worth is known once it is there, and what it costs only where its passes are timed."""
         return 0
 
-    def rest(self) -> int:
-        idle, self._idle = self._idle, 0
+    def num_steps_to_skip(self) -> int:
+        idle, self._steps_to_skip = self._steps_to_skip, 0
         return idle
 
-    def rested(self, steps: int, asks: int) -> None:
-        self._round += steps
-        self._none[WATCHED if self._machine.watchdog.resting else ASLEEP] += asks
-        self._machine.watchdog.rested(steps)
-        self._ledger.wait(steps * self._step)
+    def record_skipped(self, num_steps: int, num_requests: int) -> None:
+        self._step_index += num_steps
+        self._no_draft_counts[BASELINE_STEP if self._cost_model.watchdog.pause_steps else BACKOFF] += num_requests
+        self._cost_model.watchdog.record_skipped(num_steps)
+        self._delay_ledger.advance_time(num_steps * self._last_plain_cost)
 
-    def measured(self, facts: StepFacts) -> None:
-        machine = self._machine
-        tally = machine.tally(facts.served, self._kinds)
-        self._step = self._plainly(tally.plain, not tally.decoding)
-        cost, drafting = machine.measured(tally, facts.seconds, self._drafting)
-        if self._in_vain:
-            self._naps.asked_in_vain(drafting / cost + 1.0 - self._ahead(not tally.decoding))
-        self._drafting = 0.0
-        self._ledger.settle(facts.served, self._step, cost + drafting, machine.costs.saved(tally.plain))
-        self._budget.earn((cost + drafting) * machine.drift)
-        if len(self._ledger.accounts) > len(self._requests) or self._strangers:
-            self._note_strangers({one.state.id for one in facts.served})
+    def record_step(self, step_record: StepRecord) -> None:
+        machine = self._cost_model
+        tally = machine.summarize(step_record.requests, self._sampler_classes)
+        self._last_plain_cost = self._plain_cost(tally.plain_shape, not tally.is_decode_only)
+        cost, drafting = machine.record_step(tally, step_record.seconds_by_stage, self._draft_cost)
+        if self._last_was_empty:
+            self._backoff.record_cost(drafting / cost + 1.0 - self._overlap_ratio(not tally.is_decode_only))
+        self._draft_cost = 0.0
+        self._delay_ledger.record_step(step_record.requests, self._last_plain_cost, cost + drafting, machine.step_costs.saving_per_request(tally.plain_shape))
+        self._exploration_budget.earn((cost + drafting) * machine.drift)
+        if len(self._delay_ledger.budgets) > len(self._requests) or self._nonspeculative:
+            self._track_nonspeculative({one.state.id for one in step_record.requests})
 
-    def expect_ahead(self) -> None:
-        self._machine.expect_ahead()
+    def enable_overlap(self) -> None:
+        self._cost_model.enable_overlap()
 
-    def ran_ahead(self, facts: StepFacts) -> None:
-        self._machine.ran_ahead(self._machine.tally(facts.served, self._kinds), facts.seconds)
+    def record_overlap_step(self, step_record: StepRecord) -> None:
+        self._cost_model.record_overlap_step(self._cost_model.summarize(step_record.requests, self._sampler_classes), step_record.seconds_by_stage)
 
     def stats(self) -> DraftingStats:
         return DraftingStats(
-            lengths={drafter: dict(lengths) for drafter, lengths in self._lengths.items()},
-            none=dict(self._none),
-            predicted_seconds=self._machine.predicted,
-            realised_seconds=self._machine.realised,
-            exploring_seconds=self._budget.spent,
+            draft_length_counts={drafter: dict(lengths) for drafter, lengths in self._length_counts.items()},
+            no_draft_counts=dict(self._no_draft_counts),
+            predicted_seconds=self._cost_model.predicted_seconds,
+            realised_seconds=self._cost_model.realised_seconds,
+            exploring_seconds=self._exploration_budget.spent,
         )
 
     # The next step
 
-    def _framed(self, load: Load) -> Frame:
+    def _make_base_step(self, load: PrefillLoad) -> BaseStep:
         """The next step, from those that asked this round and those that never ask."""
-        if self._frame is None:
-            machine = self._machine
-            accounts = [request.account for request in self._asking]
-            context = load.prompt_reads + sum(request.context for request in self._asking)
-            if self._strangers:
-                accounts += self._strangers.values()
-                context += sum(account.context for account in self._strangers.values())
-            extra = sum(machine.prices.extra(request.kind) for request in self._asking) if self._kinds else 0.0
-            shape = Shape(len(accounts) + load.prompt_rows, len(accounts), context, 0, extra)
-            self._frame = Frame(
-                shape, machine.costs.of(shape), self._plainly(shape, load.prompt_rows > 0), accounts, load.prompt_rows > 0
+        if self._base_step is None:
+            machine = self._cost_model
+            accounts = [request.delay_budget for request in self._requests_this_step]
+            context = load.num_context_tokens + sum(request.context_len for request in self._requests_this_step)
+            if self._nonspeculative:
+                accounts += self._nonspeculative.values()
+                context += sum(account.context_len for account in self._nonspeculative.values())
+            extra = sum(machine.sampling_costs.extra_cost(request.sampler_class) for request in self._requests_this_step) if self._sampler_classes else 0.0
+            shape = StepShape(len(accounts) + load.num_rows, len(accounts), context, 0, extra)
+            self._base_step = BaseStep(
+                shape, machine.step_costs.cost_of(shape), self._plain_cost(shape, load.num_rows > 0), accounts, load.num_rows > 0
             )
-        return self._frame
+        return self._base_step
 
-    def _ahead(self, prompts: bool) -> float:
+    def _overlap_ratio(self, has_prefill: bool) -> float:
         """What the next step takes without drafts, as a share of what it takes if they are asked for."""
-        return 1.0 if prompts else self._machine.ahead_of(self._kinds.values())
+        return 1.0 if has_prefill else self._cost_model.overlap_ratio(self._sampler_classes.values())
 
-    def _plainly(self, shape: Shape, prompts: bool) -> float:
+    def _plain_cost(self, shape: StepShape, has_prefill: bool) -> float:
         """What plain decoding would take for a step, which would still serve the ghosts."""
-        ghosts = self._ledger.ghosts
-        costs = self._machine.costs
-        return self._ahead(prompts) * costs.of(shape.plus(len(ghosts), self._ledger.ghost_context) if ghosts else shape)
+        ghosts = self._delay_ledger.departed
+        costs = self._cost_model.step_costs
+        return self._overlap_ratio(has_prefill) * costs.cost_of(shape.with_requests(len(ghosts), self._delay_ledger.departed_context) if ghosts else shape)
 
-    def _costs(self, frame: Frame, rows: int) -> Sequence[float]:
+    def _costs_by_draft_rows(self, base_step: BaseStep, max_rows: int) -> Sequence[float]:
         """Of the step with 0, 1, ... drafted rows; without any it could be computed ahead."""
-        costs, ahead = self._machine.costs.with_further(frame.shape, rows), self._ahead(frame.prompts)
+        costs, ahead = self._cost_model.step_costs.with_extra_rows(base_step.shape, max_rows), self._overlap_ratio(base_step.has_prefill)
         return costs if ahead == 1.0 else [ahead * costs[0], *costs[1:]]
 
-    def _idle_rounds(self) -> int:
+    def _skippable_steps(self) -> int:
         """For how many rounds from the next on nobody would draft. Who has not asked yet could at any time."""
-        watchdog = self._machine.watchdog
-        if len(self._asking) < len(self._requests) or not self._asking:
+        watchdog = self._cost_model.watchdog
+        if len(self._requests_this_step) < len(self._requests) or not self._requests_this_step:
             return 0
-        if watchdog.resting:
-            return max(watchdog.resting - MEASURED, 0)
-        if self._round + 1 < self._last_plan + AWAKE:
+        if watchdog.pause_steps:
+            return max(watchdog.pause_steps - NUM_BASELINE_STEPS, 0)
+        if self._step_index + 1 < self._last_plan_step + NO_BACKOFF_STEPS:
             return 0
-        return max(min(request.wakes for request in self._asking) - (self._round + 1), 0)
+        return max(min(request.skip_until for request in self._requests_this_step) - (self._step_index + 1), 0)
 
-    def _note_strangers(self, served: set[str]) -> None:
+    def _track_nonspeculative(self, served_ids: set[str]) -> None:
         """Requests that may not be drafted for are known from the steps they are in, and forgotten with them."""
-        for request_id in [id_ for id_ in self._ledger.accounts if id_ not in self._requests and id_ not in served]:
-            self._ledger.close(request_id)
-        self._strangers = {id_: a for id_, a in self._ledger.accounts.items() if id_ not in self._requests}
+        for request_id in [id_ for id_ in self._delay_ledger.budgets if id_ not in self._requests and id_ not in served_ids]:
+            self._delay_ledger.close(request_id)
+        self._nonspeculative = {id_: a for id_, a in self._delay_ledger.budgets.items() if id_ not in self._requests}
 
     # Which drafts are verified
 
-    def _watched(self, load: Load) -> bool:
+    def _wants_baseline(self, load: PrefillLoad) -> bool:
         """The watchdog wants a plain step; one that computes prompts beside would tell it nothing."""
-        return self._machine.watchdog.wants_plain and not load.prompt_rows
+        return self._cost_model.watchdog.wants_baseline and not load.num_rows
 
-    def _candidates(self, offers: Sequence[Offer], watched: bool) -> list[Candidate]:
+    def _find_candidates(self, proposals: Sequence[Proposal], wants_baseline: bool) -> list[Candidate]:
         """The best draft of each offer that has one with a chance."""
         found: list[Candidate] = []
-        for index, offer in enumerate(offers):
-            request = self._request(offer)
+        for index, offer in enumerate(proposals):
+            request = self._tracked(offer)
             if not offer.drafts:
-                self._miss(request, UNOFFERED, LONGEST_NAP)
+                self._reject(request, NO_CANDIDATE, MAX_BACKOFF_NO_CANDIDATE)
                 continue
-            if watched:
-                self._say_none(request, WATCHED)
+            if wants_baseline:
+                self._count_no_draft(request, BASELINE_STEP)
                 continue
-            candidate = self._candidate(index, request, offer.drafts)
+            candidate = self._best_candidate(index, request, offer.drafts)
             if candidate.gains:
                 found.append(candidate)
             else:
-                self._miss(request, UNPAID, LONGEST_SLEEP)
+                self._reject(request, NOT_WORTH_IT, MAX_BACKOFF_NOT_WORTH_IT)
         return found
 
-    def _candidate(self, index: int, request: Tracked, drafts: Sequence[Draft]) -> Candidate:
-        best, chances = drafts[0], self._chances(request, drafts[0])
+    def _best_candidate(self, index: int, request: TrackedRequest, drafts: Sequence[Draft]) -> Candidate:
+        best, chances = drafts[0], self._prefix_probs(request, drafts[0])
         for draft in drafts[1:]:
-            others = self._chances(request, draft)
+            others = self._prefix_probs(request, draft)
             if sum(others) > sum(chances):
                 best, chances = draft, others
-        return Candidate(index, request, best, chances, self._net(request, chances))
+        return Candidate(index, request, best, chances, self._net_gains(request, chances))
 
-    def _chances(self, request: Tracked, draft: Draft) -> list[float]:
-        return self._rates[draft.drafter].chances(draft, request.records[draft.drafter], LEAST_CHANCE)
+    def _prefix_probs(self, request: TrackedRequest, draft: Draft) -> list[float]:
+        return self._acceptance[draft.drafter].prefix_probs(draft, request.acceptance[draft.drafter], MIN_PREFIX_PROB)
 
-    def _net(self, request: Tracked, chances: Sequence[float]) -> Sequence[float]:
+    def _net_gains(self, request: TrackedRequest, prefix_probs: Sequence[float]) -> Sequence[float]:
         """Chances less the tokens that could be had in the time that each row takes beyond any row."""
-        machine = self._machine
-        price = self._rate * (machine.costs.reading(request.context) + machine.prices.extra(request.kind))
-        return [chance - price for chance in chances if chance > price] if price else chances
+        machine = self._cost_model
+        price = self._token_rate * (machine.step_costs.context_cost(request.context_len) + machine.sampling_costs.extra_cost(request.sampler_class))
+        return [chance - price for chance in prefix_probs if chance > price] if price else prefix_probs
 
-    def _chosen(self, found: Sequence[Candidate], frame: Frame) -> tuple[Choice, str]:
+    def _select_drafts(self, candidates: Sequence[Candidate], base_step: BaseStep) -> tuple[Selection, str]:
         """How many tokens of each candidate are verified, and why not those of the others."""
-        costs = self._costs(frame, sum(len(candidate.gains) for candidate in found))
-        choice = choose(found, frame, costs, self._drafting, self._naps.asking)
-        if choice.indebted and not choice.rate:
-            return choice, INDEBTED
+        costs = self._costs_by_draft_rows(base_step, sum(len(candidate.gains) for candidate in candidates))
+        choice = select_rows(candidates, base_step, costs, self._draft_cost, self._backoff.proposal_overhead)
+        if choice.limited_by_budget and not choice.rate:
+            return choice, DELAY_BUDGET
         if not choice.rate:
-            return self._trial(found, frame, costs), UNPAID
-        self._rate = choice.rate
-        if self._machine.watchdog.stale and self._budget.take(self._worth_of_a_step(frame)):
-            return Choice([0] * len(found)), WATCHED
-        return choice, UNPAID
+            return self._probe(candidates, base_step, costs), NOT_WORTH_IT
+        self._token_rate = choice.rate
+        if self._cost_model.watchdog.is_baseline_stale and self._exploration_budget.take(self._baseline_step_cost(base_step)):
+            return Selection([0] * len(candidates)), BASELINE_STEP
+        return choice, NOT_WORTH_IT
 
-    def _trial(self, found: Sequence[Candidate], frame: Frame, costs: Sequence[float]) -> Choice:
+    def _probe(self, candidates: Sequence[Candidate], base_step: BaseStep, costs: Sequence[float]) -> Selection:
         """Rows that nearly pay are tried now and then: their costs are corrected only where they are used."""
-        nothing = Choice([0] * len(found))
-        if self._round < self._last_trial + BETWEEN_TRIALS:
+        nothing = Selection([0] * len(candidates))
+        if self._step_index < self._last_probe_step + STEPS_BETWEEN_PROBES:
             return nothing
-        choice = nearest(found, frame, costs)
-        lost = costs[sum(choice.lengths)] - choice.rate * costs[sum(choice.lengths)] * frame.cost / frame.shape.sampled
-        if not choice.rate or not self._budget.take(max(lost, 0.0) * self._machine.drift):
+        choice = nearest_paying(candidates, base_step, costs)
+        lost = costs[sum(choice.lengths)] - choice.rate * costs[sum(choice.lengths)] * base_step.cost / base_step.shape.num_sampled
+        if not choice.rate or not self._exploration_budget.take(max(lost, 0.0) * self._cost_model.drift):
             return nothing
-        self._last_trial = self._round
+        self._last_probe_step = self._step_index
         return choice
 
-    def _worth_of_a_step(self, frame: Frame) -> float:
+    def _baseline_step_cost(self, base_step: BaseStep) -> float:
         """Seconds lost by a plain step that only shows what plain steps take."""
-        return max(frame.plain - frame.shape.sampled / self._rate, 0.0) * self._machine.drift
+        return max(base_step.plain_cost - base_step.shape.num_sampled / self._token_rate, 0.0) * self._cost_model.drift
 
-    def _give(self, candidate: Candidate, length: int) -> Draft:
+    def _accept(self, candidate: Candidate, draft_len: int) -> Draft:
         draft = candidate.draft
-        candidate.request.missed = 0
-        self._lengths[draft.drafter][length] += 1
-        if length == len(draft.token_ids):
+        candidate.request.misses = 0
+        self._length_counts[draft.drafter][draft_len] += 1
+        if draft_len == len(draft.token_ids):
             return draft
-        return Draft(draft.token_ids[:length], draft.drafter, draft.confidence[:length])
+        return Draft(draft.token_ids[:draft_len], draft.drafter, draft.confidence[:draft_len])
 
-    def _miss(self, request: Tracked, reason: str, longest: int) -> None:
+    def _reject(self, request: TrackedRequest, reason: str, max_backoff: int) -> None:
         """No draft this time; after many of these a request is left alone, for at most so many rounds."""
-        self._naps.miss(request, self._round, longest)
-        self._say_none(request, reason)
+        self._backoff.record_miss(request, self._step_index, max_backoff)
+        self._count_no_draft(request, reason)
 
-    def _say_none(self, request: Tracked, reason: str) -> None:
-        self._none[reason] += 1
+    def _count_no_draft(self, request: TrackedRequest, reason: str) -> None:
+        self._no_draft_counts[reason] += 1
         if logger.isEnabledFor(logging.DEBUG):
             logger.debug("request %s: no draft: %s", request.state.id, reason)
 
-    def _request(self, offer: Offer) -> Tracked:
-        return self._requests[offer.ask.state.id]
+    def _tracked(self, proposal: Proposal) -> TrackedRequest:
+        return self._requests[proposal.request.state.id]
 
     # Drafters that run a model
 
-    def _plan(self, offers: Sequence[Offer], drafter: str, backlogs: Sequence[int], frame: Frame) -> Plan | None:
+    def _best_plan(self, proposals: Sequence[Proposal], drafter: str, pending_rows: Sequence[int], base_step: BaseStep) -> DraftModelPlan | None:
         """The best use of the drafter, beside what would be verified without it."""
-        given = self._given(offers, frame)
+        given = self._baseline_probs(proposals, base_step)
         members = [
-            self._member(index, offer, drafter, backlog, given.get(index, ()))
-            for index, (offer, backlog) in enumerate(zip(offers, backlogs, strict=True))
+            self._make_model_request(index, offer, drafter, backlog, given.get(index, ()))
+            for index, (offer, backlog) in enumerate(zip(proposals, pending_rows, strict=True))
         ]
         rows = sum(map(len, given.values()))
-        tokens = frame.shape.sampled + sum(map(sum, given.values()))
-        costs = self._costs(frame, rows + LONGEST * len(members))
-        paying = plans(members, tokens, rows, costs, partial(self._machine.drafting, drafter))
-        return self._cascades[drafter].plan(paying, frame, self._rates[drafter].trials >= PROVEN)
+        tokens = base_step.shape.num_sampled + sum(map(sum, given.values()))
+        costs = self._costs_by_draft_rows(base_step, rows + MAX_DRAFT_LEN * len(members))
+        paying = rank_plans(members, tokens, rows, costs, partial(self._cost_model.draft_cost, drafter))
+        return self._gates[drafter].select(paying, base_step, self._acceptance[drafter].num_trials >= MIN_SCORED)
 
-    def _given(self, offers: Sequence[Offer], frame: Frame) -> dict[int, Sequence[float]]:
+    def _baseline_probs(self, proposals: Sequence[Proposal], base_step: BaseStep) -> dict[int, Sequence[float]]:
         """Chances of the guesses that would be verified as things stand, by offer."""
-        offered = [(index, offer) for index, offer in enumerate(offers) if offer.drafts]
-        found = [self._candidate(index, self._request(offer), offer.drafts) for index, offer in offered]
+        offered = [(index, offer) for index, offer in enumerate(proposals) if offer.drafts]
+        found = [self._best_candidate(index, self._tracked(offer), offer.drafts) for index, offer in offered]
         if not found:
             return {}
-        costs = self._costs(frame, sum(len(one.gains) for one in found))
-        lengths = choose(found, frame, costs, 0.0).lengths
-        return {one.index: one.chances[:length] for one, length in zip(found, lengths, strict=True)}
+        costs = self._costs_by_draft_rows(base_step, sum(len(one.gains) for one in found))
+        lengths = select_rows(found, base_step, costs, 0.0).lengths
+        return {one.index: one.prefix_probs[:length] for one, length in zip(found, lengths, strict=True)}
 
-    def _member(self, index: int, offer: Offer, drafter: str, backlog: int, given: Sequence[float]) -> Member:
-        request, ask = self._request(offer), offer.ask
-        chances = self._rates[drafter].foreseen(request.records[drafter], min(ask.max_tokens, LONGEST))
-        written = ask.length - ask.state.num_prompt
-        left = min(max(self._typical_answer - written, self._typical_answer / 4), ask.state.limit - ask.length)
+    def _make_model_request(self, index: int, proposal: Proposal, drafter: str, num_pending_rows: int, baseline_probs: Sequence[float]) -> DraftModelRequest:
+        request, ask = self._tracked(proposal), proposal.request
+        chances = self._acceptance[drafter].expected_prefix_probs(request.acceptance[drafter], min(ask.max_tokens, MAX_DRAFT_LEN))
+        written = ask.num_tokens - ask.state.num_prompt
+        left = min(max(self._mean_output_tokens - written, self._mean_output_tokens / 4), ask.state.max_len - ask.num_tokens)
         horizon = max(left / (1 + sum(chances[:4])), 1.0)
-        return Member(index, request, chances, sum(given), len(given), backlog, horizon)
+        return DraftModelRequest(index, request, chances, sum(baseline_probs), len(baseline_probs), num_pending_rows, horizon)
 
-    def _worth(self, plan: Plan, drafter: str, frame: Frame) -> float:
+    def _min_prob(self, plan: DraftModelPlan, drafter: str, base_step: BaseStep) -> float:
         """The chance below which a further guess is not worth its pass and its row, as the drafter itself would state it."""
-        members = len(plan.members)
-        seconds = self._machine.drafting(drafter, members, members, 1) / members
-        row = max(plan.cost - frame.cost, 0.0) / (members * plan.length)
-        return self._rates[drafter].stated(plan.rate * (seconds + row))
+        members = len(plan.requests)
+        seconds = self._cost_model.draft_cost(drafter, members, members, 1) / members
+        row = max(plan.verify_cost - base_step.cost, 0.0) / (members * plan.draft_len)
+        return self._acceptance[drafter].to_confidence(plan.rate * (seconds + row))
 
-    def _explore(self, offers: Sequence[Offer], drafter: str, backlogs: Sequence[int], wanted: list[tuple[int, float]]) -> None:
+    def _explore(self, proposals: Sequence[Proposal], drafter: str, pending_rows: Sequence[int], draft_plans: list[tuple[int, float]]) -> None:
         """Try one token of a drafter that is not believed to pay, if that was saved up for."""
-        least = max(min(backlogs), FEW)
-        tried = [index for index, backlog in enumerate(backlogs) if backlog <= least]
-        passes = self._machine.drafting(drafter, sum(backlogs[index] for index in tried), len(tried), 1)
-        seconds = passes * self._machine.drift
-        if self._budget.take(seconds):
-            self._drafting += passes
+        least = max(min(pending_rows), FEW_PENDING_ROWS)
+        tried = [index for index, backlog in enumerate(pending_rows) if backlog <= least]
+        passes = self._cost_model.draft_cost(drafter, sum(pending_rows[index] for index in tried), len(tried), 1)
+        seconds = passes * self._cost_model.drift
+        if self._exploration_budget.take(seconds):
+            self._draft_cost += passes
             for index in tried:
-                wanted[index] = 1, 0.0
-                self._request(offers[index]).tried = seconds / len(tried)
+                draft_plans[index] = 1, 0.0
+                self._tracked(proposals[index]).probe_cost = seconds / len(tried)

@@ -7,14 +7,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from foreword.core.request import RequestState
-from foreword.drafting.control.acceptance import Record
-from foreword.drafting.control.costs import Shape, sampling_class
-from foreword.drafting.control.ledger import ALLOWANCE, Account
+from foreword.drafting.control.acceptance import RequestAcceptance
+from foreword.drafting.control.costs import StepShape, classify_sampling
+from foreword.drafting.control.ledger import MAX_SLOWDOWN, DelayBudget
 
-__all__ = ["Frame", "Tracked"]
+__all__ = ["BaseStep", "TrackedRequest"]
 
 
-class Tracked:
+class TrackedRequest:
     """What the controller knows of a request.
 
     bound    longest draft of use: the request's own bound, or the server's
@@ -28,22 +28,22 @@ class Tracked:
     tried    seconds of a pass whose only use was to learn
     """
 
-    __slots__ = ("account", "bound", "context", "guessed", "kind", "missed", "read", "records", "state", "tried", "wakes")
+    __slots__ = ("delay_budget", "max_draft_len", "context_len", "first_hit", "sampler_class", "misses", "prompt_read", "acceptance", "state", "probe_cost", "skip_until")
 
-    def __init__(self, state: RequestState, bound: int, account: Account) -> None:
+    def __init__(self, state: RequestState, max_draft_len: int, delay_budget: DelayBudget) -> None:
         own = state.params.speculation.max_tokens
         self.state = state
-        self.account = account
-        self.bound = bound if own is None else min(own, bound)
-        self.kind = sampling_class(state.params)
-        self.records: defaultdict[str, Record] = defaultdict(Record)
-        self.missed = self.wakes = self.context = 0
-        self.read = self.guessed = False
-        self.tried = 0.0
+        self.delay_budget = delay_budget
+        self.max_draft_len = max_draft_len if own is None else min(own, max_draft_len)
+        self.sampler_class = classify_sampling(state.params)
+        self.acceptance: defaultdict[str, RequestAcceptance] = defaultdict(RequestAcceptance)
+        self.misses = self.skip_until = self.context_len = 0
+        self.prompt_read = self.first_hit = False
+        self.probe_cost = 0.0
 
 
 @dataclass(frozen=True, slots=True)
-class Frame:
+class BaseStep:
     """The next step without drafts.
 
     cost      of it, in model seconds
@@ -52,16 +52,16 @@ class Frame:
     prompts   some of its rows are those of prompts
     """
 
-    shape: Shape
+    shape: StepShape
     cost: float
-    plain: float
-    accounts: Sequence[Account]
-    prompts: bool
+    plain_cost: float
+    delay_budgets: Sequence[DelayBudget]
+    has_prefill: bool
 
-    def patience(self, drafted_for: Iterable[Tracked]) -> float:
+    def max_delay(self, drafted_for: Iterable[TrackedRequest]) -> float:
         """How much the step may be delayed for the sake of some of its requests, as the others see it."""
-        served = {id(request.account) for request in drafted_for}
-        slacks = [account.slack(self.plain) for account in self.accounts if id(account) not in served]
-        if self.prompts:
-            slacks.append(ALLOWANCE * self.plain)
+        served = {id(request.delay_budget) for request in drafted_for}
+        slacks = [account.allowance(self.plain_cost) for account in self.delay_budgets if id(account) not in served]
+        if self.has_prefill:
+            slacks.append(MAX_SLOWDOWN * self.plain_cost)
         return max(min(slacks, default=float("inf")), 0.0)

@@ -5,21 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from foreword.drafting.policy import Served
+from foreword.drafting.policy import RequestStep
 
-__all__ = ["Account", "Ledger"]
+__all__ = ["DelayBudget", "DelayLedger"]
 
-ALLOWANCE = 0.02  # of its time so far
-ADVANCE = 0.03  # of its time, at most, is credited for what others will save it
-FLOOR_TOKENS = 32
-CREDIT = 2.0  # plain steps that a request may be behind whose own guesses are right every time: it will soon be ahead
-PROMISE_RATE = 1 / 8
-TYPICAL_RATE = 1 / 64
-EXPIRED_RATE = 1 / 16
+MAX_SLOWDOWN = 0.02  # of its time so far
+MAX_EXPECTED_GAIN = 0.03  # of its time, at most, is credited for what others will save it
+MIN_OUTPUT_TOKENS = 32
+HIT_CREDIT_STEPS = 2.0  # plain steps that a request may be behind whose own guesses are right every time: it will soon be ahead
+HIT_RATE_ALPHA = 1 / 8
+MEAN_HIT_RATE_ALPHA = 1 / 64
+VACANCY_ALPHA = 1 / 16
 
 
 @dataclass(slots=True)
-class Account:
+class DelayBudget:
     """One request, in model seconds.
 
     tokens   its answer is thought to have at least so many, for what it may fall behind at first
@@ -30,21 +30,21 @@ class Account:
     advance  what it will gain when those who are ahead now leave early
     """
 
-    tokens: int
-    promise: float = 0.0
-    lead: float = 0.0
-    plain: float = 0.0
-    context: int = 0
-    advance: float = 0.0
+    min_output_tokens: int
+    hit_rate: float = 0.0
+    ahead_s: float = 0.0
+    plain_s: float = 0.0
+    context_len: int = 0
+    expected_gain_s: float = 0.0
 
-    def slack(self, step: float) -> float:
+    def allowance(self, plain_cost: float) -> float:
         """How far it may still fall back, plain steps taking `step` each: 2 %, and what it can be expected to make up for."""
-        time = max(self.plain, self.tokens * step)
-        credit = CREDIT * self.promise * step * self.tokens / FLOOR_TOKENS
-        return self.lead + ALLOWANCE * time + min(self.advance, ADVANCE * time) + credit
+        time = max(self.plain_s, self.min_output_tokens * plain_cost)
+        credit = HIT_CREDIT_STEPS * self.hit_rate * plain_cost * self.min_output_tokens / MIN_OUTPUT_TOKENS
+        return self.ahead_s + MAX_SLOWDOWN * time + min(self.expected_gain_s, MAX_EXPECTED_GAIN * time) + credit
 
 
-class Ledger:
+class DelayLedger:
     """Accounts of live requests, and of the *ghosts*: requests that ended early thanks to drafts.
 
     Plain decoding would still be serving a ghost, and its steps would cost more for it, until the lead it ended with
@@ -56,68 +56,68 @@ class Ledger:
     """
 
     def __init__(self) -> None:
-        self.accounts: dict[str, Account] = {}
-        self.ghosts: list[Account] = []
-        self.typical = 0.5
-        self._left_empty = 0.5
+        self.budgets: dict[str, DelayBudget] = {}
+        self.departed: list[DelayBudget] = []
+        self.mean_hit_rate = 0.5
+        self._vacancy_share = 0.5
 
     @property
-    def ghost_context(self) -> int:
-        return sum(ghost.context for ghost in self.ghosts)
+    def departed_context(self) -> int:
+        return sum(ghost.context_len for ghost in self.departed)
 
-    def open(self, request_id: str, bound: int | None, drafting: bool = True) -> Account:
+    def open(self, request_id: str, max_tokens: int | None, is_speculative: bool = True) -> DelayBudget:
         """A request begins, whose answer has at most `bound` tokens; `drafting`: it may be drafted for."""
-        if self.ghosts:
-            self.ghosts.remove(max(self.ghosts, key=lambda ghost: ghost.lead))
-            self._left_empty -= self._left_empty * EXPIRED_RATE
-        tokens = FLOOR_TOKENS if bound is None else min(FLOOR_TOKENS, bound)
-        account = Account(tokens, self.typical if drafting else 0.0)
-        self.accounts[request_id] = account
+        if self.departed:
+            self.departed.remove(max(self.departed, key=lambda ghost: ghost.ahead_s))
+            self._vacancy_share -= self._vacancy_share * VACANCY_ALPHA
+        tokens = MIN_OUTPUT_TOKENS if max_tokens is None else min(MIN_OUTPUT_TOKENS, max_tokens)
+        account = DelayBudget(tokens, self.mean_hit_rate if is_speculative else 0.0)
+        self.budgets[request_id] = account
         return account
 
     def close(self, request_id: str) -> None:
         """A request is over."""
-        account = self.accounts.pop(request_id, None)
-        if account is not None and account.lead > 0.0:
-            self.ghosts.append(account)
+        account = self.budgets.pop(request_id, None)
+        if account is not None and account.ahead_s > 0.0:
+            self.departed.append(account)
 
-    def note(self, account: Account, guessed: bool) -> None:
+    def record_hit(self, budget: DelayBudget, is_hit: bool) -> None:
         """Whether a request's next token was guessed, the last time that it asked."""
-        account.promise += (guessed - account.promise) * PROMISE_RATE
-        self.typical += (guessed - self.typical) * TYPICAL_RATE
+        budget.hit_rate += (is_hit - budget.hit_rate) * HIT_RATE_ALPHA
+        self.mean_hit_rate += (is_hit - self.mean_hit_rate) * MEAN_HIT_RATE_ALPHA
 
-    def settle(self, served: Iterable[Served], plain: float, actual: float, saved: float = 0.0) -> None:
+    def record_step(self, requests: Iterable[RequestStep], plain_cost: float, actual_cost: float, saving_per_request: float = 0.0) -> None:
         """A step took `actual`; plain decoding would have taken `plain` for each token, or piece of a prompt, of each request.
 
         saved  share of a step that is saved where one request less is served
         """
-        for one in served:
-            account = self.accounts.get(one.state.id)
+        for one in requests:
+            account = self.budgets.get(one.state.id)
             if account is None:
-                account = self.open(one.state.id, one.state.params.max_tokens, drafting=False)
-            earned = one.emitted * plain if one.samples else plain
-            account.plain += earned
-            account.lead += earned - actual
-            account.context = one.context
-        self._advance(saved * self._left_empty)
-        self.wait(actual)
+                account = self.open(one.state.id, one.state.params.max_tokens, is_speculative=False)
+            earned = one.num_emitted * plain_cost if one.is_sampled else plain_cost
+            account.plain_s += earned
+            account.ahead_s += earned - actual_cost
+            account.context_len = one.context_len
+        self._update_expected_gains(saving_per_request * self._vacancy_share)
+        self.advance_time(actual_cost)
 
-    def _advance(self, share: float) -> None:
+    def _update_expected_gains(self, share: float) -> None:
         """Who is ahead will be gone so much sooner, and the others' steps be shorter by `share` for as long."""
-        ahead = sum(account.lead for account in self.accounts.values() if account.lead > 0.0)
-        for account in self.accounts.values():
-            account.advance = share * (ahead - max(account.lead, 0.0))
+        ahead = sum(account.ahead_s for account in self.budgets.values() if account.ahead_s > 0.0)
+        for account in self.budgets.values():
+            account.expected_gain_s = share * (ahead - max(account.ahead_s, 0.0))
 
-    def wait(self, seconds: float) -> None:
+    def advance_time(self, seconds: float) -> None:
         """Time goes by; what happens in plain steps changes nobody's lead."""
-        if self.ghosts:
-            left = _later(self.ghosts, seconds)
-            for _ in range(len(self.ghosts) - len(left)):
-                self._left_empty += (1.0 - self._left_empty) * EXPIRED_RATE
-            self.ghosts = left
+        if self.departed:
+            left = _drop_expired(self.departed, seconds)
+            for _ in range(len(self.departed) - len(left)):
+                self._vacancy_share += (1.0 - self._vacancy_share) * VACANCY_ALPHA
+            self.departed = left
 
 
-def _later(ghosts: Iterable[Account], seconds: float) -> list[Account]:
-    for ghost in ghosts:
-        ghost.lead -= seconds
-    return [ghost for ghost in ghosts if ghost.lead > 0.0]
+def _drop_expired(departed: Iterable[DelayBudget], seconds: float) -> list[DelayBudget]:
+    for ghost in departed:
+        ghost.ahead_s -= seconds
+    return [ghost for ghost in departed if ghost.ahead_s > 0.0]

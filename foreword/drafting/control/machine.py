@@ -6,29 +6,29 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from foreword.drafting.control.costs import (
-    OUTLIER,
-    PROCESSED,
-    SAMPLING_CLASSES,
+    OUTLIER_RATIO,
+    FIRST_HOST_SAMPLER_CLASS,
+    NUM_SAMPLER_CLASSES,
     Calibration,
-    Drift,
+    SpeedDrift,
     PassCost,
-    SamplePrices,
-    Shape,
+    SamplingCosts,
+    StepShape,
     StepCosts,
 )
-from foreword.drafting.control.watchdog import Watchdog
-from foreword.drafting.policy import Served
+from foreword.drafting.control.watchdog import RegressionWatchdog
+from foreword.drafting.policy import RequestStep
 
-__all__ = ["Machine", "Tally"]
+__all__ = ["CostModel", "StepSummary"]
 
-PRICE_EVERY = 8  # steps between two looks at the price of sampling
-PASS_RATE = 0.05
-AHEAD_PRIOR, AHEAD_RATE = 0.9, 0.125
-AHEAD_FORGOTTEN, FORGET_RATE = 0.985, 1 / 256  # believed of running ahead where it does not come to it: enough to try it
+SAMPLING_COST_EVERY = 8  # steps between two looks at the price of sampling
+PASS_COST_ALPHA = 0.05
+OVERLAP_PRIOR, OVERLAP_ALPHA = 0.9, 0.125
+OVERLAP_FORGOTTEN, OVERLAP_FORGET_ALPHA = 0.985, 1 / 256  # believed of running ahead where it does not come to it: enough to try it
 
 
 @dataclass(frozen=True, slots=True)
-class Tally:
+class StepSummary:
     """A step that is over: as it was, and as it would have been without its drafts.
 
     kinds     sampled rows by sampling class
@@ -36,22 +36,22 @@ class Tally:
     decoding  no prompt was computed: each row was sampled
     """
 
-    shape: Shape
-    plain: Shape
-    kinds: Sequence[int]
-    emitted: int
-    sampling: int
+    shape: StepShape
+    plain_shape: StepShape
+    rows_by_sampler_class: Sequence[int]
+    num_emitted: int
+    num_sampling_requests: int
 
     @property
-    def drafted(self) -> int:
-        return self.shape.rows - self.plain.rows
+    def num_draft_rows(self) -> int:
+        return self.shape.num_rows - self.plain_shape.num_rows
 
     @property
-    def decoding(self) -> bool:
-        return self.shape.sampled == self.shape.rows
+    def is_decode_only(self) -> bool:
+        return self.shape.num_sampled == self.shape.num_rows
 
 
-class Machine:
+class CostModel:
     """Costs of steps and passes in model seconds, corrected by what they really take.
 
     watchdog   doubts it all
@@ -59,16 +59,16 @@ class Machine:
     predicted  seconds that steps with drafts were thought to take, drafting included; realised: what they took
     """
 
-    def __init__(self, calibration: Calibration, passes: Mapping[str, PassCost]) -> None:
-        self.costs = StepCosts(calibration)
-        self.prices = SamplePrices(self.costs.of(Shape(1, 1)))
-        self.watchdog = Watchdog()
-        self.predicted = self.realised = 0.0
-        self.ahead = 1.0
-        self._passes = dict(passes)
-        self._drift = Drift()
+    def __init__(self, calibration: Calibration, pass_costs: Mapping[str, PassCost]) -> None:
+        self.step_costs = StepCosts(calibration)
+        self.sampling_costs = SamplingCosts(self.step_costs.cost_of(StepShape(1, 1)))
+        self.watchdog = RegressionWatchdog()
+        self.predicted_seconds = self.realised_seconds = 0.0
+        self.measured_overlap_ratio = 1.0
+        self._pass_costs = dict(pass_costs)
+        self._drift = SpeedDrift()
         self._pass_factor = 1.0
-        self._last = (0, 1.0)  # rows of the last decoding step, and how many times its cost it took
+        self._last_step = (0, 1.0)  # rows of the last decoding step, and how many times its cost it took
         self._num_steps = 0
 
     @property
@@ -76,82 +76,82 @@ class Machine:
         """Seconds by model second."""
         return self._drift.factor or 1.0
 
-    def tally(self, served: Sequence[Served], kinds: Mapping[str, int]) -> Tally:
+    def summarize(self, requests: Sequence[RequestStep], sampler_classes: Mapping[str, int]) -> StepSummary:
         """Sum up a step; kinds: sampling classes of the requests that are not greedy."""
         rows = drafted = further = context = emitted = sampling = 0
-        by_kind, by_kind_plain = [0] * SAMPLING_CLASSES, [0] * SAMPLING_CLASSES
-        for one in served:
-            draft = one.num_draft
+        by_kind, by_kind_plain = [0] * NUM_SAMPLER_CLASSES, [0] * NUM_SAMPLER_CLASSES
+        for one in requests:
+            draft = one.num_draft_tokens
             rows += one.num_tokens
-            context += one.context - draft
+            context += one.context_len - draft
             if draft:
                 drafted += draft
-                further += draft * one.context
-            if one.samples:
+                further += draft * one.context_len
+            if one.is_sampled:
                 sampling += 1
-                emitted += one.emitted
-                kind = kinds.get(one.state.id, 0) if kinds else 0
+                emitted += one.num_emitted
+                kind = sampler_classes.get(one.state.id, 0) if sampler_classes else 0
                 by_kind[kind] += 1 + draft
                 by_kind_plain[kind] += 1
-        shape = plain = Shape(rows, sampling, context, 0, self._extra(by_kind_plain) if kinds else 0.0)
+        shape = plain = StepShape(rows, sampling, context, 0, self._sampling_extra(by_kind_plain) if sampler_classes else 0.0)
         if drafted:
-            extra = self._extra(by_kind) if kinds else 0.0
-            shape = Shape(rows + drafted, sampling + drafted, context, further, extra)
-        return Tally(shape, plain, by_kind, emitted, sampling)
+            extra = self._sampling_extra(by_kind) if sampler_classes else 0.0
+            shape = StepShape(rows + drafted, sampling + drafted, context, further, extra)
+        return StepSummary(shape, plain, by_kind, emitted, sampling)
 
-    def measured(self, tally: Tally, seconds: Mapping[str, float], passes: float) -> tuple[float, float]:
+    def record_step(self, summary: StepSummary, seconds_by_stage: Mapping[str, float], predicted_draft_cost: float) -> tuple[float, float]:
         """Learn from a step, in which drafters' passes should have taken `passes` model seconds.
 
         Returns model seconds: of the step without drafting, and of the drafting in it.
         """
-        drafting = seconds.get("draft", 0.0)
-        verifying = sum(seconds.values()) - drafting
-        self.ahead += max(AHEAD_FORGOTTEN - self.ahead, 0.0) * FORGET_RATE
-        cost = self.costs.of(tally.shape)
-        if tally.drafted:
-            self.predicted += (cost + passes) * self.drift
-            self.realised += verifying + drafting
-        if tally.decoding and verifying > 0.0:
-            self._learn(tally, cost, seconds)
+        drafting = seconds_by_stage.get("draft", 0.0)
+        verifying = sum(seconds_by_stage.values()) - drafting
+        self.measured_overlap_ratio += max(OVERLAP_FORGOTTEN - self.measured_overlap_ratio, 0.0) * OVERLAP_FORGET_ALPHA
+        cost = self.step_costs.cost_of(summary.shape)
+        if summary.num_draft_rows:
+            self.predicted_seconds += (cost + predicted_draft_cost) * self.drift
+            self.realised_seconds += verifying + drafting
+        if summary.is_decode_only and verifying > 0.0:
+            self._update(summary, cost, seconds_by_stage)
         drafted = drafting / self.drift
-        if passes > 0.0 and drafted > 0.0:
-            self._pass_factor *= min(max(drafted / passes, 1 / OUTLIER), OUTLIER) ** PASS_RATE
+        if predicted_draft_cost > 0.0 and drafted > 0.0:
+            self._pass_factor *= min(max(drafted / predicted_draft_cost, 1 / OUTLIER_RATIO), OUTLIER_RATIO) ** PASS_COST_ALPHA
         return cost, drafted
 
-    def expect_ahead(self) -> None:
+    def enable_overlap(self) -> None:
         """It is worth finding out what running ahead saves."""
-        self.ahead = AHEAD_PRIOR
+        self.measured_overlap_ratio = OVERLAP_PRIOR
 
-    def ran_ahead(self, tally: Tally, seconds: Mapping[str, float]) -> None:
+    def record_overlap_step(self, summary: StepSummary, seconds_by_stage: Mapping[str, float]) -> None:
         """Learn from a step that was computed ahead."""
-        share = sum(seconds.values()) / (self.costs.of(tally.plain) * self.drift)
-        self.ahead += (min(max(share, 1 / OUTLIER), 1.0) - self.ahead) * AHEAD_RATE
+        share = sum(seconds_by_stage.values()) / (self.step_costs.cost_of(summary.plain_shape) * self.drift)
+        self.measured_overlap_ratio += (min(max(share, 1 / OUTLIER_RATIO), 1.0) - self.measured_overlap_ratio) * OVERLAP_ALPHA
 
-    def ahead_of(self, kinds: Iterable[int]) -> float:
+    def overlap_ratio(self, sampler_classes: Iterable[int]) -> float:
         """The share for a step of requests of these sampling classes, all of which decode: the host is asked by some."""
-        return self.ahead if self.ahead == 1.0 or max(kinds, default=0) < PROCESSED else 1.0
+        return self.measured_overlap_ratio if self.measured_overlap_ratio == 1.0 or max(sampler_classes, default=0) < FIRST_HOST_SAMPLER_CLASS else 1.0
 
-    def drafting(self, drafter: str, backlog: int, requests: int, length: int) -> float:
+    def draft_cost(self, drafter: str, num_pending_rows: int, num_requests: int, draft_len: int) -> float:
         """Model seconds of drafting `length` tokens for `requests` requests with so many rows to compute first."""
-        return self._pass_factor * self._passes[drafter].draft(backlog, requests, length)
+        return self._pass_factor * self._pass_costs[drafter].draft_seconds(num_pending_rows, num_requests, draft_len)
 
-    def _learn(self, tally: Tally, cost: float, seconds: Mapping[str, float]) -> None:
-        total, sampling = sum(seconds.values()), seconds.get("sample", 0.0)
-        ratio = (total - seconds.get("draft", 0.0)) / cost
+    def _update(self, summary: StepSummary, cost: float, seconds_by_stage: Mapping[str, float]) -> None:
+        total, sampling = sum(seconds_by_stage.values()), seconds_by_stage.get("sample", 0.0)
+        ratio = (total - seconds_by_stage.get("draft", 0.0)) / cost
         self._drift.update(ratio)
-        rows, (before, ratio_before) = tally.shape.rows, self._last
+        rows, (before, ratio_before) = summary.shape.num_rows, self._last_step
         if before and rows != before:
-            self.costs.learn(rows, before, ratio / ratio_before)
-        self._last = rows, ratio
-        if tally.drafted:
-            ahead = self.ahead_of(kind for kind, rows in enumerate(tally.kinds) if rows)
-            needed = ahead * self.costs.of(tally.plain) * tally.emitted / tally.sampling
-            self.watchdog.speculated(total, needed)
+            self.step_costs.learn(rows, before, ratio / ratio_before)
+        self._last_step = rows, ratio
+        if summary.num_draft_rows:
+            ahead = self.overlap_ratio(kind for kind, rows in enumerate(summary.rows_by_sampler_class) if rows)
+            needed = ahead * self.step_costs.cost_of(summary.plain_shape) * summary.num_emitted / summary.num_sampling_requests
+            self.watchdog.record_speculative(total, needed)
         else:
-            self.watchdog.plain(ratio)
+            self.watchdog.record_plain(ratio)
         self._num_steps += 1
-        if self._num_steps % PRICE_EVERY == 0 and sampling > 0.0:
-            self.prices.learn(tally.kinds, sampling / self.drift)
+        if self._num_steps % SAMPLING_COST_EVERY == 0 and sampling > 0.0:
+            self.sampling_costs.learn(summary.rows_by_sampler_class, sampling / self.drift)
 
-    def _extra(self, kinds: Sequence[int]) -> float:
-        return sum(count * self.prices.extra(kind) for kind, count in enumerate(kinds) if count)
+    def _sampling_extra(self, rows_by_sampler_class: Sequence[int]) -> float:
+        return sum(count * self.sampling_costs.extra_cost(kind) for kind, count in enumerate(rows_by_sampler_class) if count)

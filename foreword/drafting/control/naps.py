@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import math
 
-from foreword.drafting.control.frame import Tracked
+from foreword.drafting.control.frame import TrackedRequest
 
-__all__ = ["Naps"]
+__all__ = ["Backoff"]
 
-PATIENCE = 4  # asks without a draft that pays before a request is left alone for a while
-IMPATIENCE = 7  # as if so many had been in vain already, where no request's guesses come true at present
-ASKING_SHARE = 0.004  # of the time may go into asking in vain; where it takes less, nobody is left alone
+MISSES_BEFORE_BACKOFF = 4  # asks without a draft that pays before a request is left alone for a while
+INITIAL_MISSES = 7  # as if so many had been in vain already, where no request's guesses come true at present
+MAX_PROPOSAL_OVERHEAD = 0.004  # of the time may go into asking in vain; where it takes less, nobody is left alone
 
 
-class Naps:
+class Backoff:
     """Spells are powers of two and end where such a number divides the round: requests wake together, so that a model can draft
     for all of them in the same passes.
 
@@ -21,24 +21,24 @@ class Naps:
     """
 
     def __init__(self) -> None:
-        self.asking = 0.0
+        self.proposal_overhead = 0.0
 
-    def start(self, request: Tracked, typical: float) -> None:
+    def start(self, request: TrackedRequest, mean_hit_rate: float) -> None:
         """A request begins, where this share of the others' guesses comes true at present."""
-        request.missed = round((1.0 - typical) * IMPATIENCE)
+        request.misses = round((1.0 - mean_hit_rate) * INITIAL_MISSES)
 
-    def asked_in_vain(self, share: float) -> None:
+    def record_cost(self, share: float) -> None:
         """Of a step, asking without a draft took this share."""
-        self.asking += (share - self.asking) / 16 if self.asking else share
+        self.proposal_overhead += (share - self.proposal_overhead) / 16 if self.proposal_overhead else share
 
-    def miss(self, request: Tracked, now: int, longest: int) -> None:
+    def record_miss(self, request: TrackedRequest, step_index: int, max_steps: int) -> None:
         """No draft in the round `now`; a request that has had none for long sleeps for growing spells, if asking costs."""
-        request.missed += 1
-        if request.missed > PATIENCE and longest:
-            spell = self.spell(request.missed - PATIENCE, longest)
-            request.wakes = (now // spell + 1) * spell
+        request.misses += 1
+        if request.misses > MISSES_BEFORE_BACKOFF and max_steps:
+            spell = self.length(request.misses - MISSES_BEFORE_BACKOFF, max_steps)
+            request.skip_until = (step_index // spell + 1) * spell
 
-    def spell(self, times: int, longest: int) -> int:
+    def length(self, num_failures: int, max_steps: int) -> int:
         """Rounds to leave alone what was in vain so many times: a power of two, the longer the more asking costs."""
-        most = min(1 << min(times, 10), longest, math.ceil(self.asking / ASKING_SHARE))
+        most = min(1 << min(num_failures, 10), max_steps, math.ceil(self.proposal_overhead / MAX_PROPOSAL_OVERHEAD))
         return 1 << max(most - 1, 0).bit_length()

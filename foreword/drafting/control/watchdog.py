@@ -2,78 +2,78 @@
 
 from __future__ import annotations
 
-__all__ = ["Budget", "Watchdog"]
+__all__ = ["ExplorationBudget", "RegressionWatchdog"]
 
-WINDOW = 16
-STALE = 256
-SHORTEST_REST = 16
-LONGEST_REST = 1024
-ANCHOR_RATE = 0.25
-LOSS = 1.02  # of a window, below which it is noise
-SHARE = 0.003
-SAVED_STEPS = 6.0
+WINDOW_STEPS = 16
+STALE_STEPS = 256
+MIN_PAUSE_STEPS = 16
+MAX_PAUSE_STEPS = 1024
+BASELINE_ALPHA = 0.25
+MAX_LOSS_RATIO = 1.02  # of a window, below which it is noise
+EXPLORATION_SHARE = 0.003
+MAX_SAVED_STEPS = 6.0
 
 
-class Watchdog:
+class RegressionWatchdog:
     """Compares what speculated steps took with what plain decoding would have needed for their tokens.
 
     The measure of plain decoding are plain steps taken in between. A window that lost is only believed with a plain
     step beside it: the machine may have become slower as a whole. Rests double while speculation keeps losing.
     """
 
-    __slots__ = ("_age", "_anchor", "_needed", "_realised", "_rest", "_steps", "_suspicious", "resting", "wants_plain")
+    __slots__ = ("_baseline_age", "_baseline_ratio", "_needed", "_actual_s", "_next_pause_steps", "_num_steps", "_is_suspicious", "pause_steps", "wants_baseline")
 
     def __init__(self) -> None:
-        self.resting = 0
-        self.wants_plain = True
-        self._rest = SHORTEST_REST
-        self._anchor = 1.0
-        self._age = 0
-        self._suspicious = True
-        self._restart()
+        self.pause_steps = 0
+        self.wants_baseline = True
+        self._next_pause_steps = MIN_PAUSE_STEPS
+        self._baseline_ratio = 1.0
+        self._baseline_age = 0
+        self._is_suspicious = True
+        self._reset_window()
 
     @property
-    def stale(self) -> bool:
+    def is_baseline_stale(self) -> bool:
         """Nothing is known about plain steps of late."""
-        return self._age >= STALE
+        return self._baseline_age >= STALE_STEPS
 
-    def plain(self, ratio: float) -> None:
+    def record_plain(self, ratio: float) -> None:
         """A step without drafts took `ratio` times its model seconds."""
-        self._anchor += (ratio - self._anchor) * (1.0 if self.wants_plain else ANCHOR_RATE)
-        self._age = 0
-        self.wants_plain = False
-        self.resting = max(self.resting - 1, 0)
+        self._baseline_ratio += (ratio - self._baseline_ratio) * (1.0 if self.wants_baseline else BASELINE_ALPHA)
+        self._baseline_age = 0
+        self.wants_baseline = False
+        self.pause_steps = max(self.pause_steps - 1, 0)
 
-    def rested(self, steps: int) -> None:
+    def record_skipped(self, num_steps: int) -> None:
         """So many plain steps went by unmeasured."""
-        self.resting = max(self.resting - steps, 0)
+        self.pause_steps = max(self.pause_steps - num_steps, 0)
 
-    def speculated(self, realised: float, needed: float) -> None:
+    def record_speculative(self, actual_s: float, plain_cost: float) -> None:
         """A step with drafts took `realised` seconds; plain decoding needs `needed` model seconds for what it emitted."""
-        self._age += 1
-        self._realised += realised
-        self._needed += needed * self._anchor
-        self._steps += 1
-        if self._steps >= WINDOW:
-            self._judge()
+        self._baseline_age += 1
+        self._actual_s += actual_s
+        self._needed += plain_cost * self._baseline_ratio
+        self._num_steps += 1
+        if self._num_steps >= WINDOW_STEPS:
+            self._evaluate_window()
 
-    def _judge(self) -> None:
-        if self._realised <= LOSS * self._needed:
-            self._rest = SHORTEST_REST
-            self._suspicious = False
-        elif not self._suspicious:
-            self._suspicious = self.wants_plain = True
+    def _evaluate_window(self) -> None:
+        if self._actual_s <= MAX_LOSS_RATIO * self._needed:
+            self._next_pause_steps = MIN_PAUSE_STEPS
+            self._is_suspicious = False
+        elif not self._is_suspicious:
+            self._is_suspicious = self.wants_baseline = True
         else:
-            self.resting = self._rest
-            self._rest = min(2 * self._rest, LONGEST_REST)
-        self._restart()
+            self.pause_steps = self._next_pause_steps
+            self._next_pause_steps = min(2 * self._next_pause_steps, MAX_PAUSE_STEPS)
+        self._reset_window()
 
-    def _restart(self) -> None:
-        self._realised = self._needed = 0.0
-        self._steps = 0
+    def _reset_window(self) -> None:
+        self._actual_s = self._needed = 0.0
+        self._num_steps = 0
 
 
-class Budget:
+class ExplorationBudget:
     """A share of the time, saved up to be spent on steps and drafts whose only use is to learn. Seconds."""
 
     __slots__ = ("_saved", "spent")
@@ -84,7 +84,7 @@ class Budget:
 
     def earn(self, seconds: float) -> None:
         """Time went by; what was not spent for long is lost."""
-        self._saved = min(self._saved + SHARE * seconds, SAVED_STEPS * seconds)
+        self._saved = min(self._saved + EXPLORATION_SHARE * seconds, MAX_SAVED_STEPS * seconds)
 
     def take(self, seconds: float) -> bool:
         """Spend so much if there is."""

@@ -15,57 +15,57 @@ import torch
 
 __all__ = [
     "ISAS",
-    "KINDS",
+    "FORMAT_IDS",
     "NUM_SPACES",
-    "TYPES",
-    "Command",
-    "Draft",
-    "Inputs",
+    "DTYPE_IDS",
+    "Instruction",
+    "DraftArgs",
+    "ProgramInputs",
     "KVPointers",
-    "Op",
+    "Opcode",
     "Operand",
-    "Space",
-    "Turns",
+    "AddressSpace",
+    "RopeTable",
     "Weight",
-    "isas",
+    "supported_isas",
     "library_digest",
     "load_library",
 ]
 
-VERSION = 7  # of the signatures and structures below, as in api.cpp
+ABI_VERSION = 7  # of the signatures and structures below, as in api.cpp
 ISAS = ("portable", "avx2", "avx512", "amx")  # enum Isa
-KIND_NAMES = ("float32", "bfloat16", "float16", "int8", "int4", "q8_0", "q5_0", "q4_0", "q4_k", "q5_k", "q6_k")
-KINDS = MappingProxyType({name: number for number, name in enumerate(KIND_NAMES)})  # enum Kind
-TYPES = MappingProxyType({torch.float32: 0, torch.bfloat16: 1, torch.int8: 2})  # enum Type
+FORMAT_NAMES = ("float32", "bfloat16", "float16", "int8", "int4", "q8_0", "q5_0", "q4_0", "q4_k", "q5_k", "q6_k")
+FORMAT_IDS = MappingProxyType({name: number for number, name in enumerate(FORMAT_NAMES)})  # enum Kind
+DTYPE_IDS = MappingProxyType({torch.float32: 0, torch.bfloat16: 1, torch.int8: 2})  # enum Type
 
 
-class Op(IntEnum):
+class Opcode(IntEnum):
     LINEAR = 0
     EMBEDDING = 1
     ADD = 2
-    TAKE_ROWS = 3
-    NORM = 4
+    INDEX_ROWS = 3
+    RMS_NORM = 4
     ROPE = 5
-    GATED = 6
+    GATED_ACT = 6
     WRITE_KV = 7
     ATTENTION = 8
     SOFTCAP = 9
 
 
-class Space(IntEnum):
+class AddressSpace(IntEnum):
     ABSOLUTE = 0
     ARENA = 1
     TOKEN_IDS = 2
     POSITIONS = 3
     SLOTS = 4
     BLOCK_TABLES = 5
-    ROW_STARTS = 6
+    QUERY_START_LOC = 6
     SAMPLE_ROWS = 7
-    ROPE_POSITIONS = 8
+    MROPE_POSITIONS = 8
     OUTPUT = 9
 
 
-NUM_SPACES = len(Space)
+NUM_SPACES = len(AddressSpace)
 
 
 class Operand(ctypes.Structure):
@@ -74,7 +74,7 @@ class Operand(ctypes.Structure):
     _fields_ = (("space", c_int64), ("address", c_int64), ("per_row", c_int64), ("stride", c_int64))
 
 
-class Command(ctypes.Structure):
+class Instruction(ctypes.Structure):
     """One operation; program.cpp tells what its fields hold."""
 
     _fields_ = (
@@ -90,7 +90,7 @@ class Command(ctypes.Structure):
     )
 
 
-class Inputs(ctypes.Structure):
+class ProgramInputs(ctypes.Structure):
     """What differs from one run to the next."""
 
     _fields_ = (
@@ -103,7 +103,7 @@ class Inputs(ctypes.Structure):
     )
 
 
-class Draft(ctypes.Structure):
+class DraftArgs(ctypes.Structure):
     """Several passes and the sampling between them; csrc/draft.h tells what its fields hold."""
 
     _fields_ = (
@@ -134,7 +134,7 @@ class Weight(ctypes.Structure):
     )
 
 
-class Turns(ctypes.Structure):
+class RopeTable(ctypes.Structure):
     """What rope turns by: cosines and sines by position, and the direction of each angle (or none)."""
 
     _fields_ = (("table", c_void_p), ("directions", c_void_p))
@@ -155,27 +155,27 @@ class KVPointers(ctypes.Structure):
     )
 
 
-ROWS = (c_void_p, c_void_p, c_int64, c_int64)  # machine, logits, rows, width
+ROW_ARGS = (c_void_p, c_void_p, c_int64, c_int64)  # machine, logits, rows, width
 SIGNATURES = MappingProxyType(
     {
-        "foreword_log_sum_exp": (None, *ROWS, c_void_p),
-        "foreword_top_ids": (None, *ROWS, c_int64, c_void_p),
-        "foreword_add_at": (None, *ROWS, c_void_p, c_void_p, c_void_p),
-        "foreword_penalize": (None, *ROWS, c_void_p, c_void_p, c_void_p),
-        "foreword_keep_allowed": (None, *ROWS, c_void_p, c_int64),
-        "foreword_keep_top_k": (None, *ROWS, c_void_p),
-        "foreword_keep_top_p": (None, *ROWS, c_void_p),
-        "foreword_keep_min_p": (None, *ROWS, c_void_p),
-        "foreword_keep_typical_p": (None, *ROWS, c_void_p),
-        "foreword_keep_top_n_sigma": (None, *ROWS, c_void_p),
-        "foreword_exclude_top": (None, *ROWS, c_void_p, c_void_p, c_void_p, c_void_p),
-        "foreword_sample": (None, *ROWS, c_void_p, c_void_p, c_void_p, c_void_p),
+        "foreword_log_sum_exp": (None, *ROW_ARGS, c_void_p),
+        "foreword_top_ids": (None, *ROW_ARGS, c_int64, c_void_p),
+        "foreword_add_at": (None, *ROW_ARGS, c_void_p, c_void_p, c_void_p),
+        "foreword_penalize": (None, *ROW_ARGS, c_void_p, c_void_p, c_void_p),
+        "foreword_keep_allowed": (None, *ROW_ARGS, c_void_p, c_int64),
+        "foreword_keep_top_k": (None, *ROW_ARGS, c_void_p),
+        "foreword_keep_top_p": (None, *ROW_ARGS, c_void_p),
+        "foreword_keep_min_p": (None, *ROW_ARGS, c_void_p),
+        "foreword_keep_typical_p": (None, *ROW_ARGS, c_void_p),
+        "foreword_keep_top_n_sigma": (None, *ROW_ARGS, c_void_p),
+        "foreword_exclude_top": (None, *ROW_ARGS, c_void_p, c_void_p, c_void_p, c_void_p),
+        "foreword_sample": (None, *ROW_ARGS, c_void_p, c_void_p, c_void_p, c_void_p),
         "foreword_noise": (None, c_void_p, c_int64, c_void_p, c_void_p),
         "foreword_supported": (c_int32, c_int32),
         "foreword_machine_new": (c_void_p, c_int32, c_int32),
         "foreword_machine_delete": (None, c_void_p),
-        "foreword_run": (None, c_void_p, POINTER(Command), c_int64, POINTER(Inputs)),
-        "foreword_draft": (None, c_void_p, POINTER(Command), c_int64, POINTER(Inputs), POINTER(Draft)),
+        "foreword_run": (None, c_void_p, POINTER(Instruction), c_int64, POINTER(ProgramInputs)),
+        "foreword_draft": (None, c_void_p, POINTER(Instruction), c_int64, POINTER(ProgramInputs), POINTER(DraftArgs)),
         "foreword_packed_bytes": (c_int64, c_int32, c_int64, c_int64),
         "foreword_pack": (None, c_void_p, c_int32, c_int32, c_void_p, c_int64, c_int64, c_void_p),
         "foreword_unpack": (None, c_void_p, POINTER(Weight), c_void_p),
@@ -193,13 +193,13 @@ NOT_BUILT = (
     "the native kernels were not built when Foreword was installed (no compiler, or it failed: `pip install -v` shows it); "
     "everything runs in torch, much slower"
 )
-FOLDER = Path(__file__).parents[1]
-ELSEWHERE = "FOREWORD_NATIVE"  # names a library of another build, as one with sanitizers
+PACKAGE_DIR = Path(__file__).parents[1]
+LIBRARY_ENV = "FOREWORD_NATIVE"  # names a library of another build, as one with sanitizers
 
 
 def load_library(folder: Path | None = None) -> tuple[ctypes.CDLL | None, str]:
     """The compiled library beside this package (or in `folder`), or None and a reason that can be read."""
-    path = _path(folder or FOLDER)
+    path = _find_library(folder or PACKAGE_DIR)
     if path is None:
         return None, NOT_BUILT
     try:
@@ -207,7 +207,7 @@ def load_library(folder: Path | None = None) -> tuple[ctypes.CDLL | None, str]:
         version = int(library.foreword_native_version())
     except (OSError, AttributeError) as error:
         return None, f"{path.name} cannot be loaded ({error}); everything runs in torch, much slower"
-    if version != VERSION:
+    if version != ABI_VERSION:
         return (
             None,
             f"{path.name} is of another version of Foreword; everything runs in torch, much slower, until it is built again",
@@ -221,19 +221,19 @@ def load_library(folder: Path | None = None) -> tuple[ctypes.CDLL | None, str]:
 
 def library_digest() -> str:
     """Tells builds apart: another compiler or another source may round differently. Empty without the library."""
-    path = _path(FOLDER)
+    path = _find_library(PACKAGE_DIR)
     return "" if path is None or not path.is_file() else hashlib.blake2b(path.read_bytes(), digest_size=8).hexdigest()
 
 
-def _path(folder: Path) -> Path | None:
+def _find_library(folder: Path) -> Path | None:
     """The newest library there, or the one that the environment names instead of the package's own."""
-    if folder == FOLDER and os.environ.get(ELSEWHERE):
-        return Path(os.environ[ELSEWHERE])
+    if folder == PACKAGE_DIR and os.environ.get(LIBRARY_ENV):
+        return Path(os.environ[LIBRARY_ENV])
     return max(folder.glob("_native*.so"), key=lambda path: path.stat().st_mtime, default=None)
 
 
 @functools.cache
-def isas() -> tuple[str, ...]:
+def supported_isas() -> tuple[str, ...]:
     """Names of the instruction sets that this processor runs, the best one last; none without the library."""
     library, _ = load_library()
     if library is None:

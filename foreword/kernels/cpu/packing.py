@@ -12,76 +12,76 @@ import torch
 from torch import Tensor
 
 from foreword.core.memory import HugePages
-from foreword.kernels.cpu.library import KINDS, Weight
-from foreword.kernels.ops import Blocks, Matrix
+from foreword.kernels.cpu.library import FORMAT_IDS, Weight
+from foreword.kernels.ops import QuantizedBlocks, Matrix
 
-__all__ = ["CpuLinear", "Packer", "Piece"]
+__all__ = ["CpuLinear", "Packer", "PackedBlock"]
 
-TENSOR_KINDS = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+DTYPE_FORMATS = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class PackedBlock:
     """Rows [first, first + weight.n) of a matrix, packed as one kind. `keep` owns the memory that `weight` points to."""
 
     weight: Weight
-    first: int
-    keep: tuple[Tensor, ...]
+    first_row: int
+    keep_alive: tuple[Tensor, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class CpuLinear:
     """A packed matrix [outputs, inputs]: mostly one piece, or several where a file mixes kinds."""
 
-    pieces: tuple[Piece, ...]
-    outputs: int
-    inputs: int
+    blocks: tuple[PackedBlock, ...]
+    out_features: int
+    in_features: int
 
 
 class Packer:
     """Packs with the threads of one machine (csrc/program.h)."""
 
-    def __init__(self, library: ctypes.CDLL, machine: int) -> None:
+    def __init__(self, library: ctypes.CDLL, cpu_context: int) -> None:
         self._library = library
-        self._machine = machine
+        self._cpu_context = cpu_context
         self._memory = HugePages()
 
-    def pack(self, parts: Sequence[Matrix], kind: str, bias: Tensor | None) -> CpuLinear:
+    def pack(self, parts: Sequence[Matrix], weight_format: str, bias: Tensor | None) -> CpuLinear:
         """See Ops.pack_linear."""
-        inputs = _columns(parts[0])
-        assert all(_columns(part) == inputs for part in parts)
+        inputs = _num_columns(parts[0])
+        assert all(_num_columns(part) == inputs for part in parts)
         wide = None if bias is None else bias.to(torch.float32).contiguous()
-        pieces = tuple(self._pieces(parts, kind, wide))
+        pieces = tuple(self._pack_blocks(parts, weight_format, wide))
         return CpuLinear(pieces, sum(piece.weight.n for piece in pieces), inputs)
 
-    def _pieces(self, parts: Sequence[Matrix], kind: str, bias: Tensor | None) -> Iterator[Piece]:
+    def _pack_blocks(self, parts: Sequence[Matrix], weight_format: str, bias: Tensor | None) -> Iterator[PackedBlock]:
         first = 0
-        for source, run in groupby(parts, _source):
-            rows = np.concatenate([_pointers(part) for part in run])
-            target = source if source not in TENSOR_KINDS.values() else kind
-            yield self._piece(rows, source, target, _columns(parts[0]), first, bias)
+        for source, run in groupby(parts, _source_format):
+            rows = np.concatenate([_row_pointers(part) for part in run])
+            target = source if source not in DTYPE_FORMATS.values() else weight_format
+            yield self._pack_block(rows, source, target, _num_columns(parts[0]), first, bias)
             first += len(rows)
 
-    def _piece(self, rows: np.ndarray, source: str, kind: str, k: int, first: int, bias: Tensor | None) -> Piece:
-        n = len(rows)
-        tiles = self._memory.take(self._library.foreword_packed_bytes(KINDS[kind], n, k))
-        self._library.foreword_pack(self._machine, KINDS[kind], KINDS[source], rows.ctypes.data, n, k, tiles.data_ptr())
-        own = None if bias is None else bias[first : first + n]
-        weight = Weight(KINDS[kind], 0, n, k, tiles.data_ptr(), None if own is None else own.data_ptr())
-        return Piece(weight, first, (tiles,) if own is None else (tiles, own))
+    def _pack_block(self, row_pointers: np.ndarray, source: str, target: str, k: int, first_row: int, bias: Tensor | None) -> PackedBlock:
+        n = len(row_pointers)
+        tiles = self._memory.allocate(self._library.foreword_packed_bytes(FORMAT_IDS[target], n, k))
+        self._library.foreword_pack(self._cpu_context, FORMAT_IDS[target], FORMAT_IDS[source], row_pointers.ctypes.data, n, k, tiles.data_ptr())
+        own = None if bias is None else bias[first_row : first_row + n]
+        weight = Weight(FORMAT_IDS[target], 0, n, k, tiles.data_ptr(), None if own is None else own.data_ptr())
+        return PackedBlock(weight, first_row, (tiles,) if own is None else (tiles, own))
 
 
-def _columns(part: Matrix) -> int:
-    return part.columns if isinstance(part, Blocks) else part.shape[1]
+def _num_columns(part: Matrix) -> int:
+    return part.columns if isinstance(part, QuantizedBlocks) else part.shape[1]
 
 
-def _source(part: Matrix) -> str:
-    return part.kind if isinstance(part, Blocks) else TENSOR_KINDS[part.dtype]
+def _source_format(part: Matrix) -> str:
+    return part.format if isinstance(part, QuantizedBlocks) else DTYPE_FORMATS[part.dtype]
 
 
-def _pointers(part: Matrix) -> np.ndarray:
+def _row_pointers(part: Matrix) -> np.ndarray:
     """uint64 [N]: where each row begins."""
-    data = part.data if isinstance(part, Blocks) else part
+    data = part.data if isinstance(part, QuantizedBlocks) else part
     assert data.device.type == "cpu" and (data.stride(1) == 1 or data.shape[1] == 1)
     stride = data.stride(0) * data.itemsize
     return data.data_ptr() + np.arange(data.shape[0], dtype=np.uint64) * np.uint64(stride)

@@ -20,7 +20,7 @@ from foreword.kernels.triton.float8 import from_float8
 
 __all__ = ["attend"]
 
-LOWEST = tl.constexpr(-3.0e38)  # the maximum of nothing: finite, so that differences are
+MIN_SCORE = tl.constexpr(-3.0e38)  # the maximum of nothing: finite, so that differences are
 INFINITY = tl.constexpr(float("inf"))
 LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -35,12 +35,12 @@ def _merge(top, total, values, next_top, next_total, next_values):
 
 
 @triton.jit
-def _widened(values, dtype: tl.constexpr):
+def _upcast(values, dtype: tl.constexpr):
     return from_float8(values, dtype) if values.dtype == tl.uint8 else values.to(dtype)
 
 
 @triton.jit
-def _sum(weights, dtype: tl.constexpr, BLOCK_KV: tl.constexpr):
+def _sum_positions(weights, dtype: tl.constexpr, BLOCK_KV: tl.constexpr):
     """[BLOCK_KV, NQ] -> [NQ]"""
     if dtype == tl.float32:
         ones = tl.full([16, BLOCK_KV], 1.0, tl.float32)
@@ -50,11 +50,11 @@ def _sum(weights, dtype: tl.constexpr, BLOCK_KV: tl.constexpr):
 
 
 @triton.jit
-def _walk(
-    q, k, v, k_scale, v_scale, table, begin, end, low, high, positions, scale, softcap,
+def _attend_positions(
+    q, k, v, k_scale, v_scale, block_table, begin, end, low, high, positions, scale, softcap,
     KV_HEADS: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
     BLOCK_KV: tl.constexpr, BLOCK_D: tl.constexpr, NQ: tl.constexpr, SPLIT: tl.constexpr, FLUSH: tl.constexpr,
-    CAREFUL: tl.constexpr, STAGES: tl.constexpr,
+    MASK_NON_FINITE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Softmax of q [BLOCK_D, NQ] over the positions from begin, a multiple of BLOCK_KV, to end.
 
@@ -64,7 +64,7 @@ def _walk(
     Returns top and total [NQ] and values [BLOCK_D, NQ].
     """
     d = tl.arange(0, BLOCK_D)
-    top = tl.full([NQ], LOWEST, tl.float32)
+    top = tl.full([NQ], MIN_SCORE, tl.float32)
     total = tl.zeros([NQ], tl.float32)
     values = tl.zeros([BLOCK_D, NQ], tl.float32)
     all_top, all_total, all_values = top, total, values
@@ -72,16 +72,16 @@ def _walk(
         if FLUSH:  # noqa: SIM102 (known when it is compiled)
             if start % SPLIT == 0:
                 all_top, all_total, all_values = _merge(all_top, all_total, all_values, top, total, values)
-                top = tl.full([NQ], LOWEST, tl.float32)
+                top = tl.full([NQ], MIN_SCORE, tl.float32)
                 total = tl.zeros([NQ], tl.float32)
                 values = tl.zeros([BLOCK_D, NQ], tl.float32)
         at = start + tl.arange(0, BLOCK_KV)
         known = (at >= low) & (at <= high)
-        block = tl.load(table + at // BLOCK_SIZE, mask=known, other=0)
+        block = tl.load(block_table + at // BLOCK_SIZE, mask=known, other=0)
         vector = (block * BLOCK_SIZE + at % BLOCK_SIZE) * KV_HEADS
         places = vector[:, None] * D + d[None, :]
         there = known[:, None] if D == BLOCK_D else known[:, None] & (d < D)[None, :]
-        scores = tl.dot(_widened(tl.load(k + places, mask=there, other=0), q.dtype), q, input_precision="ieee")
+        scores = tl.dot(_upcast(tl.load(k + places, mask=there, other=0), q.dtype), q, input_precision="ieee")
         if k_scale is not None:
             scores = scores * tl.load(k_scale + vector, mask=known, other=0.0)[:, None]
         scores = scores * scale
@@ -95,16 +95,16 @@ def _walk(
         keep = tl.exp2(top - highest)
         weights = tl.exp2(scores - highest[None, :])
         top = highest
-        total = total * keep + _sum(weights, q.dtype, BLOCK_KV)
+        total = total * keep + _sum_positions(weights, q.dtype, BLOCK_KV)
         loaded = tl.load(v + places, mask=there, other=0)
         if v_scale is not None:
             weights = tl.where(seen, weights * tl.load(v_scale + vector, mask=known, other=0.0)[:, None], 0.0)
-        if CAREFUL:
+        if MASK_NON_FINITE:
             sound = tl.abs(loaded.to(tl.float32)) < INFINITY
             loaded = tl.where(sound, loaded, 0.0).to(loaded.dtype)
             ill = tl.min(sound.to(tl.int32), 1) == 0
             total = tl.where(tl.max((seen & ill[:, None]).to(tl.int32), 0) > 0, float("nan"), total)
-        values = tl.dot(tl.trans(_widened(loaded, q.dtype)), weights.to(q.dtype), values * keep[None, :], input_precision="ieee")
+        values = tl.dot(tl.trans(_upcast(loaded, q.dtype)), weights.to(q.dtype), values * keep[None, :], input_precision="ieee")
     if FLUSH:
         return _merge(all_top, all_total, all_values, top, total, values)
     else:
@@ -112,45 +112,45 @@ def _walk(
 
 
 @triton.jit
-def _finite(total, values):
+def _is_finite(total, values):
     """[NQ] and [BLOCK_D, NQ] -> int32 [NQ]: whether all is."""
     return tl.minimum((tl.abs(total) < INFINITY).to(tl.int32), tl.min((tl.abs(values) < INFINITY).to(tl.int32), 0))
 
 
 @triton.jit
-def _softmax(
-    q, k, v, k_scale, v_scale, table, begin, end, low, high, positions, scale, softcap,
+def _attend_split(
+    q, k, v, k_scale, v_scale, block_table, begin, end, low, high, positions, scale, softcap,
     KV_HEADS: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
     BLOCK_KV: tl.constexpr, BLOCK_D: tl.constexpr, NQ: tl.constexpr, SPLIT: tl.constexpr, FLUSH: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
     """_walk(), and once more with care where something is not finite. Quantized values are; their scales are selected away."""
-    top, total, values = _walk(
-        q, k, v, k_scale, v_scale, table, begin, end, low, high, positions, scale, softcap,
+    top, total, values = _attend_positions(
+        q, k, v, k_scale, v_scale, block_table, begin, end, low, high, positions, scale, softcap,
         KV_HEADS, D, BLOCK_SIZE, WINDOW, SOFTCAP, BLOCK_KV, BLOCK_D, NQ, SPLIT, FLUSH, False, STAGES,
     )  # fmt: skip
     if v_scale is None:  # noqa: SIM102
-        if tl.min(_finite(total, values)) == 0:
-            top, total, values = _walk(
-                q, k, v, k_scale, v_scale, table, begin, end, low, high, positions, scale, softcap,
+        if tl.min(_is_finite(total, values)) == 0:
+            top, total, values = _attend_positions(
+                q, k, v, k_scale, v_scale, block_table, begin, end, low, high, positions, scale, softcap,
                 KV_HEADS, D, BLOCK_SIZE, WINDOW, SOFTCAP, BLOCK_KV, BLOCK_D, NQ, SPLIT, FLUSH, True, 1,
             )  # fmt: skip
     return top, total, values
 
 
 @triton.jit
-def _write(out, places, exists, valid, total, values, D: tl.constexpr, BLOCK_D: tl.constexpr):
+def _store_output(out, places, exists, valid, total, values, D: tl.constexpr, BLOCK_D: tl.constexpr):
     """To out, at places [NQ] and behind. Columns of padding are 0. A column that met what is not finite is NaN as a whole: which
     of its values would be depends on the way. Adding 0 makes -0 to +0: the sign of a zero depends on it as well."""
     d = tl.arange(0, BLOCK_D)
-    result = tl.where((_finite(total, values) == 1)[None, :], values / tl.where(valid, total, 1.0)[None, :] + 0.0, float("nan"))
+    result = tl.where((_is_finite(total, values) == 1)[None, :], values / tl.where(valid, total, 1.0)[None, :] + 0.0, float("nan"))
     result = tl.where(valid[None, :], result, 0.0).to(out.dtype.element_ty)
     tl.store(out + places[:, None] + d[None, :], tl.trans(result), mask=exists[:, None] & (d < D)[None, :])
 
 
 @triton.jit(do_not_specialize=["num_requests", "table_width", "max_splits"])
 def attend(
-    q, k, v, k_scale, v_scale, out, partials, tops, counters, tiles, owners, positions, tables,
+    q, k, v, k_scale, v_scale, out, partials, split_stats, counters, tiles, request_index, positions, block_tables,
     num_requests, table_width, max_splits, q_row, q_head, scale, softcap,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SPLIT: tl.constexpr, BLOCK_KV: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -180,7 +180,7 @@ def attend(
     first = tl.load(tiles + 2 * tile)
     row = first + column // HEADS
     exists = (column // HEADS < tl.load(tiles + 2 * tile + 1)) & (head < GROUP)
-    owner = tl.load(owners + row, mask=exists, other=num_requests).to(tl.int32)
+    owner = tl.load(request_index + row, mask=exists, other=num_requests).to(tl.int32)
     request = tl.min(owner)
     valid = exists & (owner == request) & (owner < num_requests)
     at = tl.load(positions + row, mask=valid, other=-1).to(tl.int32)
@@ -197,18 +197,18 @@ def attend(
     wanted = q + row.to(tl.int64)[:, None] * q_row + heads[:, None] * q_head + d[None, :]
     queries = tl.trans(tl.load(wanted, mask=valid[:, None] & (d < D)[None, :], other=0.0))
     places = (row.to(tl.int64) * (KV_HEADS * GROUP) + heads) * D
-    table = tables + request.to(tl.int64) * table_width
+    table = block_tables + request.to(tl.int64) * table_width
     k += kv_head * D
     v += kv_head * D
     if k_scale is not None:
         k_scale += kv_head
         v_scale += kv_head
     if WHOLE:
-        top, total, values = _softmax(
+        top, total, values = _attend_split(
             queries, k, v, k_scale, v_scale, table, begin, high + 1, low, high, at, scale, softcap,
             KV_HEADS, D, BLOCK_SIZE, WINDOW, SOFTCAP, BLOCK_KV, BLOCK_D, NQ, SPLIT, True, STAGES,
         )  # fmt: skip
-        _write(out, places, exists, valid, total, values, D, BLOCK_D)
+        _store_output(out, places, exists, valid, total, values, D, BLOCK_D)
     else:
         if (program == 0) & (num_splits <= 0):
             tl.store(
@@ -221,24 +221,24 @@ def attend(
             kept = (d < D)[:, None] & exists[None, :]
             for split in range(program, num_splits, programs):
                 start = (first_split + split) * SPLIT
-                top, total, values = _softmax(
+                top, total, values = _attend_split(
                     queries, k, v, k_scale, v_scale, table, tl.maximum(start, begin), tl.minimum(start + SPLIT, high + 1),
                     low, high, at, scale, softcap,
                     KV_HEADS, D, BLOCK_SIZE, WINDOW, SOFTCAP, BLOCK_KV, BLOCK_D, NQ, SPLIT, False, STAGES,
                 )  # fmt: skip
                 tl.store(partials + (base + split) * (D * NQ) + inner, values, mask=kept)
-                tl.store(tops + (base + split) * (2 * NQ) + column, top)
-                tl.store(tops + (base + split) * (2 * NQ) + NQ + column, total)
+                tl.store(split_stats + (base + split) * (2 * NQ) + column, top)
+                tl.store(split_stats + (base + split) * (2 * NQ) + NQ + column, total)
             tl.debug_barrier()
             arrived = tl.atomic_add(counters + pair, 1, sem="acq_rel")
             if arrived == tl.minimum(programs, num_splits) - 1:
-                top = tl.full([NQ], LOWEST, tl.float32)
+                top = tl.full([NQ], MIN_SCORE, tl.float32)
                 total = tl.zeros([NQ], tl.float32)
                 values = tl.zeros([BLOCK_D, NQ], tl.float32)
                 for split in tl.range(0, num_splits, num_stages=3):
-                    next_top = tl.load(tops + (base + split) * (2 * NQ) + column, cache_modifier=".cg")
-                    next_total = tl.load(tops + (base + split) * (2 * NQ) + NQ + column, cache_modifier=".cg")
+                    next_top = tl.load(split_stats + (base + split) * (2 * NQ) + column, cache_modifier=".cg")
+                    next_total = tl.load(split_stats + (base + split) * (2 * NQ) + NQ + column, cache_modifier=".cg")
                     part = tl.load(partials + (base + split) * (D * NQ) + inner, mask=kept, other=0.0, cache_modifier=".cg")
                     top, total, values = _merge(top, total, values, next_top, next_total, part)
-                _write(out, places, exists, valid, total, values, D, BLOCK_D)
+                _store_output(out, places, exists, valid, total, values, D, BLOCK_D)
                 tl.store(counters + pair, 0)

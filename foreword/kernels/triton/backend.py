@@ -7,9 +7,9 @@ from collections.abc import Callable
 from torch import Tensor
 
 from foreword.core.batch import Batch
-from foreword.kernels.recorded import RecordedForward
-from foreword.kernels.reference import Reference
-from foreword.kernels.triton.advance import TritonLaneSteps
+from foreword.kernels.recorded import GraphRunner
+from foreword.kernels.reference import ReferenceOps
+from foreword.kernels.triton.advance import TritonDecodeOps
 from foreword.kernels.triton.attention import TritonAttention
 from foreword.kernels.triton.linear import TritonLinear
 from foreword.kernels.triton.rows import TritonRows
@@ -18,17 +18,17 @@ from foreword.kernels.triton.sampling import TritonSampling
 __all__ = ["TritonOps"]
 
 
-class TritonOps(TritonLinear, TritonAttention, TritonRows, TritonSampling, Reference):
+class TritonOps(TritonLinear, TritonAttention, TritonRows, TritonSampling, ReferenceOps):
     """What no mixin has is the reference's: exact in itself, or never in a step."""
 
     name = "triton"
-    recordable = True
+    supports_graphs = True
 
     def __init__(self, eager: bool = False) -> None:
         """eager: nothing is put into a graph."""
         super().__init__(row_tile=1)
         self.eager = eager
 
-    def compile(self, forward: Callable[[Batch], Tensor]) -> RecordedForward:
+    def compile(self, forward: Callable[[Batch], Tensor]) -> GraphRunner:
         """Captured in graphs, but for passes of many rows."""
-        return RecordedForward(self, forward, self.eager, TritonLaneSteps())
+        return GraphRunner(self, forward, self.eager, TritonDecodeOps())

@@ -12,20 +12,20 @@ from foreword.core.kv import KVLayer
 from foreword.kernels.ops import Ops
 from foreword.kernels.triton import attention
 
-__all__ = ["ROW_COUNTS", "check_attention", "check_rows"]
+__all__ = ["ROW_COUNTS", "check_attention_invariance", "check_row_invariance"]
 
 # On both sides of what tiles.py decides by. In the first shape K has three parts, which have their own programs or share one;
 # the second is a multiple of nothing, and its K is one part.
 ROW_COUNTS = (1, 2, 7, 8, 9, 16, 17, 32, 33, 63, 64, 65, 100, 128, 130, 257)
 SHAPES = ((6144, 1024), (200, 500))
-BRAIN_FLOAT = (8, 0)  # compute capability from which on there is bfloat16
+BFLOAT16_CAPABILITY = (8, 0)  # compute capability from which on there is bfloat16
 BLOCK_SIZE = 16
-DRAFT = 6
+DRAFT_ROWS = 6
 
 Span = tuple[int, int]
 
 
-def check_rows(
+def check_row_invariance(
     ops: Ops,
     device: torch.device | str,
     shapes: Sequence[tuple[int, int]] = SHAPES,
@@ -37,24 +37,24 @@ def check_rows(
     launches for each kind; what takes time is compiling them, and Triton keeps that on disk.
     """
     device = torch.device(device)
-    for dtype in _types(device):
+    for dtype in _dtypes(device):
         generator = torch.Generator().manual_seed(0)
-        kinds = (str(dtype).removeprefix("torch."), *(("int8",) if dtype == _types(device)[0] else ()))
+        kinds = (str(dtype).removeprefix("torch."), *(("int8",) if dtype == _dtypes(device)[0] else ()))
         for size, width in shapes:
             matrix, x, residual = (
                 torch.randn(shape, generator=generator).to(device, dtype)
                 for shape in ((size, width), (max(row_counts), width), (max(row_counts), size))
             )
             for kind in kinds:
-                for name, run in _products(ops, kind, matrix, x, residual):
-                    count = _differing(row_counts, run)
+                for name, run in _linear_layers(ops, kind, matrix, x, residual):
+                    count = _first_differing(row_counts, run)
                     if count:
                         return f"a {name} layer in {kind} gives other bits for {count} rows than for one"
     return None
 
 
-def check_attention(
-    ops: Ops, device: torch.device | str, kv_heads: int = 8, group: int = 4, dim: int = 128, rows: int = 64
+def check_attention_invariance(
+    ops: Ops, device: torch.device | str, kv_heads: int = 8, group: int = 4, dim: int = 128, num_rows: int = 64
 ) -> str | None:
     """None if the bits of a row's attention are the same alone, in a draft, in a chunk of `rows` and in a crowd of each: tiles of
     all widths, with as many programs for each as there are splits, half of that, and one. Else where they first differ.
@@ -62,24 +62,24 @@ def check_attention(
     The rows lie on both sides of where the third split begins. Requests of a crowd read the same blocks.
     """
     device = torch.device(device)
-    start = 2 * attention.SPLIT - rows // 2
-    blocks = range(1, -(-(start + rows) // BLOCK_SIZE) + 1)
+    start = 2 * attention.SPLIT - num_rows // 2
+    blocks = range(1, -(-(start + num_rows) // BLOCK_SIZE) + 1)
     slots = (len(blocks) + 1) * BLOCK_SIZE
-    for dtype in _types(device):
+    for dtype in _dtypes(device):
         generator = torch.Generator().manual_seed(0)
         q, k, v = (
             torch.randn(shape, generator=generator).to(device, dtype)
-            for shape in ((rows, kv_heads * group, dim), *[(slots, kv_heads, dim)] * 2)
+            for shape in ((num_rows, kv_heads * group, dim), *[(slots, kv_heads, dim)] * 2)
         )
         cache = KVLayer(k, v)
 
         def run(spans: Sequence[Span], q: Tensor = q, cache: KVLayer = cache) -> Tensor:
             chunks = [Chunk([0] * (last - first), start + first, blocks, 1) for first, last in spans]
-            batch = build_batch(chunks, BLOCK_SIZE, 1, str(device), owners=True)
+            batch = build_batch(chunks, BLOCK_SIZE, 1, str(device), with_request_index=True)
             return ops.attention(torch.cat([q[first:last] for first, last in spans]), cache, batch, dim**-0.5)
 
-        whole = run([(0, rows)])
-        for name, spans in _crowds(rows, kv_heads):
+        whole = run([(0, num_rows)])
+        for name, spans in _batches(num_rows, kv_heads):
             if not torch.equal(run(spans), torch.cat([whole[first:last] for first, last in spans])):
                 return (
                     f"attention in {str(dtype).removeprefix('torch.')} gives other bits for {name} than for a chunk of a prompt"
@@ -87,24 +87,24 @@ def check_attention(
     return None
 
 
-def _types(device: torch.device) -> tuple[torch.dtype, ...]:
+def _dtypes(device: torch.device) -> tuple[torch.dtype, ...]:
     """What is computed in; the first one is what models come in where there is no other wish."""
     if device.type == "cpu":
         return (torch.float32,)
-    new = torch.cuda.get_device_capability(device) >= BRAIN_FLOAT
+    new = torch.cuda.get_device_capability(device) >= BFLOAT16_CAPABILITY
     return (torch.bfloat16, torch.float16) if new else (torch.float16,)
 
 
-def _products(
-    ops: Ops, kind: str, matrix: Tensor, x: Tensor, residual: Tensor
+def _linear_layers(
+    ops: Ops, weight_format: str, matrix: Tensor, x: Tensor, residual: Tensor
 ) -> Iterator[tuple[str, Callable[[slice], Tensor]]]:
     """By name: what gives the rows of a slice of x."""
-    weight = ops.pack_linear([matrix], kind, matrix[:, 0])
+    weight = ops.pack_linear([matrix], weight_format, matrix[:, 0])
     yield "linear", lambda rows: ops.linear(x[rows], weight, None, residual[rows])
-    yield "gated linear", lambda rows: ops.linear_gated(x[rows], weight, "silu")
+    yield "gated linear", lambda rows: ops.linear_gated_act(x[rows], weight, "silu")
 
 
-def _differing(row_counts: Sequence[int], run: Callable[[slice], Tensor]) -> int | None:
+def _first_differing(row_counts: Sequence[int], run: Callable[[slice], Tensor]) -> int | None:
     """The first number of rows whose bits are not those of its rows alone. Rows alone are compared with both ends of the largest
     batch, and that one with all others."""
     whole = run(slice(0, max(row_counts)))
@@ -114,11 +114,11 @@ def _differing(row_counts: Sequence[int], run: Callable[[slice], Tensor]) -> int
     return next((count for count in row_counts if not torch.equal(run(slice(0, count)), whole[:count])), None)
 
 
-def _crowds(rows: int, kv_heads: int) -> Iterator[tuple[str, list[Span]]]:
+def _batches(num_rows: int, kv_heads: int) -> Iterator[tuple[str, list[Span]]]:
     """By name: which of the rows each request of a batch has."""
-    alone, draft, chunk = (rows - 1, rows), (rows - DRAFT, rows), (0, rows)
-    enough = -(-attention.ENOUGH_PROGRAMS // kv_heads)
-    for row in (0, rows // 2 - 1, rows // 2, rows - 1):
+    alone, draft, chunk = (num_rows - 1, num_rows), (num_rows - DRAFT_ROWS, num_rows), (0, num_rows)
+    enough = -(-attention.TARGET_NUM_PROGRAMS // kv_heads)
+    for row in (0, num_rows // 2 - 1, num_rows // 2, num_rows - 1):
         yield "a row alone", [(row, row + 1)]
     yield "a draft", [draft]
     yield "requests of all kinds", [chunk, draft, alone]

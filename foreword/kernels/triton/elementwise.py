@@ -9,14 +9,14 @@ from torch import Tensor
 
 from foreword.kernels.triton.activation import activate
 
-__all__ = ["gated", "softcap"]
+__all__ = ["gated_act", "softcap"]
 
 BLOCK = 1024
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def _gated(gate_up, out, stride, WIDTH: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
+def _gated_act_kernel(gate_up, out, stride, WIDTH: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < WIDTH
@@ -26,7 +26,7 @@ def _gated(gate_up, out, stride, WIDTH: tl.constexpr, ACTIVATION: tl.constexpr, 
 
 
 @triton.jit(do_not_specialize=["size"])
-def _softcap(x, out, cap, size, BLOCK: tl.constexpr):
+def _softcap_kernel(x, out, cap, size, BLOCK: tl.constexpr):
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = place < size
     values = tl.load(x + place, mask=inside, other=0.0)
@@ -45,13 +45,13 @@ def _tanh(x):
     return tl.where(magnitude < 0.25, series, tl.where(x < 0, -by_exp, by_exp))
 
 
-def gated(gate_up: Tensor, activation: str) -> Tensor:
+def gated_act(gate_up: Tensor, activation: str) -> Tensor:
     """gate_up [T, 2I] -> [T, I]"""
     num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     assert gate_up.stride(1) == 1
     out = torch.empty((num_rows, width), dtype=gate_up.dtype, device=gate_up.device)
     if num_rows:
-        _gated[num_rows, triton.cdiv(width, BLOCK)](
+        _gated_act_kernel[num_rows, triton.cdiv(width, BLOCK)](
             gate_up, out, gate_up.stride(0), WIDTH=width, ACTIVATION=activation, BLOCK=BLOCK, enable_fp_fusion=False
         )
     return out
@@ -62,5 +62,5 @@ def softcap(x: Tensor, cap: float) -> Tensor:
     x = x.contiguous()
     out = torch.empty_like(x)
     if x.numel():
-        _softcap[(triton.cdiv(x.numel(), BLOCK),)](x, out, cap, x.numel(), BLOCK=BLOCK, enable_fp_fusion=False)
+        _softcap_kernel[(triton.cdiv(x.numel(), BLOCK),)](x, out, cap, x.numel(), BLOCK=BLOCK, enable_fp_fusion=False)
     return out

@@ -9,57 +9,57 @@ from torch import Tensor
 
 from foreword.kernels import reference_sampling as reference
 from foreword.kernels.triton import ranks
-from foreword.kernels.triton.philox import coin
-from foreword.kernels.triton.portable_math import log, mass, to_whole
+from foreword.kernels.triton.philox import uniform
+from foreword.kernels.triton.portable_math import log, exp_fixed_point, round_to_int
 from foreword.kernels.triton.ranks import (
-    EXACT,
+    LAUNCH_OPTIONS,
     MIN_P,
     XTC,
-    below_top,
-    entries,
-    is_asked,
-    is_sound,
+    minus_max,
+    sort_keys,
+    is_enabled,
+    is_finite_row,
     load_values,
-    part_max,
-    part_sum,
+    reduce_block_max,
+    reduce_block_sum,
 )
 
-__all__ = ["exclude_top", "keep_min_p", "keep_top_n_sigma"]
+__all__ = ["apply_xtc", "apply_min_p", "apply_top_n_sigma"]
 
 SIGMA_UNITS: tl.constexpr = tl.constexpr(reference.SIGMA_UNITS)
-SIGMA_REACH: tl.constexpr = tl.constexpr(reference.SIGMA_REACH)
-LOWEST: tl.constexpr = tl.constexpr(2**63 - 1)  # below every entry, as a depth
-SMALLEST_NORMAL: tl.constexpr = tl.constexpr(torch.finfo(torch.float64).tiny)
+SIGMA_MAX_DISTANCE: tl.constexpr = tl.constexpr(reference.SIGMA_MAX_DISTANCE)
+MAX_KEY: tl.constexpr = tl.constexpr(2**63 - 1)  # below every entry, as a depth
+MIN_NORMAL: tl.constexpr = tl.constexpr(torch.finfo(torch.float64).tiny)
 
 
 @triton.jit
-def _keep_above(logits, stride, V, row, part, peak, floor, BLOCK: tl.constexpr):
+def _mask_below(logits, stride, V, row, part, row_max, threshold, BLOCK: tl.constexpr):
     ids, values = load_values(logits, stride, V, row, part, BLOCK)
     if tl.max(values) > -float("inf"):
-        kept = below_top(values, peak) >= floor
+        kept = minus_max(values, row_max) >= threshold
         tl.store(logits + row * stride + ids, -float("inf"), mask=(values > -float("inf")) & ~kept)
 
 
 @triton.jit(do_not_specialize_on_alignment=["p"])
-def _keep_min_p(logits, stride, V, p, peaks, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def _min_p_kernel(logits, stride, V, p, block_maxes, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    if is_asked(p, row, V, MIN_P):
-        peak = part_max(peaks, row, tl.num_programs(1), WIDTH)
-        if is_sound(peak):
+    if is_enabled(p, row, V, MIN_P):
+        peak = reduce_block_max(block_maxes, row, tl.num_programs(1), WIDTH)
+        if is_finite_row(peak):
             share = tl.load(p + row)
-            floor = log(tl.where(share > SMALLEST_NORMAL, share, SMALLEST_NORMAL))
-            _keep_above(logits, stride, V, row, part, peak, floor, BLOCK)
+            floor = log(tl.where(share > MIN_NORMAL, share, MIN_NORMAL))
+            _mask_below(logits, stride, V, row, part, peak, floor, BLOCK)
 
 
 @triton.jit
-def _moments(logits, stride, V, peaks, counts, sums, squares, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def _moments_kernel(logits, stride, V, block_maxes, counts, sums, squares, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     """Of each part's distances from the top, in units of 1 / SIGMA_UNITS."""
     row, part, count = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
-    peak = part_max(peaks, row, count, WIDTH)
-    if is_sound(peak):
+    peak = reduce_block_max(block_maxes, row, count, WIDTH)
+    if is_finite_row(peak):
         _, values = load_values(logits, stride, V, row, part, BLOCK)
-        below = below_top(values, peak)
-        steps = to_whole(tl.where(below > -SIGMA_REACH, below, -SIGMA_REACH) * SIGMA_UNITS).to(tl.int64)
+        below = minus_max(values, peak)
+        steps = round_to_int(tl.where(below > -SIGMA_MAX_DISTANCE, below, -SIGMA_MAX_DISTANCE) * SIGMA_UNITS).to(tl.int64)
         finite = (values > -float("inf")).to(tl.int64)
         steps = steps * finite
         tl.store(counts + row * count + part, tl.sum(finite))
@@ -68,85 +68,85 @@ def _moments(logits, stride, V, peaks, counts, sums, squares, WIDTH: tl.constexp
 
 
 @triton.jit(do_not_specialize_on_alignment=["n"])
-def _keep_top_n_sigma(logits, stride, V, n, peaks, counts, sums, squares, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def _top_n_sigma_kernel(logits, stride, V, n, block_maxes, counts, sums, squares, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     row, part, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
-    peak = part_max(peaks, row, parts, WIDTH)
-    if is_sound(peak):
-        count = part_sum(counts, row, parts, WIDTH).to(tl.float64)
-        mean = part_sum(sums, row, parts, WIDTH).to(tl.float64) / count
-        variance = part_sum(squares, row, parts, WIDTH).to(tl.float64) / count - mean * mean
+    peak = reduce_block_max(block_maxes, row, parts, WIDTH)
+    if is_finite_row(peak):
+        count = reduce_block_sum(counts, row, parts, WIDTH).to(tl.float64)
+        mean = reduce_block_sum(sums, row, parts, WIDTH).to(tl.float64) / count
+        variance = reduce_block_sum(squares, row, parts, WIDTH).to(tl.float64) / count - mean * mean
         deviation = tl.sqrt(tl.where(variance > 0, variance, 0.0)) / SIGMA_UNITS
-        _keep_above(logits, stride, V, row, part, peak, -(tl.load(n + row) * deviation), BLOCK)
+        _mask_below(logits, stride, V, row, part, peak, -(tl.load(n + row) * deviation), BLOCK)
 
 
 @triton.jit
-def _is_chosen(seeds, positions, chances, row, V):
+def _xtc_applies(seeds, positions, probabilities, row, V):
     """Whether the coin of a row says that XTC happens."""
     chosen = False
-    if is_asked(chances, row, V, XTC):
-        chosen = coin(tl.load(seeds + row), tl.load(positions + row)) < tl.load(chances + row)
+    if is_enabled(probabilities, row, V, XTC):
+        chosen = uniform(tl.load(seeds + row), tl.load(positions + row)) < tl.load(probabilities + row)
     return chosen
 
 
 @triton.jit
-def _reaching(values, peak, threshold, masses, row, count, WIDTH: tl.constexpr):
+def _above_threshold(values, row_max, threshold, block_expsums, row, count, WIDTH: tl.constexpr):
     """Ids whose probability reaches the threshold."""
-    bound = threshold * part_sum(masses, row, count, WIDTH).to(tl.float64)
-    return (mass(below_top(values, peak)).to(tl.float64) >= bound) & (values > -float("inf"))
+    bound = threshold * reduce_block_sum(block_expsums, row, count, WIDTH).to(tl.float64)
+    return (exp_fixed_point(minus_max(values, row_max)).to(tl.float64) >= bound) & (values > -float("inf"))
 
 
 @triton.jit(do_not_specialize_on_alignment=["seeds", "positions", "chances", "thresholds"])
-def _last_reaching(
-    logits, stride, V, seeds, positions, chances, thresholds, peaks, masses, last, WIDTH: tl.constexpr, BLOCK: tl.constexpr
+def _xtc_last_kernel(
+    logits, stride, V, seeds, positions, probabilities, thresholds, block_maxes, block_expsums, last, WIDTH: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """The last entry of each part that reaches the threshold, as a distance from the first possible one; 0 if none does."""
     row, part, count = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
-    if _is_chosen(seeds, positions, chances, row, V):
-        peak = part_max(peaks, row, count, WIDTH)
-        if is_sound(peak):
+    if _xtc_applies(seeds, positions, probabilities, row, V):
+        peak = reduce_block_max(block_maxes, row, count, WIDTH)
+        if is_finite_row(peak):
             ids, values = load_values(logits, stride, V, row, part, BLOCK)
-            reaching = _reaching(values, peak, tl.load(thresholds + row), masses, row, count, WIDTH)
-            depths = tl.where(reaching, LOWEST - entries(ranks.ranks(values), ids), 0)
+            reaching = _above_threshold(values, peak, tl.load(thresholds + row), block_expsums, row, count, WIDTH)
+            depths = tl.where(reaching, MAX_KEY - sort_keys(ranks.ordered_bits(values), ids), 0)
             tl.store(last + row * count + part, tl.max(depths))
 
 
 @triton.jit(do_not_specialize_on_alignment=["seeds", "positions", "chances", "thresholds"])
-def _exclude_top(
-    logits, stride, V, seeds, positions, chances, thresholds, peaks, masses, last, WIDTH: tl.constexpr, BLOCK: tl.constexpr
+def _xtc_kernel(
+    logits, stride, V, seeds, positions, probabilities, thresholds, block_maxes, block_expsums, last, WIDTH: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     row, part, count = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
-    if _is_chosen(seeds, positions, chances, row, V):
-        peak = part_max(peaks, row, count, WIDTH)
-        if is_sound(peak):
+    if _xtc_applies(seeds, positions, probabilities, row, V):
+        peak = reduce_block_max(block_maxes, row, count, WIDTH)
+        if is_finite_row(peak):
             ids, values = load_values(logits, stride, V, row, part, BLOCK)
-            reaching = _reaching(values, peak, tl.load(thresholds + row), masses, row, count, WIDTH)
-            kept = LOWEST - entries(ranks.ranks(values), ids) == part_max(last, row, count, WIDTH)
+            reaching = _above_threshold(values, peak, tl.load(thresholds + row), block_expsums, row, count, WIDTH)
+            kept = MAX_KEY - sort_keys(ranks.ordered_bits(values), ids) == reduce_block_max(last, row, count, WIDTH)
             tl.store(logits + row * stride + ids, -float("inf"), mask=reaching & ~kept)
 
 
-def keep_min_p(logits: Tensor, p: Tensor, block: int) -> None:
+def apply_min_p(logits: Tensor, p: Tensor, block: int) -> None:
     """As `Ops.keep_min_p`."""
-    peaks = ranks.peaks(logits, block, p, MIN_P)
+    peaks = ranks.compute_block_maxes(logits, block, p, MIN_P)
     width = triton.next_power_of_2(peaks.shape[1])
-    _keep_min_p[peaks.shape](logits, logits.stride(0), logits.shape[1], p, peaks, WIDTH=width, BLOCK=block, **EXACT)
+    _min_p_kernel[peaks.shape](logits, logits.stride(0), logits.shape[1], p, peaks, WIDTH=width, BLOCK=block, **LAUNCH_OPTIONS)
 
 
-def keep_top_n_sigma(logits: Tensor, n: Tensor, block: int) -> None:
+def apply_top_n_sigma(logits: Tensor, n: Tensor, block: int) -> None:
     """As `Ops.keep_top_n_sigma`."""
     row = logits, logits.stride(0), logits.shape[1]
-    peaks = ranks.peaks(logits, block)
+    peaks = ranks.compute_block_maxes(logits, block)
     moments = [torch.empty_like(peaks) for _ in range(3)]
     width = triton.next_power_of_2(peaks.shape[1])
-    _moments[peaks.shape](*row, peaks, *moments, WIDTH=width, BLOCK=block, **EXACT)
-    _keep_top_n_sigma[peaks.shape](*row, n, peaks, *moments, WIDTH=width, BLOCK=block, **EXACT)
+    _moments_kernel[peaks.shape](*row, peaks, *moments, WIDTH=width, BLOCK=block, **LAUNCH_OPTIONS)
+    _top_n_sigma_kernel[peaks.shape](*row, n, peaks, *moments, WIDTH=width, BLOCK=block, **LAUNCH_OPTIONS)
 
 
-def exclude_top(logits: Tensor, seeds: Tensor, positions: Tensor, chances: Tensor, thresholds: Tensor, block: int) -> None:
+def apply_xtc(logits: Tensor, seeds: Tensor, positions: Tensor, probabilities: Tensor, thresholds: Tensor, block: int) -> None:
     """As `Ops.exclude_top`."""
     row = logits, logits.stride(0), logits.shape[1]
-    peaks = ranks.peaks(logits, block, chances, XTC)
-    masses = ranks.total_masses(logits, block, peaks, chances, XTC)
+    peaks = ranks.compute_block_maxes(logits, block, probabilities, XTC)
+    masses = ranks.compute_block_expsums(logits, block, peaks, probabilities, XTC)
     last = torch.empty_like(peaks)
     width = triton.next_power_of_2(peaks.shape[1])
-    for kernel in (_last_reaching, _exclude_top):
-        kernel[peaks.shape](*row, seeds, positions, chances, thresholds, peaks, masses, last, WIDTH=width, BLOCK=block, **EXACT)
+    for kernel in (_xtc_last_kernel, _xtc_kernel):
+        kernel[peaks.shape](*row, seeds, positions, probabilities, thresholds, peaks, masses, last, WIDTH=width, BLOCK=block, **LAUNCH_OPTIONS)

@@ -7,9 +7,9 @@ import triton.language as tl
 
 __all__ = ["from_float8", "to_float8"]
 
-NAN = tl.constexpr(0x7F)
-SMALLEST_NORMAL = tl.constexpr(121 << 23)  # 2^-6 as float32
-SUBNORMAL_UNIT = tl.constexpr(141 << 23)  # 2^14: the last place of its float32 is worth 2^-9, the smallest subnormal
+NAN_BITS = tl.constexpr(0x7F)
+MIN_NORMAL_BITS = tl.constexpr(121 << 23)  # 2^-6 as float32
+SUBNORMAL_BITS = tl.constexpr(141 << 23)  # 2^14: the last place of its float32 is worth 2^-9, the smallest subnormal
 
 
 @triton.jit
@@ -19,8 +19,8 @@ def to_float8(x):
     magnitude = bits & 0x7FFFFFFF
     odd = (magnitude >> 20) & 1
     normal = (magnitude - (120 << 23) + 0x7FFFF + odd) >> 20
-    subnormal = (tl.abs(x) + 16384.0).to(tl.int32, bitcast=True) - SUBNORMAL_UNIT
-    rounded = tl.where(magnitude < SMALLEST_NORMAL, subnormal, normal)
+    subnormal = (tl.abs(x) + 16384.0).to(tl.int32, bitcast=True) - SUBNORMAL_BITS
+    rounded = tl.where(magnitude < MIN_NORMAL_BITS, subnormal, normal)
     return (rounded | ((bits >> 24) & 0x80)).to(tl.uint8)
 
 
@@ -35,4 +35,4 @@ def from_float8(x, dtype: tl.constexpr):
     else:
         wide = x.to(tl.int32)
         value = (((wide & 0x80) << 24) | ((wide & 0x7F) << 20)).to(tl.float32, bitcast=True) * 1.329227995784916e36
-    return tl.where((wide & 0x7F) == NAN, float("nan"), value).to(dtype)
+    return tl.where((wide & 0x7F) == NAN_BITS, float("nan"), value).to(dtype)

@@ -6,15 +6,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from foreword.kernels.triton.ranks import EXACT, load_values, num_parts
+from foreword.kernels.triton.ranks import LAUNCH_OPTIONS, load_values, num_blocks
 
-__all__ = ["keep_allowed"]
+__all__ = ["apply_mask"]
 
 WORD_BITS: tl.constexpr = tl.constexpr(32)
 
 
 @triton.jit
-def _keep_allowed(logits, stride, V, masks, mask_stride, num_words, BLOCK: tl.constexpr):
+def _apply_mask_kernel(logits, stride, V, masks, mask_stride, num_words, BLOCK: tl.constexpr):
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     ids, values = load_values(logits, stride, V, row, part, BLOCK)
     place = ids // WORD_BITS
@@ -23,8 +23,8 @@ def _keep_allowed(logits, stride, V, masks, mask_stride, num_words, BLOCK: tl.co
     tl.store(logits + row * stride + ids, -float("inf"), mask=(ids < V) & (values < float("inf")) & ~allowed)
 
 
-def keep_allowed(logits: Tensor, masks: Tensor, block: int) -> None:
+def apply_mask(logits: Tensor, masks: Tensor, block: int) -> None:
     """As `Ops.keep_allowed`."""
-    _keep_allowed[(logits.shape[0], num_parts(logits, block))](
-        logits, logits.stride(0), logits.shape[1], masks, masks.stride(0), masks.shape[1], BLOCK=block, **EXACT
+    _apply_mask_kernel[(logits.shape[0], num_blocks(logits, block))](
+        logits, logits.stride(0), logits.shape[1], masks, masks.stride(0), masks.shape[1], BLOCK=block, **LAUNCH_OPTIONS
     )

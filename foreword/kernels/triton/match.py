@@ -7,21 +7,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["match"]
+__all__ = ["count_accepted"]
 
 
 @triton.jit
-def _match(sampled, sampled_stride, drafts, drafts_stride, num_draft, out, WIDTH: tl.constexpr):
+def _count_accepted_kernel(sampled, sampled_stride, draft_ids, draft_stride, num_draft_tokens, out, WIDTH: tl.constexpr):
     lane = tl.program_id(0).to(tl.int64)
-    length = tl.load(num_draft + lane)
+    length = tl.load(num_draft_tokens + lane)
     place = tl.arange(0, WIDTH)
     drafted = place < length
-    guesses = tl.load(drafts + lane * drafts_stride + place, mask=drafted, other=-1)
+    guesses = tl.load(draft_ids + lane * draft_stride + place, mask=drafted, other=-1)
     samples = tl.load(sampled + lane * sampled_stride + place, mask=drafted, other=-1)
     tl.store(out + lane, tl.min(tl.where(guesses == samples, length, place)))
 
 
-def match(sampled: Tensor, drafts: Tensor, num_draft: Tensor) -> Tensor:
+def count_accepted(sampled: Tensor, draft_ids: Tensor, num_draft_tokens: Tensor) -> Tensor:
     """How many leading drafted tokens equal the samples.
 
     sampled    int64 [L, 1 + D], column j follows drafts[:, :j]
@@ -29,7 +29,7 @@ def match(sampled: Tensor, drafts: Tensor, num_draft: Tensor) -> Tensor:
     num_draft  int64 [L], at most D
     Returns int64 [L].
     """
-    out = torch.empty_like(num_draft)
-    width = triton.next_power_of_2(max(1, drafts.shape[1]))
-    _match[out.shape](sampled, sampled.stride(0), drafts, drafts.stride(0), num_draft, out, WIDTH=width, num_warps=1)
+    out = torch.empty_like(num_draft_tokens)
+    width = triton.next_power_of_2(max(1, draft_ids.shape[1]))
+    _count_accepted_kernel[out.shape](sampled, sampled.stride(0), draft_ids, draft_ids.stride(0), num_draft_tokens, out, WIDTH=width, num_warps=1)
     return out

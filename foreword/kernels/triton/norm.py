@@ -9,13 +9,13 @@ from torch import Tensor
 
 __all__ = ["rms_norm"]
 
-VALUES_A_PROGRAM = 2048  # rows narrower than this share a program
-VALUES_A_WARP = 512
-MOST_WARPS = 16
+VALUES_PER_PROGRAM = 2048  # rows narrower than this share a program
+VALUES_PER_WARP = 512
+MAX_WARPS = 16
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def _rms_norm(
+def _rms_norm_kernel(
     x, weight, out, num_rows, eps, outer, inner,
     ROWS_INSIDE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -46,8 +46,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if not num_rows:
         return out
     block = triton.next_power_of_2(width)
-    rows = max(VALUES_A_PROGRAM // block, 1)
-    _rms_norm[(triton.cdiv(num_rows, rows),)](
+    rows = max(VALUES_PER_PROGRAM // block, 1)
+    _rms_norm_kernel[(triton.cdiv(num_rows, rows),)](
         x,
         weight,
         out,
@@ -59,7 +59,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         WIDTH=width,
         ROWS=rows,
         BLOCK=block,
-        num_warps=min(max(rows * block // VALUES_A_WARP, 1), MOST_WARPS),
+        num_warps=min(max(rows * block // VALUES_PER_WARP, 1), MAX_WARPS),
         enable_fp_fusion=False,
     )
     return out

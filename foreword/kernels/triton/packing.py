@@ -29,18 +29,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from foreword.kernels.ops import Blocks, Matrix
-from foreword.kernels.quantization import Quantized, dequantize, quantized, split_blocks
+from foreword.kernels.ops import QuantizedBlocks, Matrix
+from foreword.kernels.quantization import QuantizedWeight, dequantize, quantize, split_blocks
 
-__all__ = ["PANEL", "PackedWeight", "block_of", "pack", "splits_of"]
+__all__ = ["PANEL_ROWS", "PackedWeight", "columns_per_block", "pack", "num_splits"]
 
-PANEL = 64
-SLICE = 1 << 23  # values that are packed at a time; some of them as float32 are 32 MiB
-FILLED = 256  # programs that fill a card
-MIN_COLUMNS = 256  # of a part
+PANEL_ROWS = 64
+MAX_SLICE_VALUES = 1 << 23  # values that are packed at a time; some of them as float32 are 32 MiB
+TARGET_NUM_PROGRAMS = 256  # programs that fill a card
+MIN_SPLIT_COLUMNS = 256  # of a part
 MAX_SPLITS = 16
-BY_ROW = ("int8", "fp8")
-GROUPED = ("int4", "q8_0")
+ROW_SCALED_FORMATS = ("int8", "fp8")
+GROUP_SCALED_FORMATS = ("int4", "q8_0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,40 +62,40 @@ class PackedWeight:
     splits: int
 
 
-def block_of(form: str) -> int:
+def columns_per_block(weight_format: str) -> int:
     """Columns of a block."""
-    return 128 if form in ("int8", "fp8", "int4") else 64
+    return 128 if weight_format in ("int8", "fp8", "int4") else 64
 
 
-def splits_of(rows: int, columns: int, form: str) -> int:
+def num_splits(rows: int, columns: int, weight_format: str) -> int:
     """Parts that the sum over K has. Quantized values are fewer bytes, so more programs keep enough of them on their way."""
-    filled = FILLED if form == "dense" else 2 * FILLED
-    panels = -(-rows // PANEL)
-    return max(1, min(-(-filled // panels), columns // MIN_COLUMNS, MAX_SPLITS))
+    filled = TARGET_NUM_PROGRAMS if weight_format == "dense" else 2 * TARGET_NUM_PROGRAMS
+    panels = -(-rows // PANEL_ROWS)
+    return max(1, min(-(-filled // panels), columns // MIN_SPLIT_COLUMNS, MAX_SPLITS))
 
 
-def pack(parts: Sequence[Matrix], kind: str, bias: Tensor | None) -> PackedWeight:
+def pack(parts: Sequence[Matrix], weight_format: str, bias: Tensor | None) -> PackedWeight:
     """See Ops.pack_linear.
 
     Blocks of a file stay what they are where products can read them: q4_0 is what int4 is, q8_0 is a format. The others, and
     parts that differ, become values of the type that `kind` names, bfloat16 if it names none. Beside the parts and the result
     there is never more than some slices of rows.
     """
-    form = _format(parts, kind)
-    rows = sum(_rows(part) for part in parts)
-    columns = {part.columns if isinstance(part, Blocks) else part.shape[1] for part in parts}.pop()
-    dtype = torch.bfloat16 if kind in (*BY_ROW, *GROUPED) else getattr(torch, kind)
-    height = max(SLICE // columns // PANEL, 1) * PANEL
+    form = _pick_format(parts, weight_format)
+    rows = sum(_num_rows(part) for part in parts)
+    columns = {part.columns if isinstance(part, QuantizedBlocks) else part.shape[1] for part in parts}.pop()
+    dtype = torch.bfloat16 if weight_format in (*ROW_SCALED_FORMATS, *GROUP_SCALED_FORMATS) else getattr(torch, weight_format)
+    height = max(MAX_SLICE_VALUES // columns // PANEL_ROWS, 1) * PANEL_ROWS
     whole: tuple[Tensor, ...] = ()
     for first in range(0, rows, height):
-        made = _packed(_slice(parts, first, first + height), form, dtype)
-        whole = whole or tuple(one.new_empty(-(-rows // PANEL), *one.shape[1:]) for one in made)
+        made = _pack_slice(_slice(parts, first, first + height), form, dtype)
+        whole = whole or tuple(one.new_empty(-(-rows // PANEL_ROWS), *one.shape[1:]) for one in made)
         for held, one in zip(whole, made, strict=True):
-            held[first // PANEL :][: len(one)] = one
+            held[first // PANEL_ROWS :][: len(one)] = one
     data, *scales = whole
     wide = None if bias is None else bias.to(torch.float32)
-    splits = splits_of(rows, columns, form)
-    held_scales = None if not scales else scales[0].flatten() if form in BY_ROW else scales[0]
+    splits = num_splits(rows, columns, form)
+    held_scales = None if not scales else scales[0].flatten() if form in ROW_SCALED_FORMATS else scales[0]
     return PackedWeight(form, data, held_scales, wide, rows, columns, data.shape[1], splits)
 
 
@@ -104,64 +104,64 @@ def _slice(parts: Sequence[Matrix], first: int, last: int) -> list[Matrix]:
     pieces: list[Matrix] = []
     for part in parts:
         rows = slice(max(first, 0), max(last, 0))
-        if rows.start < min(rows.stop, _rows(part)):
-            pieces.append(Blocks(part.kind, part.data[rows], part.columns) if isinstance(part, Blocks) else part[rows])
-        first, last = first - _rows(part), last - _rows(part)
+        if rows.start < min(rows.stop, _num_rows(part)):
+            pieces.append(QuantizedBlocks(part.format, part.data[rows], part.columns) if isinstance(part, QuantizedBlocks) else part[rows])
+        first, last = first - _num_rows(part), last - _num_rows(part)
     return pieces
 
 
-def _packed(parts: Sequence[Matrix], form: str, dtype: torch.dtype) -> tuple[Tensor, ...]:
+def _pack_slice(parts: Sequence[Matrix], weight_format: str, dtype: torch.dtype) -> tuple[Tensor, ...]:
     """Panels of all parts together, and their scales unless they are dense, [panels, ...] each."""
-    if form == "dense":
-        matrix = torch.cat([(dequantize(part) if isinstance(part, Blocks) else part).to(dtype) for part in parts])
-        return (_panels(matrix, PANEL),)
-    each = [_steps(part, form) for part in parts]
-    steps, scales = torch.cat([one.steps for one in each]).flatten(1), torch.cat([one.scales for one in each])
-    return _by_row(steps, scales, form) if form in BY_ROW else _grouped(steps, scales, form)
+    if weight_format == "dense":
+        matrix = torch.cat([(dequantize(part) if isinstance(part, QuantizedBlocks) else part).to(dtype) for part in parts])
+        return (_to_panels(matrix, PANEL_ROWS),)
+    each = [_quantize_part(part, weight_format) for part in parts]
+    steps, scales = torch.cat([one.quants for one in each]).flatten(1), torch.cat([one.scales for one in each])
+    return _pack_row_scaled(steps, scales, weight_format) if weight_format in ROW_SCALED_FORMATS else _pack_group_scaled(steps, scales, weight_format)
 
 
-def _rows(part: Matrix) -> int:
-    return part.data.shape[0] if isinstance(part, Blocks) else part.shape[0]
+def _num_rows(part: Matrix) -> int:
+    return part.data.shape[0] if isinstance(part, QuantizedBlocks) else part.shape[0]
 
 
-def _format(parts: Sequence[Matrix], kind: str) -> str:
-    stored = {part.kind if isinstance(part, Blocks) else "" for part in parts}
+def _pick_format(parts: Sequence[Matrix], weight_format: str) -> str:
+    stored = {part.format if isinstance(part, QuantizedBlocks) else "" for part in parts}
     if stored == {""}:
-        return kind if kind in (*BY_ROW, "int4") else "dense"
+        return weight_format if weight_format in (*ROW_SCALED_FORMATS, "int4") else "dense"
     return {"q4_0": "int4", "q8_0": "q8_0"}.get(stored.pop(), "dense") if len(stored) == 1 else "dense"
 
 
-def _steps(part: Matrix, form: str) -> Quantized:
-    return split_blocks(part) if isinstance(part, Blocks) else quantized(part, form)
+def _quantize_part(part: Matrix, weight_format: str) -> QuantizedWeight:
+    return split_blocks(part) if isinstance(part, QuantizedBlocks) else quantize(part, weight_format)
 
 
-def _panels(matrix: Tensor, width: int) -> Tensor:
+def _to_panels(matrix: Tensor, width: int) -> Tensor:
     """[N, K] -> [panels, blocks, 64, width]"""
     rows, columns = matrix.shape
-    padded = F.pad(matrix, (0, -columns % width, 0, -rows % PANEL)) if columns % width or rows % PANEL else matrix
-    return padded.reshape(-1, PANEL, padded.shape[1] // width, width).transpose(1, 2).contiguous()
+    padded = F.pad(matrix, (0, -columns % width, 0, -rows % PANEL_ROWS)) if columns % width or rows % PANEL_ROWS else matrix
+    return padded.reshape(-1, PANEL_ROWS, padded.shape[1] // width, width).transpose(1, 2).contiguous()
 
 
-def _by_row(steps: Tensor, scales: Tensor, form: str) -> tuple[Tensor, Tensor]:
+def _pack_row_scaled(quants: Tensor, scales: Tensor, weight_format: str) -> tuple[Tensor, Tensor]:
     """steps float32 [N, K], scales [N, 1] -> [panels, ...] and [panels, 64]"""
-    values = steps.to(torch.int8) if form == "int8" else steps.to(torch.float8_e4m3fn).view(torch.int8)
-    return _words(_panels(values, block_of(form)), 2), F.pad(scales[:, 0], (0, -len(scales) % PANEL)).view(-1, PANEL)
+    values = quants.to(torch.int8) if weight_format == "int8" else quants.to(torch.float8_e4m3fn).view(torch.int8)
+    return _pack_words(_to_panels(values, columns_per_block(weight_format)), 2), F.pad(scales[:, 0], (0, -len(scales) % PANEL_ROWS)).view(-1, PANEL_ROWS)
 
 
-def _grouped(steps: Tensor, scales: Tensor, form: str) -> tuple[Tensor, Tensor]:
+def _pack_group_scaled(quants: Tensor, scales: Tensor, weight_format: str) -> tuple[Tensor, Tensor]:
     """steps float32 [N, K], scales [N, K / 32]"""
-    values = 4 if form == "int4" else 2
-    panels = _panels(steps.to(torch.int8), block_of(form))
-    data = _words(panels + 8 if form == "int4" else panels, values)
-    pairs = _panels(scales.to(torch.float16), values).view(torch.int32)  # [panels, blocks, 64, values / 2]
+    values = 4 if weight_format == "int4" else 2
+    panels = _to_panels(quants.to(torch.int8), columns_per_block(weight_format))
+    data = _pack_words(panels + 8 if weight_format == "int4" else panels, values)
+    pairs = _to_panels(scales.to(torch.float16), values).view(torch.int32)  # [panels, blocks, 64, values / 2]
     return data, pairs.transpose(2, 3).contiguous()
 
 
-def _words(panels: Tensor, values: int) -> Tensor:
+def _pack_words(panels: Tensor, values_per_word: int) -> Tensor:
     """int8 [..., BK] -> int16 [..., BK / values]: runs of BK / values columns, the first in the lowest bits."""
-    bits = 16 // values
-    runs = panels.unflatten(-1, (values, -1))
+    bits = 16 // values_per_word
+    runs = panels.unflatten(-1, (values_per_word, -1))
     words = torch.zeros_like(runs[..., 0, :], dtype=torch.int16)
-    for j in range(values):
+    for j in range(values_per_word):
         words |= (runs[..., j, :].to(torch.int16) & (1 << bits) - 1) << bits * j
     return words

@@ -6,16 +6,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from foreword.kernels.triton.ranks import EXACT, load_values, num_parts
+from foreword.kernels.triton.ranks import LAUNCH_OPTIONS, load_values, num_blocks
 
-__all__ = ["add_at", "divide", "penalize"]
+__all__ = ["add_bias", "apply_temperature", "apply_repetition_penalty"]
 
-IDS = 256  # of one program at a time
+IDS_PER_PROGRAM = 256  # of one program at a time
 MAX_PROGRAMS = 8  # of one row; more ids are more turns
 
 
 @triton.jit
-def _add_at(logits, stride, V, starts, ids, amounts, IDS: tl.constexpr):
+def _add_bias_kernel(logits, stride, V, starts, ids, biases, IDS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     end = tl.load(starts + row + 1)
     for first in range(tl.load(starts + row) + tl.program_id(1) * IDS, end, tl.num_programs(1) * IDS):
@@ -23,12 +23,12 @@ def _add_at(logits, stride, V, starts, ids, amounts, IDS: tl.constexpr):
         token_ids = tl.load(ids + place, mask=place < end, other=V)
         inside = token_ids < V
         values = tl.load(logits + row * stride + token_ids, mask=inside, other=0.0)
-        added = values + tl.load(amounts + place, mask=inside, other=0.0)
+        added = values + tl.load(biases + place, mask=inside, other=0.0)
         tl.store(logits + row * stride + token_ids, added, mask=inside)
 
 
 @triton.jit
-def _penalize(logits, stride, V, starts, ids, penalties, IDS: tl.constexpr):
+def _repetition_penalty_kernel(logits, stride, V, starts, ids, penalties, IDS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     end, penalty = tl.load(starts + row + 1), tl.load(penalties + row)
     for first in range(tl.load(starts + row) + tl.program_id(1) * IDS, end, tl.num_programs(1) * IDS):
@@ -41,30 +41,30 @@ def _penalize(logits, stride, V, starts, ids, penalties, IDS: tl.constexpr):
 
 
 @triton.jit(do_not_specialize_on_alignment=["by"])
-def _divide(logits, stride, V, by, BLOCK: tl.constexpr):
+def _temperature_kernel(logits, stride, V, temperatures, BLOCK: tl.constexpr):
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    divisor = tl.load(by + row)
+    divisor = tl.load(temperatures + row)
     if divisor != 1.0:
         ids, values = load_values(logits, stride, V, row, part, BLOCK)
         tl.store(logits + row * stride + ids, tl.div_rn(values, tl.zeros_like(values) + divisor), mask=ids < V)
 
 
-def add_at(logits: Tensor, starts: Tensor, ids: Tensor, amounts: Tensor) -> None:
+def add_bias(logits: Tensor, starts: Tensor, ids: Tensor, biases: Tensor) -> None:
     """As `Ops.add_at`."""
-    grid = logits.shape[0], _programs(ids)
-    _add_at[grid](logits, logits.stride(0), logits.shape[1], starts, ids, amounts, IDS=IDS, enable_fp_fusion=False)
+    grid = logits.shape[0], _num_programs(ids)
+    _add_bias_kernel[grid](logits, logits.stride(0), logits.shape[1], starts, ids, biases, IDS=IDS_PER_PROGRAM, enable_fp_fusion=False)
 
 
-def penalize(logits: Tensor, starts: Tensor, ids: Tensor, penalties: Tensor) -> None:
+def apply_repetition_penalty(logits: Tensor, starts: Tensor, ids: Tensor, penalties: Tensor) -> None:
     """As `Ops.penalize`."""
-    grid = logits.shape[0], _programs(ids)
-    _penalize[grid](logits, logits.stride(0), logits.shape[1], starts, ids, penalties, IDS=IDS, enable_fp_fusion=False)
+    grid = logits.shape[0], _num_programs(ids)
+    _repetition_penalty_kernel[grid](logits, logits.stride(0), logits.shape[1], starts, ids, penalties, IDS=IDS_PER_PROGRAM, enable_fp_fusion=False)
 
 
-def divide(logits: Tensor, by: Tensor, block: int) -> None:
+def apply_temperature(logits: Tensor, temperatures: Tensor, block: int) -> None:
     """As `Ops.divide`."""
-    _divide[(logits.shape[0], num_parts(logits, block))](logits, logits.stride(0), logits.shape[1], by, BLOCK=block, **EXACT)
+    _temperature_kernel[(logits.shape[0], num_blocks(logits, block))](logits, logits.stride(0), logits.shape[1], temperatures, BLOCK=block, **LAUNCH_OPTIONS)
 
 
-def _programs(ids: Tensor) -> int:
-    return min(MAX_PROGRAMS, -(-ids.shape[0] // IDS))
+def _num_programs(ids: Tensor) -> int:
+    return min(MAX_PROGRAMS, -(-ids.shape[0] // IDS_PER_PROGRAM))

@@ -8,14 +8,14 @@ import triton.language as tl
 from foreword.kernels import reference_sampling as reference
 from foreword.kernels.triton.portable_math import log
 
-__all__ = ["coin", "noise", "philox", "token_words"]
+__all__ = ["uniform", "noise", "philox", "random_words"]
 
 MULTIPLIER_0: tl.constexpr = tl.constexpr(reference.MULTIPLIERS[0])
 MULTIPLIER_1: tl.constexpr = tl.constexpr(reference.MULTIPLIERS[1])
 WEYL_0: tl.constexpr = tl.constexpr(reference.WEYL[0])
 WEYL_1: tl.constexpr = tl.constexpr(reference.WEYL[1])
 ROUNDS: tl.constexpr = tl.constexpr(reference.ROUNDS)
-LANES: tl.constexpr = tl.constexpr(reference.LANES)
+WORDS_PER_BLOCK: tl.constexpr = tl.constexpr(reference.WORDS_PER_BLOCK)
 TOKEN_NOISE: tl.constexpr = tl.constexpr(reference.TOKEN_NOISE)
 XTC_COIN: tl.constexpr = tl.constexpr(reference.XTC_COIN)
 UNIT: tl.constexpr = tl.constexpr(2.0**-32)
@@ -39,7 +39,7 @@ def philox(c0, c1, c2, c3, k0, k1):
 
 
 @triton.jit
-def keyed(blocks, seed, position, purpose: tl.constexpr):
+def philox_at(blocks, seed, position, purpose: tl.constexpr):
     """philox() of counters (block, position, purpose, 0): blocks uint32 [N], seed and position int64 scalars."""
     zero = tl.zeros_like(blocks)
     wide = zero.to(tl.int64)
@@ -50,17 +50,17 @@ def keyed(blocks, seed, position, purpose: tl.constexpr):
 
 
 @triton.jit
-def token_words(first_block, seed, position, BLOCK: tl.constexpr):
+def random_words(first_block, seed, position, BLOCK: tl.constexpr):
     """uint32 [BLOCK]: the words of ids LANES * first_block and following, four of each block."""
-    blocks = (first_block + tl.arange(0, BLOCK // LANES)).to(tl.uint32)
-    w0, w1, w2, w3 = keyed(blocks, seed, position, TOKEN_NOISE)
+    blocks = (first_block + tl.arange(0, BLOCK // WORDS_PER_BLOCK)).to(tl.uint32)
+    w0, w1, w2, w3 = philox_at(blocks, seed, position, TOKEN_NOISE)
     return tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), (BLOCK,))
 
 
 @triton.jit
-def coin(seed, position):
+def uniform(seed, position):
     """A float64 scalar in (0, 1), of the seed and the position alone."""
-    word, _, _, _ = keyed(tl.arange(0, 1).to(tl.uint32), seed, position, XTC_COIN)
+    word, _, _, _ = philox_at(tl.arange(0, 1).to(tl.uint32), seed, position, XTC_COIN)
     return (tl.max(word.to(tl.int64)).to(tl.float64) + 0.5) * UNIT
 
 

@@ -10,29 +10,29 @@ import triton.language as tl
 
 from foreword.kernels import portable_math
 
-__all__ = ["FRACTION", "log", "mass", "to_whole"]
+__all__ = ["FIXED_POINT_UNIT", "log", "exp_fixed_point", "round_to_int"]
 
 LN2_HIGH: tl.constexpr = tl.constexpr(portable_math.LN2_HIGH)
 LN2_LOW: tl.constexpr = tl.constexpr(portable_math.LN2_LOW)
 LOG2_E: tl.constexpr = tl.constexpr(portable_math.LOG2_E)
 SQRT_HALF: tl.constexpr = tl.constexpr(portable_math.SQRT_HALF)
-SMALLEST: tl.constexpr = tl.constexpr(portable_math.SMALLEST)
+EXP_MIN_INPUT: tl.constexpr = tl.constexpr(portable_math.EXP_MIN_INPUT)
 FRACTION_BITS: tl.constexpr = tl.constexpr(portable_math.FRACTION_BITS)
-FRACTION: tl.constexpr = tl.constexpr(2.0**-portable_math.FRACTION_BITS)  # the unit of mass()
-ROUNDER: tl.constexpr = tl.constexpr(1.5 * 2.0**52)  # x + ROUNDER - ROUNDER is x rounded to even, for |x| < 2^51
+FIXED_POINT_UNIT: tl.constexpr = tl.constexpr(2.0**-portable_math.FRACTION_BITS)  # the unit of mass()
+ROUND_MAGIC: tl.constexpr = tl.constexpr(1.5 * 2.0**52)  # x + ROUNDER - ROUNDER is x rounded to even, for |x| < 2^51
 ATANH_SERIES: tl.constexpr = tl.constexpr(tuple(portable_math.ATANH_SERIES))
 EXP_SERIES: tl.constexpr = tl.constexpr(tuple(portable_math.EXP_SERIES))
 ATANH_DEGREE: tl.constexpr = tl.constexpr(len(portable_math.ATANH_SERIES) - 1)
 EXP_DEGREE: tl.constexpr = tl.constexpr(len(portable_math.EXP_SERIES) - 1)
-MANTISSA: tl.constexpr = tl.constexpr(2**52 - 1)
-HALF: tl.constexpr = tl.constexpr(1022 << 52)  # exponent of [1/2, 1)
+MANTISSA_MASK: tl.constexpr = tl.constexpr(2**52 - 1)
+HALF_EXPONENT: tl.constexpr = tl.constexpr(1022 << 52)  # exponent of [1/2, 1)
 
 
 @triton.jit
 def log(x):
     """Natural logarithm of positive, normal float64 values."""
     raw = x.to(tl.int64, bitcast=True)
-    mantissa = ((raw & MANTISSA) | HALF).to(tl.float64, bitcast=True)
+    mantissa = ((raw & MANTISSA_MASK) | HALF_EXPONENT).to(tl.float64, bitcast=True)
     low = mantissa < SQRT_HALF
     mantissa = tl.where(low, mantissa * 2.0, mantissa)
     e = ((raw >> 52) - 1022 - low.to(tl.int64)).to(tl.float64)
@@ -45,19 +45,19 @@ def log(x):
 
 
 @triton.jit
-def mass(x):
+def exp_fixed_point(x):
     """exp(x) in units of 2^-42 for float64 x <= 0, rounded to int64."""
-    x = tl.where(x > SMALLEST, x, SMALLEST)
-    n = to_whole(x * LOG2_E)
+    x = tl.where(x > EXP_MIN_INPUT, x, EXP_MIN_INPUT)
+    n = round_to_int(x * LOG2_E)
     r = (x - n * LN2_HIGH) - n * LN2_LOW
     scale = ((n.to(tl.int64) + (1023 + FRACTION_BITS)) << 52).to(tl.float64, bitcast=True)
     series = r * EXP_SERIES[EXP_DEGREE] + EXP_SERIES[EXP_DEGREE - 1]
     for k in tl.static_range(EXP_DEGREE - 2, -1, -1):
         series = series * r + EXP_SERIES[k]
-    return to_whole(series * scale).to(tl.int64)
+    return round_to_int(series * scale).to(tl.int64)
 
 
 @triton.jit
-def to_whole(x):
+def round_to_int(x):
     """float64 of less than 2^51, rounded to the nearest whole number, ties to even."""
-    return (x + ROUNDER) - ROUNDER
+    return (x + ROUND_MAGIC) - ROUND_MAGIC

@@ -11,21 +11,21 @@ import triton
 import triton.language as tl
 
 from foreword.kernels.triton.activation import activate
-from foreword.kernels.triton.words import half_of, values_of, widened
+from foreword.kernels.triton.words import fp16_from_bits, values_per_word, unpack_word
 
-__all__ = ["product"]
+__all__ = ["gemm_kernel"]
 
 
 @triton.jit(do_not_specialize=["T", "SPLITS"])
-def product(
+def gemm_kernel(
     x,
     w,
     scales,
     bias,
     add_to,
     y,
-    partial,
-    arrived,
+    partial_sums,
+    tile_counters,
     T,
     N,
     K,
@@ -34,12 +34,12 @@ def product(
     FORMAT: tl.constexpr,
     FLOAT8: tl.constexpr,
     ACTIVATION: tl.constexpr,
-    PARTS: tl.constexpr,
-    EVEN: tl.constexpr,
+    SPLIT_MODE: tl.constexpr,
+    EVEN_K: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
-    TILES_ABREAST: tl.constexpr,
+    GROUP_M: tl.constexpr,
 ):
     """y [T, N] = x [T, K] w^T, times scales [rows of w], plus bias, plus add_to [T, N]. With ACTIVATION y [T, N] is
     activation(first N rows of w) times the other N.
@@ -54,7 +54,7 @@ def product(
     """
     tile = tl.program_id(0)
     M = 2 * N if ACTIVATION is not None else N
-    m, n = _place(tile, tl.cdiv(M, BM), tl.cdiv(T, BN), TILES_ABREAST)
+    m, n = _pick_tile(tile, tl.cdiv(M, BM), tl.cdiv(T, BN), GROUP_M)
     rows = m * BM + tl.arange(0, BM)
     if ACTIVATION is not None:
         # Eight rows of the gate, then the eight of `up` that belong to them: one thread has both in its registers.
@@ -63,9 +63,9 @@ def product(
         rows = tl.minimum(rows, N - 1)
     columns = n * BN + tl.arange(0, BN)
     x += tl.minimum(columns, T - 1).to(tl.int64)[None, :] * K
-    if PARTS == "apart":
+    if SPLIT_MODE == "apart":
         part = tl.program_id(1)
-        own = _sum(
+        own = _dot_blocks(
             x,
             w,
             scales,
@@ -76,42 +76,42 @@ def product(
             K,
             FORMAT,
             FLOAT8,
-            EVEN,
+            EVEN_K,
             BM,
             BN,
             BK,
         )
-        places = partial + tile * (SPLITS * BM * BN) + tl.arange(0, BM)[:, None] * BN + tl.arange(0, BN)[None, :]
+        places = partial_sums + tile * (SPLITS * BM * BN) + tl.arange(0, BM)[:, None] * BN + tl.arange(0, BN)[None, :]
         tl.store(places + part * (BM * BN), own)
         tl.debug_barrier()  # all threads' values are there before one of them says so
-        if tl.atomic_add(arrived + tile, 1, sem="acq_rel", scope="gpu") == SPLITS - 1:
-            tl.store(arrived + tile, 0)
+        if tl.atomic_add(tile_counters + tile, 1, sem="acq_rel", scope="gpu") == SPLITS - 1:
+            tl.store(tile_counters + tile, 0)
             total = tl.zeros((BM, BN), tl.float32)
             for each in range(SPLITS):
                 total += tl.load(places + each * (BM * BN), cache_modifier=".cg")  # what other multiprocessors wrote
-            _finish(total, scales, bias, add_to, y, rows, m, columns, T, N, FORMAT, ACTIVATION, BM, BN)
+            _store_epilogue(total, scales, bias, add_to, y, rows, m, columns, T, N, FORMAT, ACTIVATION, BM, BN)
     else:
-        if PARTS == "one":
-            total = _sum(x, w, scales, rows, 0, BLOCKS, BLOCKS, K, FORMAT, FLOAT8, EVEN, BM, BN, BK)
+        if SPLIT_MODE == "one":
+            total = _dot_blocks(x, w, scales, rows, 0, BLOCKS, BLOCKS, K, FORMAT, FLOAT8, EVEN_K, BM, BN, BK)
         else:
             total = tl.zeros((BM, BN), tl.float32)
             for each in range(SPLITS):
                 first, last = BLOCKS * each // SPLITS, BLOCKS * (each + 1) // SPLITS
-                total += _sum(x, w, scales, rows, first, last, BLOCKS, K, FORMAT, FLOAT8, EVEN, BM, BN, BK)
-        _finish(total, scales, bias, add_to, y, rows, m, columns, T, N, FORMAT, ACTIVATION, BM, BN)
+                total += _dot_blocks(x, w, scales, rows, first, last, BLOCKS, K, FORMAT, FLOAT8, EVEN_K, BM, BN, BK)
+        _store_epilogue(total, scales, bias, add_to, y, rows, m, columns, T, N, FORMAT, ACTIVATION, BM, BN)
 
 
 @triton.jit
-def _place(tile, tiles_m, tiles_n, ABREAST: tl.constexpr):
+def _pick_tile(tile, tiles_m, tiles_n, GROUP_M: tl.constexpr):
     """Tiles run ABREAST tiles of weights at a time through all tiles of rows: what they read stays in the L2 cache."""
-    group = tile // (ABREAST * tiles_n)
-    within = tile % (ABREAST * tiles_n)
-    abreast = tl.minimum(tiles_m - group * ABREAST, ABREAST)
-    return group * ABREAST + within % abreast, within // abreast
+    group = tile // (GROUP_M * tiles_n)
+    within = tile % (GROUP_M * tiles_n)
+    abreast = tl.minimum(tiles_m - group * GROUP_M, GROUP_M)
+    return group * GROUP_M + within % abreast, within // abreast
 
 
 @triton.jit
-def _sum(
+def _dot_blocks(
     x,
     w,
     scales,
@@ -122,13 +122,13 @@ def _sum(
     K,
     FORMAT: tl.constexpr,
     FLOAT8: tl.constexpr,
-    EVEN: tl.constexpr,
+    EVEN_K: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
 ):
     """Blocks `first` to `last` of w's rows [BM] times x's rows [1, BN] -> float32 [BM, BN], not yet scaled by row."""
-    values: tl.constexpr = values_of(FORMAT)
+    values: tl.constexpr = values_per_word(FORMAT)
     width: tl.constexpr = BK // values  # words of a row in a block
     grouped: tl.constexpr = FORMAT == "int4" or FORMAT == "q8_0"
     k = tl.arange(0, width)
@@ -141,12 +141,12 @@ def _sum(
     for i in range(first, last):
         words = tl.load(w)
         for j in tl.static_range(values):
-            piece = widened(words, j, FORMAT, FLOAT8, x.dtype.element_ty)
+            piece = unpack_word(words, j, FORMAT, FLOAT8, x.dtype.element_ty)
             if grouped:
                 if j % 2 == 0:
                     pair = tl.load(scales + 32 * j)
-                piece = piece.to(tl.float32) * half_of(pair, j % 2)[:, None]
-            if EVEN:
+                piece = piece.to(tl.float32) * fp16_from_bits(pair, j % 2)[:, None]
+            if EVEN_K:
                 columns = tl.load(x + width * j)
             else:
                 columns = tl.load(x + width * j, mask=(i * BK + width * j + k)[:, None] < K, other=0.0)
@@ -159,7 +159,7 @@ def _sum(
 
 
 @triton.jit
-def _finish(
+def _store_epilogue(
     total,
     scales,
     bias,

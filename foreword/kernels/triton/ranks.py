@@ -15,90 +15,90 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from foreword.kernels.triton.portable_math import mass
+from foreword.kernels.triton.portable_math import exp_fixed_point
 
 __all__ = [
-    "ANY_ROW",
-    "EXACT",
-    "MASKED_RANK",
+    "NO_FILTER",
+    "LAUNCH_OPTIONS",
+    "MASKED_BITS",
     "MIN_P",
     "TOP_K",
     "TOP_P",
     "TYPICAL_P",
     "XTC",
-    "below_top",
-    "entries",
-    "entry_id",
-    "is_asked",
-    "is_sound",
+    "minus_max",
+    "sort_keys",
+    "key_to_id",
+    "is_enabled",
+    "is_finite_row",
     "load_values",
-    "num_parts",
-    "part_max",
-    "part_sum",
-    "peaks",
-    "ranks",
-    "total_masses",
-    "value_of",
+    "num_blocks",
+    "reduce_block_max",
+    "reduce_block_sum",
+    "compute_block_maxes",
+    "ordered_bits",
+    "compute_block_expsums",
+    "from_ordered_bits",
 ]
 
-EXACT = MappingProxyType({"num_warps": 8, "enable_fp_fusion": False})  # how all kernels of sampling are launched
+LAUNCH_OPTIONS = MappingProxyType({"num_warps": 8, "enable_fp_fusion": False})  # how all kernels of sampling are launched
 
-MASKED_RANK: tl.constexpr = tl.constexpr(0x007FFFFF)  # of -inf
-INFINITE_RANK: tl.constexpr = tl.constexpr(0xFF800000)  # of +inf
-SIGN: tl.constexpr = tl.constexpr(2**31)
-LAST_ID: tl.constexpr = tl.constexpr(2**31 - 1)
+MASKED_BITS: tl.constexpr = tl.constexpr(0x007FFFFF)  # of -inf
+INFINITY_BITS: tl.constexpr = tl.constexpr(0xFF800000)  # of +inf
+SIGN_BIT: tl.constexpr = tl.constexpr(2**31)
+MAX_ID: tl.constexpr = tl.constexpr(2**31 - 1)
 
 # Whose bound it is; each has a neutral one, which costs nothing.
-ANY_ROW: tl.constexpr = tl.constexpr(0)
+NO_FILTER: tl.constexpr = tl.constexpr(0)
 TOP_K: tl.constexpr = tl.constexpr(1)
 TOP_P: tl.constexpr = tl.constexpr(2)
 TYPICAL_P: tl.constexpr = tl.constexpr(3)
 MIN_P: tl.constexpr = tl.constexpr(4)
 XTC: tl.constexpr = tl.constexpr(5)
-FIRST_FROM_ZERO: tl.constexpr = MIN_P  # from here on a bound of 0 is neutral; before it one of 1, or the whole vocabulary
+FIRST_ZERO_NEUTRAL: tl.constexpr = MIN_P  # from here on a bound of 0 is neutral; before it one of 1, or the whole vocabulary
 
 
 @triton.jit
-def ranks(values):
+def ordered_bits(values):
     """float32 -> int64 in [0, 2^32) of the same order; both zeros are one, NaN is above all."""
     raw = tl.where(values == 0.0, 0.0, values).to(tl.int32, bitcast=True)
     ordered = raw ^ ((raw >> 31) & 0x7FFFFFFF)
     ordered = tl.where(values != values, 0x7FFFFFFF, ordered)
-    return ordered.to(tl.int64) + SIGN
+    return ordered.to(tl.int64) + SIGN_BIT
 
 
 @triton.jit
-def value_of(rank):
+def from_ordered_bits(bits):
     """The float32 of a rank."""
-    ordered = (rank - SIGN).to(tl.int32)
+    ordered = (bits - SIGN_BIT).to(tl.int32)
     return (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def is_sound(peak):
+def is_finite_row(row_max):
     """Whether a row with this highest rank holds a finite value and neither NaN nor +inf."""
-    return (peak > MASKED_RANK) & (peak < INFINITE_RANK)
+    return (row_max > MASKED_BITS) & (row_max < INFINITY_BITS)
 
 
 @triton.jit
-def entries(rank, ids):
+def sort_keys(bits, ids):
     """Rank and id as one int64, which is higher the sooner it comes by (value descending, id ascending)."""
-    return (rank << 31) | (LAST_ID - ids)
+    return (bits << 31) | (MAX_ID - ids)
 
 
 @triton.jit
-def entry_id(entry):
-    return LAST_ID - (entry & LAST_ID)
+def key_to_id(key):
+    return MAX_ID - (key & MAX_ID)
 
 
 @triton.jit
-def is_asked(bounds, row, V, FILTER: tl.constexpr):
+def is_enabled(bounds, row, V, FILTER: tl.constexpr):
     """Whether the bound of a row can change anything."""
-    if FILTER == ANY_ROW:
+    if FILTER == NO_FILTER:
         asked = True
     elif FILTER == TOP_K:
         asked = tl.load(bounds + row) < V
-    elif FILTER >= FIRST_FROM_ZERO:
+    elif FILTER >= FIRST_ZERO_NEUTRAL:
         asked = tl.load(bounds + row) > 0
     else:
         asked = tl.load(bounds + row) < 1
@@ -113,60 +113,60 @@ def load_values(logits, stride, V, row, part, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def part_max(parts, row, count, WIDTH: tl.constexpr):
+def reduce_block_max(per_block, row, count, WIDTH: tl.constexpr):
     """The highest of a row's parts, which are not negative; WIDTH is count up to a power of two."""
     place = tl.arange(0, WIDTH)
-    return tl.max(tl.load(parts + row * count + place, mask=place < count, other=0))
+    return tl.max(tl.load(per_block + row * count + place, mask=place < count, other=0))
 
 
 @triton.jit
-def part_sum(parts, row, count, WIDTH: tl.constexpr):
+def reduce_block_sum(per_block, row, count, WIDTH: tl.constexpr):
     place = tl.arange(0, WIDTH)
-    return tl.sum(tl.load(parts + row * count + place, mask=place < count, other=0))
+    return tl.sum(tl.load(per_block + row * count + place, mask=place < count, other=0))
 
 
 @triton.jit
-def below_top(values, peak):
+def minus_max(values, row_max):
     """float64 distances from the likeliest, whose rank is `peak`; none is positive."""
-    return values.to(tl.float64) - value_of(peak).to(tl.float64)
+    return values.to(tl.float64) - from_ordered_bits(row_max).to(tl.float64)
 
 
 @triton.jit(do_not_specialize_on_alignment=["bounds"])
-def _peaks(logits, stride, V, bounds, peaks, FILTER: tl.constexpr, BLOCK: tl.constexpr):
+def _block_max_kernel(logits, stride, V, bounds, block_maxes, FILTER: tl.constexpr, BLOCK: tl.constexpr):
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    if is_asked(bounds, row, V, FILTER):
+    if is_enabled(bounds, row, V, FILTER):
         _, values = load_values(logits, stride, V, row, part, BLOCK)
-        tl.store(peaks + row * tl.num_programs(1) + part, tl.max(ranks(values)))
+        tl.store(block_maxes + row * tl.num_programs(1) + part, tl.max(ordered_bits(values)))
 
 
 @triton.jit(do_not_specialize_on_alignment=["bounds"])
-def _masses(logits, stride, V, bounds, peaks, masses, FILTER: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def _block_expsum_kernel(logits, stride, V, bounds, block_maxes, block_expsums, FILTER: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     row, part, count = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
-    if is_asked(bounds, row, V, FILTER):
-        peak = part_max(peaks, row, count, WIDTH)
+    if is_enabled(bounds, row, V, FILTER):
+        peak = reduce_block_max(block_maxes, row, count, WIDTH)
         _, values = load_values(logits, stride, V, row, part, BLOCK)
         total = peak * 0
-        if is_sound(peak) & (tl.max(values) > -float("inf")):
-            total = tl.sum(mass(below_top(values, peak)))
-        tl.store(masses + row * count + part, total)
+        if is_finite_row(peak) & (tl.max(values) > -float("inf")):
+            total = tl.sum(exp_fixed_point(minus_max(values, peak)))
+        tl.store(block_expsums + row * count + part, total)
 
 
-def num_parts(logits: Tensor, block: int) -> int:
+def num_blocks(logits: Tensor, block: int) -> int:
     """Programs that share a row."""
     return -(-logits.shape[1] // block)
 
 
-def peaks(logits: Tensor, block: int, bounds: Tensor | None = None, kind: tl.constexpr = ANY_ROW) -> Tensor:
+def compute_block_maxes(logits: Tensor, block: int, bounds: Tensor | None = None, filter_id: tl.constexpr = NO_FILTER) -> Tensor:
     """int64 [R, parts], of rows whose bound [R] can change anything: the highest rank of each part of [R, V]."""
-    found = torch.empty(logits.shape[0], num_parts(logits, block), dtype=torch.int64, device=logits.device)
+    found = torch.empty(logits.shape[0], num_blocks(logits, block), dtype=torch.int64, device=logits.device)
     bounds = logits if bounds is None else bounds
-    _peaks[found.shape](logits, logits.stride(0), logits.shape[1], bounds, found, FILTER=kind.value, BLOCK=block, **EXACT)
+    _block_max_kernel[found.shape](logits, logits.stride(0), logits.shape[1], bounds, found, FILTER=filter_id.value, BLOCK=block, **LAUNCH_OPTIONS)
     return found
 
 
-def total_masses(logits: Tensor, block: int, found: Tensor, bounds: Tensor | None = None, kind: tl.constexpr = ANY_ROW) -> Tensor:
+def compute_block_expsums(logits: Tensor, block: int, block_maxes: Tensor, bounds: Tensor | None = None, filter_id: tl.constexpr = NO_FILTER) -> Tensor:
     """int64 [R, parts]: exp(value - top), in units of 2^-42, summed over each part; found is peaks()."""
-    masses = torch.empty_like(found)
-    operands = logits, logits.stride(0), logits.shape[1], logits if bounds is None else bounds, found, masses
-    _masses[found.shape](*operands, FILTER=kind.value, WIDTH=triton.next_power_of_2(found.shape[1]), BLOCK=block, **EXACT)
+    masses = torch.empty_like(block_maxes)
+    operands = logits, logits.stride(0), logits.shape[1], logits if bounds is None else bounds, block_maxes, masses
+    _block_expsum_kernel[block_maxes.shape](*operands, FILTER=filter_id.value, WIDTH=triton.next_power_of_2(block_maxes.shape[1]), BLOCK=block, **LAUNCH_OPTIONS)
     return masses

@@ -8,30 +8,30 @@ import triton.language as tl
 from torch import Tensor
 
 from foreword.core.kv import KVLayer
-from foreword.kernels.ops import Axes
+from foreword.kernels.ops import MRopeSections
 from foreword.kernels.triton.float8 import to_float8
 
 __all__ = ["rope", "rope_and_cache", "write_kv"]
 
-VALUES_A_PROGRAM = 1024
+VALUES_PER_PROGRAM = 1024
 NUM_WARPS = 2
-ROUNDER = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding and taking it away rounds to whole numbers, ties to even
+ROUND_MAGIC = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding and taking it away rounds to whole numbers, ties to even
 
 
 @triton.jit
-def _angles(table, positions, row, angle, inside, HALF: tl.constexpr, AXES: tl.constexpr):
+def _load_cos_sin(cos_sin, positions, row, angle, inside, HALF: tl.constexpr, MROPE_SECTIONS: tl.constexpr):
     """Cosines and sines [ANGLES] of a row. AXES: none, or three sections and whether directions take turns."""
-    if len(AXES) == 0:
+    if len(MROPE_SECTIONS) == 0:
         place = tl.load(positions + row) * (2 * HALF) + angle
     else:
-        if AXES[3]:
+        if MROPE_SECTIONS[3]:
             turn = angle % 3
-            lasts = tl.where(turn == 1, 3 * AXES[1], 3 * AXES[2])
+            lasts = tl.where(turn == 1, 3 * MROPE_SECTIONS[1], 3 * MROPE_SECTIONS[2])
             direction = tl.where((turn != 0) & (angle < lasts), turn, 0)
         else:
-            direction = (angle >= AXES[0]).to(tl.int32) + (angle >= AXES[0] + AXES[1]).to(tl.int32)
+            direction = (angle >= MROPE_SECTIONS[0]).to(tl.int32) + (angle >= MROPE_SECTIONS[0] + MROPE_SECTIONS[1]).to(tl.int32)
         place = tl.load(positions + row * 3 + direction, mask=inside, other=0) * (2 * HALF) + angle
-    return tl.load(table + place, mask=inside, other=0.0), tl.load(table + place + HALF, mask=inside, other=0.0)
+    return tl.load(cos_sin + place, mask=inside, other=0.0), tl.load(cos_sin + place + HALF, mask=inside, other=0.0)
 
 
 @triton.jit
@@ -41,13 +41,13 @@ def _quantize(x, inverse_scale, usable, dtype: tl.constexpr):
     if dtype == tl.uint8:
         return to_float8(tl.minimum(tl.maximum(scaled, -448.0), 448.0))
     else:
-        return tl.minimum(tl.maximum(scaled + ROUNDER - ROUNDER, -127.0), 127.0).to(tl.int8)
+        return tl.minimum(tl.maximum(scaled + ROUND_MAGIC - ROUND_MAGIC, -127.0), 127.0).to(tl.int8)
 
 
 @triton.jit
-def _heads(
-    source, source_head, table, positions, row, target, scales, target_row, first, ROTATE: tl.constexpr,
-    COUNT: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, AXES: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
+def _rotate_heads(
+    source, source_head, cos_sin, positions, row, target, scales, target_row, first, ROTATE: tl.constexpr,
+    COUNT: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, MROPE_SECTIONS: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
     REST: tl.constexpr,
 ):  # fmt: skip
     """HEADS heads from `first` on of one row of source, turned if ROTATE, to row target_row of target [., COUNT, D], with a scale
@@ -61,7 +61,7 @@ def _heads(
     left = tl.load(at, mask=inside, other=0.0)
     right = tl.load(at + HALF, mask=inside, other=0.0)
     if ROTATE:
-        cos, sin = _angles(table, positions, row, angle, angle < HALF, HALF, AXES)
+        cos, sin = _load_cos_sin(cos_sin, positions, row, angle, angle < HALF, HALF, MROPE_SECTIONS)
         wide_left, wide_right = left.to(tl.float32), right.to(tl.float32)
         left = (wide_left * cos[None, :] - wide_right * sin[None, :]).to(source.dtype.element_ty)
         right = (wide_right * cos[None, :] + wide_left * sin[None, :]).to(source.dtype.element_ty)
@@ -76,9 +76,9 @@ def _heads(
             tl.store(rest_into, rest.to(target.dtype.element_ty), mask=more)
     else:
         left, right, rest = left.to(tl.float32), right.to(tl.float32), rest.to(tl.float32)
-        largest = tl.maximum(_largest(left), _largest(right))
+        largest = tl.maximum(_max_abs(left), _max_abs(right))
         if D > 2 * HALF:
-            largest = tl.maximum(largest, _largest(rest))
+            largest = tl.maximum(largest, _max_abs(rest))
         most: tl.constexpr = 448.0 if target.dtype.element_ty == tl.uint8 else 127.0
         scale = tl.div_rn(largest, tl.full([HEADS], most, tl.float32))
         scale = tl.where(largest < float("inf"), scale, float("inf"))
@@ -91,17 +91,17 @@ def _heads(
 
 
 @triton.jit
-def _largest(x):
+def _max_abs(x):
     """Magnitudes [HEADS, n] -> [HEADS]; what is not finite counts as infinite."""
     magnitude = tl.abs(x)
     return tl.max(tl.where(magnitude < float("inf"), magnitude, float("inf")), 1)
 
 
 @triton.jit
-def _rope_and_cache(
-    q, k, v, out, k_cache, v_cache, k_scale, v_scale, table, positions, slots, q_row, q_head, k_row, k_head, v_row, v_head,
+def _rope_and_cache_kernel(
+    q, k, v, out, k_cache, v_cache, k_scale, v_scale, cos_sin, positions, slots, q_row, q_head, k_row, k_head, v_row, v_head,
     Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, ROTATE: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
-    AXES: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr,
+    MROPE_SECTIONS: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr,
 ):  # fmt: skip
     """Grid (T, tiles of heads of q, then of k, then of v)."""
     row = tl.program_id(0).to(tl.int64)
@@ -110,72 +110,72 @@ def _rope_and_cache(
     kv_tiles: tl.constexpr = (KV_HEADS + HEADS - 1) // HEADS
     if Q_HEADS > 0:  # noqa: SIM102 (known when it is compiled)
         if tile < q_tiles:
-            _heads(
-                q + row * q_row, q_head, table, positions, row, out, None, row, tile * HEADS, ROTATE,
-                Q_HEADS, D, HALF, AXES, HEADS, BLOCK, REST,
+            _rotate_heads(
+                q + row * q_row, q_head, cos_sin, positions, row, out, None, row, tile * HEADS, ROTATE,
+                Q_HEADS, D, HALF, MROPE_SECTIONS, HEADS, BLOCK, REST,
             )  # fmt: skip
     if KV_HEADS > 0:
         tile -= q_tiles
         slot = tl.load(slots + row)
         if (tile >= 0) & (tile < kv_tiles):
-            _heads(
-                k + row * k_row, k_head, table, positions, row, k_cache, k_scale, slot, tile * HEADS, ROTATE,
-                KV_HEADS, D, HALF, AXES, HEADS, BLOCK, REST,
+            _rotate_heads(
+                k + row * k_row, k_head, cos_sin, positions, row, k_cache, k_scale, slot, tile * HEADS, ROTATE,
+                KV_HEADS, D, HALF, MROPE_SECTIONS, HEADS, BLOCK, REST,
             )  # fmt: skip
         if tile >= kv_tiles:
-            _heads(
-                v + row * v_row, v_head, table, positions, row, v_cache, v_scale, slot, (tile - kv_tiles) * HEADS, False,
-                KV_HEADS, D, HALF, AXES, HEADS, BLOCK, REST,
+            _rotate_heads(
+                v + row * v_row, v_head, cos_sin, positions, row, v_cache, v_scale, slot, (tile - kv_tiles) * HEADS, False,
+                KV_HEADS, D, HALF, MROPE_SECTIONS, HEADS, BLOCK, REST,
             )  # fmt: skip
 
 
-def rope(x: Tensor, table: Tensor, positions: Tensor, axes: Axes | None = None) -> Tensor:
+def rope(x: Tensor, cos_sin: Tensor, positions: Tensor, mrope_sections: MRopeSections | None = None) -> Tensor:
     """x [T, heads, D] -> the same, turned"""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _launch(x, None, None, out, None, table, positions, axes, None)
+    _launch_rope(x, None, None, out, None, cos_sin, positions, mrope_sections, None)
     return out
 
 
 def rope_and_cache(
-    q: Tensor, k: Tensor, v: Tensor, table: Tensor, positions: Tensor, axes: Axes | None, cache: KVLayer, slots: Tensor
+    q: Tensor, k: Tensor, v: Tensor, cos_sin: Tensor, positions: Tensor, mrope_sections: MRopeSections | None, cache: KVLayer, slots: Tensor
 ) -> Tensor:
     """q [T, Hq, D] turned; k [T, Hk, D], turned, and v go to the cache"""
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    _launch(q, k, v, out, cache, table, positions, axes, slots)
+    _launch_rope(q, k, v, out, cache, cos_sin, positions, mrope_sections, slots)
     return out
 
 
 def write_kv(k: Tensor, v: Tensor, cache: KVLayer, slots: Tensor) -> None:
     """k, v [T, Hk, D] into the cache"""
-    _launch(None, k, v, None, cache, None, None, None, slots)
+    _launch_rope(None, k, v, None, cache, None, None, None, slots)
 
 
-def _launch(
+def _launch_rope(
     q: Tensor | None,
     k: Tensor | None,
     v: Tensor | None,
     out: Tensor | None,
     cache: KVLayer | None,
-    table: Tensor | None,
+    cos_sin: Tensor | None,
     positions: Tensor | None,
-    axes: Axes | None,
+    mrope_sections: MRopeSections | None,
     slots: Tensor | None,
 ) -> None:
     """What is None is not there: q and out, or the keys and values with their cache, or the table with its positions."""
     first = k if q is None else q
     assert first is not None
     num_rows, _, dim = first.shape
-    rotary = dim // 2 * 2 if table is None else table.shape[1]
+    rotary = dim // 2 * 2 if cos_sin is None else cos_sin.shape[1]
     if not num_rows:
         return
     assert all(one is None or one.stride(-1) == 1 for one in (q, k, v)) and (positions is None or positions.is_contiguous())
     q_heads = 0 if q is None else q.shape[1]
     kv_heads = 0 if k is None else k.shape[1]
     block = triton.next_power_of_2(max(rotary // 2, 1))
-    heads = max(VALUES_A_PROGRAM // (2 * block), 1)
+    heads = max(VALUES_PER_PROGRAM // (2 * block), 1)
     heads = min(heads, triton.next_power_of_2(max(q_heads, kv_heads)))
-    k_cache, v_cache = (None, None) if cache is None else (_bits(cache.k), _bits(cache.v))
-    _rope_and_cache[num_rows, triton.cdiv(q_heads, heads) + 2 * triton.cdiv(kv_heads, heads)](
+    k_cache, v_cache = (None, None) if cache is None else (_as_bytes(cache.k), _as_bytes(cache.v))
+    _rope_and_cache_kernel[num_rows, triton.cdiv(q_heads, heads) + 2 * triton.cdiv(kv_heads, heads)](
         q,
         k,
         v,
@@ -184,18 +184,18 @@ def _launch(
         v_cache,
         None if cache is None else cache.k_scale,
         None if cache is None else cache.v_scale,
-        table,
+        cos_sin,
         positions,
         slots,
-        *_strides(q),
-        *_strides(k),
-        *_strides(v),
+        *_row_and_head_strides(q),
+        *_row_and_head_strides(k),
+        *_row_and_head_strides(v),
         Q_HEADS=q_heads,
         KV_HEADS=kv_heads,
-        ROTATE=table is not None,
+        ROTATE=cos_sin is not None,
         D=dim,
         HALF=rotary // 2,
-        AXES=() if axes is None else (*axes.sections, axes.interleaved),
+        MROPE_SECTIONS=() if mrope_sections is None else (*mrope_sections.sections, mrope_sections.interleaved),
         HEADS=heads,
         BLOCK=block,
         REST=triton.next_power_of_2(max(dim - rotary, 1)),
@@ -204,11 +204,11 @@ def _launch(
     )
 
 
-def _bits(values: Tensor) -> Tensor:
+def _as_bytes(values: Tensor) -> Tensor:
     assert values.is_contiguous()
     return values.view(torch.uint8) if values.dtype == torch.float8_e4m3fn else values
 
 
-def _strides(x: Tensor | None) -> tuple[int, int]:
+def _row_and_head_strides(x: Tensor | None) -> tuple[int, int]:
     """Of rows and heads."""
     return (0, 0) if x is None else (x.stride(0), x.stride(1))

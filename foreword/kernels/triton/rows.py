@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from foreword.core.kv import KVLayer
-from foreword.kernels.ops import Axes
+from foreword.kernels.ops import MRopeSections
 from foreword.kernels.triton import elementwise, norm, rope
 
 __all__ = ["TritonRows"]
@@ -18,23 +18,23 @@ class TritonRows:
         """x [T, ..., H], weight float32 [H] -> [T, ..., H]"""
         return norm.rms_norm(x, weight, eps)
 
-    def rope(self, x: Tensor, table: Tensor, positions: Tensor, axes: Axes | None = None) -> Tensor:
+    def rope(self, x: Tensor, cos_sin: Tensor, positions: Tensor, mrope_sections: MRopeSections | None = None) -> Tensor:
         """x [T, heads, D] -> [T, heads, D]"""
-        return rope.rope(x, table, positions, axes)
+        return rope.rope(x, cos_sin, positions, mrope_sections)
 
     def rope_and_cache(
-        self, q: Tensor, k: Tensor, v: Tensor, table: Tensor, positions: Tensor, axes: Axes | None, cache: KVLayer, slots: Tensor
+        self, q: Tensor, k: Tensor, v: Tensor, cos_sin: Tensor, positions: Tensor, mrope_sections: MRopeSections | None, cache: KVLayer, slots: Tensor
     ) -> Tensor:
         """q [T, Hq, D] turned; k and v [T, Hk, D] go to the cache: one launch"""
-        return rope.rope_and_cache(q, k, v, table, positions, axes, cache, slots)
+        return rope.rope_and_cache(q, k, v, cos_sin, positions, mrope_sections, cache, slots)
 
     def write_kv(self, k: Tensor, v: Tensor, cache: KVLayer, slots: Tensor) -> None:
         """k, v [T, Hk, D] into the cache"""
         rope.write_kv(k, v, cache, slots)
 
-    def gated(self, gate_up: Tensor, activation: str) -> Tensor:
+    def gated_act(self, gate_up: Tensor, activation: str) -> Tensor:
         """gate_up [T, 2I] -> [T, I], computed in float32"""
-        return elementwise.gated(gate_up, activation)
+        return elementwise.gated_act(gate_up, activation)
 
     def softcap(self, x: Tensor, cap: float) -> Tensor:
         """cap * tanh(x / cap), computed in float32"""

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from foreword.kernels.reference_sampling import ReferenceSampling
-from foreword.kernels.triton.filters import exclude_top, keep_min_p, keep_top_n_sigma
-from foreword.kernels.triton.masks import keep_allowed
-from foreword.kernels.triton.penalties import add_at, divide, penalize
+from foreword.kernels.triton.filters import apply_xtc, apply_min_p, apply_top_n_sigma
+from foreword.kernels.triton.masks import apply_mask
+from foreword.kernels.triton.penalties import add_bias, apply_temperature, apply_repetition_penalty
 from foreword.kernels.triton.reduce import log_sum_exp, top_ids
 from foreword.kernels.triton.sample import sample
-from foreword.kernels.triton.selection import keep_top_k, keep_top_p, keep_typical_p
+from foreword.kernels.triton.selection import apply_top_k, apply_top_p, apply_typical_p
 
 __all__ = ["TritonSampling"]
 
@@ -32,75 +32,75 @@ class TritonSampling(ReferenceSampling):
 
     def log_sum_exp(self, logits: Tensor) -> Tensor:
         """[R, V] -> float32 [R]"""
-        _check(logits)
+        _check_logits(logits)
         return log_sum_exp(logits, self.sampling_block)
 
     def top_ids(self, logits: Tensor, k: int) -> Tensor:
         """[R, V] -> int64 [R, k]"""
-        _check(logits)
+        _check_logits(logits)
         assert 0 <= k <= logits.shape[1]
         if not 0 < k <= MAX_TOP_IDS:
             return super().top_ids(logits, k)
         return top_ids(logits, k, MAX_TOP_IDS, self.sampling_block)
 
-    def keep_allowed(self, logits: Tensor, masks: Tensor) -> None:
-        _check(logits)
+    def apply_mask(self, logits: Tensor, masks: Tensor) -> None:
+        _check_logits(logits)
         assert masks.dtype == torch.int32 and masks.dim() == 2 and masks.shape[0] == logits.shape[0]
-        keep_allowed(logits, masks if masks.stride(1) == 1 else masks.contiguous(), self.sampling_block)
+        apply_mask(logits, masks if masks.stride(1) == 1 else masks.contiguous(), self.sampling_block)
 
-    def add_at(self, logits: Tensor, starts: Tensor, ids: Tensor, amounts: Tensor) -> None:
+    def add_bias(self, logits: Tensor, starts: Tensor, ids: Tensor, biases: Tensor) -> None:
         _check_ids(logits, starts, ids)
-        assert amounts.dtype == torch.float32 and amounts.shape == ids.shape
-        add_at(logits, starts.contiguous(), ids.contiguous(), amounts.contiguous())
+        assert biases.dtype == torch.float32 and biases.shape == ids.shape
+        add_bias(logits, starts.contiguous(), ids.contiguous(), biases.contiguous())
 
-    def penalize(self, logits: Tensor, starts: Tensor, ids: Tensor, penalties: Tensor) -> None:
+    def apply_repetition_penalty(self, logits: Tensor, starts: Tensor, ids: Tensor, penalties: Tensor) -> None:
         _check_ids(logits, starts, ids)
-        penalize(logits, starts.contiguous(), ids.contiguous(), _per_row(penalties, logits, torch.float32))
+        apply_repetition_penalty(logits, starts.contiguous(), ids.contiguous(), _per_row(penalties, logits, torch.float32))
 
-    def divide(self, logits: Tensor, by: Tensor) -> None:
-        _check(logits)
-        divide(logits, _per_row(by, logits, torch.float32), self.sampling_block)
+    def apply_temperature(self, logits: Tensor, temperatures: Tensor) -> None:
+        _check_logits(logits)
+        apply_temperature(logits, _per_row(temperatures, logits, torch.float32), self.sampling_block)
 
-    def keep_top_n_sigma(self, logits: Tensor, n: Tensor) -> None:
-        _check(logits)
-        keep_top_n_sigma(logits, _per_row(n, logits, torch.float64), self.sampling_block)
+    def apply_top_n_sigma(self, logits: Tensor, n: Tensor) -> None:
+        _check_logits(logits)
+        apply_top_n_sigma(logits, _per_row(n, logits, torch.float64), self.sampling_block)
 
-    def keep_top_k(self, logits: Tensor, k: Tensor) -> None:
-        _check(logits)
-        keep_top_k(logits, _per_row(k, logits, torch.int64), self.sampling_block)
+    def apply_top_k(self, logits: Tensor, k: Tensor) -> None:
+        _check_logits(logits)
+        apply_top_k(logits, _per_row(k, logits, torch.int64), self.sampling_block)
 
-    def keep_top_p(self, logits: Tensor, p: Tensor) -> None:
-        _check(logits)
-        keep_top_p(logits, _per_row(p, logits, torch.float64), self.sampling_block)
+    def apply_top_p(self, logits: Tensor, p: Tensor) -> None:
+        _check_logits(logits)
+        apply_top_p(logits, _per_row(p, logits, torch.float64), self.sampling_block)
 
-    def keep_typical_p(self, logits: Tensor, p: Tensor) -> None:
-        _check(logits)
-        keep_typical_p(logits, _per_row(p, logits, torch.float64), self.sampling_block)
+    def apply_typical_p(self, logits: Tensor, p: Tensor) -> None:
+        _check_logits(logits)
+        apply_typical_p(logits, _per_row(p, logits, torch.float64), self.sampling_block)
 
-    def keep_min_p(self, logits: Tensor, p: Tensor) -> None:
-        _check(logits)
-        keep_min_p(logits, _per_row(p, logits, torch.float64), self.sampling_block)
+    def apply_min_p(self, logits: Tensor, p: Tensor) -> None:
+        _check_logits(logits)
+        apply_min_p(logits, _per_row(p, logits, torch.float64), self.sampling_block)
 
-    def exclude_top(self, logits: Tensor, seeds: Tensor, positions: Tensor, chances: Tensor, thresholds: Tensor) -> None:
-        _check(logits)
+    def apply_xtc(self, logits: Tensor, seeds: Tensor, positions: Tensor, probabilities: Tensor, thresholds: Tensor) -> None:
+        _check_logits(logits)
         seeds, positions = (_per_row(values, logits, torch.int64) for values in (seeds, positions))
-        chances, thresholds = (_per_row(values, logits, torch.float64) for values in (chances, thresholds))
-        exclude_top(logits, seeds, positions, chances, thresholds, self.sampling_block)
+        probabilities, thresholds = (_per_row(values, logits, torch.float64) for values in (probabilities, thresholds))
+        apply_xtc(logits, seeds, positions, probabilities, thresholds, self.sampling_block)
 
     def sample(self, logits: Tensor, seeds: Tensor, positions: Tensor, greedy: Tensor) -> Tensor:
         """[R, V] -> int64 [R]"""
-        _check(logits)
+        _check_logits(logits)
         seeds, positions = (_per_row(values, logits, torch.int64) for values in (seeds, positions))
         return sample(logits, seeds, positions, _per_row(greedy, logits, torch.bool), self.sampling_block)
 
 
-def _check(logits: Tensor) -> None:
+def _check_logits(logits: Tensor) -> None:
     """Kernels read through pointers."""
     assert logits.dtype == torch.float32 and logits.dim() == 2 and (logits.stride(1) == 1 or logits.shape[1] == 1)
 
 
 def _check_ids(logits: Tensor, starts: Tensor, ids: Tensor) -> None:
-    _check(logits)
+    _check_logits(logits)
     assert starts.dtype == ids.dtype == torch.int64 and starts.shape == (logits.shape[0] + 1,) and ids.dim() == 1
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["MAX_TILES", "SKINNY", "TILES", "WORKSPACE", "Tile", "parts_of", "tile_of"]
+__all__ = ["MAX_TILES", "SPLIT_K_MAX_ROWS", "TILES", "WORKSPACE_VALUES", "Tile", "pick_split_mode", "pick_tile"]
 
-SKINNY = 64  # rows; up to here weights are what is read, and each part of K has its own program
-FEW = 132  # programs that leave a card idle: parts of K have their own then, whatever the rows
-WORKSPACE = 1 << 23  # values of partial sums, 32 MiB
+SPLIT_K_MAX_ROWS = 64  # rows; up to here weights are what is read, and each part of K has its own program
+SPLIT_K_MAX_TILES = 132  # programs that leave a card idle: parts of K have their own then, whatever the rows
+WORKSPACE_VALUES = 1 << 23  # values of partial sums, 32 MiB
 MAX_TILES = 2048  # that can be counted at once
 
 
@@ -18,8 +18,8 @@ class Tile:
 
     bm: int
     bn: int
-    warps: int
-    stages: int
+    num_warps: int
+    num_stages: int
 
 
 # By the kind of weight and activations, for at most bn rows each; the last one serves the rest.
@@ -35,15 +35,15 @@ TILES = {
 }
 
 
-def tile_of(form: str, itemsize: int, rows: int) -> Tile:
+def pick_tile(weight_format: str, itemsize: int, num_rows: int) -> Tile:
     """For a format of packing.py, activations of so many bytes and `rows` of them."""
-    tiles = TILES["float32" if itemsize == 4 else "dense" if form == "dense" else "quantized"]
-    return next((tile for tile in tiles if rows <= tile.bn), tiles[-1])
+    tiles = TILES["float32" if itemsize == 4 else "dense" if weight_format == "dense" else "quantized"]
+    return next((tile for tile in tiles if num_rows <= tile.bn), tiles[-1])
 
 
-def parts_of(tiles: int, tile: Tile, splits: int, rows: int) -> str:
+def pick_split_mode(num_tiles: int, tile: Tile, num_splits: int, num_rows: int) -> str:
     """Where the parts of K are summed, as product() says."""
-    if splits == 1:
+    if num_splits == 1:
         return "one"
-    fits = tiles <= MAX_TILES and tiles * splits * tile.bm * tile.bn <= WORKSPACE
-    return "apart" if fits and (rows <= SKINNY or tiles < FEW) else "within"
+    fits = num_tiles <= MAX_TILES and num_tiles * num_splits * tile.bm * tile.bn <= WORKSPACE_VALUES
+    return "apart" if fits and (num_rows <= SPLIT_K_MAX_ROWS or num_tiles < SPLIT_K_MAX_TILES) else "within"

@@ -7,17 +7,17 @@ import triton.language as tl
 
 from foreword.kernels.triton.float8 import from_float8
 
-__all__ = ["half_of", "values_of", "widened"]
+__all__ = ["fp16_from_bits", "values_per_word", "unpack_word"]
 
 
 @triton.constexpr_function
-def values_of(form: str) -> int:
+def values_per_word(weight_format: str) -> int:
     """How many values a word holds."""
-    return {"dense": 1, "int4": 4}.get(form, 2)
+    return {"dense": 1, "int4": 4}.get(weight_format, 2)
 
 
 @triton.jit
-def widened(words, j, FORMAT: tl.constexpr, FLOAT8: tl.constexpr, DTYPE: tl.constexpr):
+def unpack_word(words, j, FORMAT: tl.constexpr, FLOAT8: tl.constexpr, DTYPE: tl.constexpr):
     """The values at place j of each word: as they are, int16, or of a type that holds float8 exactly."""
     if FORMAT == "dense":
         return words
@@ -31,6 +31,6 @@ def widened(words, j, FORMAT: tl.constexpr, FLOAT8: tl.constexpr, DTYPE: tl.cons
 
 
 @triton.jit
-def half_of(pair, j):
+def fp16_from_bits(pair, j):
     """The float16 in the low (j = 0) or the high bits of int32, as float32."""
     return (pair >> 16 * j).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)

@@ -11,19 +11,19 @@ from typing import Any
 
 from foreword.errors import CheckpointError
 
-__all__ = ["Cursor"]
+__all__ = ["BinaryReader"]
 
 STRING, ARRAY, BOOL = 8, 9, 7
-SCALARS: Mapping[int, str] = MappingProxyType(
+SCALAR_CODES: Mapping[int, str] = MappingProxyType(
     {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "B", 10: "Q", 11: "q", 12: "d"}
 )
-LENGTH = struct.Struct("<Q")
-MAX_HEADER = 256 << 20  # bytes; vocabularies take ten or so. What lies beyond can only be a lie, and is never read
+LENGTH_STRUCT = struct.Struct("<Q")
+MAX_HEADER_BYTES = 256 << 20  # bytes; vocabularies take ten or so. What lies beyond can only be a lie, and is never read
 MAX_ITEMS = 1 << 24  # of a list
-QUOTED = 40  # bytes shown of a text that is none
+MAX_QUOTED_BYTES = 40  # bytes shown of a text that is none
 
 
-class Cursor:
+class BinaryReader:
     """A place in a mapped GGUF file; every step names what it reads, for the error message.
 
     Raises CheckpointError where the file ends before the value does, or the value is none.
@@ -32,87 +32,87 @@ class Cursor:
     def __init__(self, data: mmap.mmap, path: Path) -> None:
         self._data = data
         self._path = path
-        self._end = min(len(data), MAX_HEADER)
-        self._limit = f"the file ends at byte {self._end}" if len(data) <= MAX_HEADER else f"a header takes {MAX_HEADER} at most"
+        self._end = min(len(data), MAX_HEADER_BYTES)
+        self._limit_text = f"the file ends at byte {self._end}" if len(data) <= MAX_HEADER_BYTES else f"a header takes {MAX_HEADER_BYTES} at most"
         self.position = 0
 
-    def scalar(self, code: str, what: str) -> Any:
+    def read_scalar(self, code: str, field: str) -> Any:
         """One number in the notation of `struct`, little-endian."""
-        start = self._skip(struct.calcsize(code), what)
+        start = self._advance(struct.calcsize(code), field)
         return struct.unpack_from("<" + code, self._data, start)[0]
 
-    def count(self, what: str, least_bytes: int, code: str = "Q") -> int:
+    def read_count(self, field: str, min_item_bytes: int, code: str = "Q") -> int:
         """A number of things that take at least so many bytes each and are still to come."""
-        number: int = self.scalar(code, what)
-        room = min((self._end - self.position) // least_bytes, MAX_ITEMS)
+        number: int = self.read_scalar(code, field)
+        room = min((self._end - self.position) // min_item_bytes, MAX_ITEMS)
         if number > room:
-            raise self.error(f"{what} is {number}, but there is room for {room} at most")
+            raise self.error(f"{field} is {number}, but there is room for {room} at most")
         return number
 
-    def text(self, what: str) -> str:
-        length = self.scalar("Q", f"the length of {what}")
-        start = self._skip(length, what)
-        return self._decoded(self._data[start : start + length], what)
+    def read_str(self, field: str) -> str:
+        length = self.read_scalar("Q", f"the length of {field}")
+        start = self._advance(length, field)
+        return self._decode(self._data[start : start + length], field)
 
-    def value(self, what: str) -> Any:
+    def read_value(self, field: str) -> Any:
         """A type and what is of it: number, bool, text, or list of these."""
-        kind = self.scalar("I", f"the type of {what}")
+        kind = self.read_scalar("I", f"the type of {field}")
         if kind == ARRAY:
-            return self._array(what)
-        return self.text(what) if kind == STRING else self._numbers(kind, 1, what)[0]
+            return self._read_array(field)
+        return self.read_str(field) if kind == STRING else self._read_numbers(kind, 1, field)[0]
 
-    def error(self, what: str) -> CheckpointError:
-        return CheckpointError(f"{self._path}: {what}", "model")
+    def error(self, message: str) -> CheckpointError:
+        return CheckpointError(f"{self._path}: {message}", "model")
 
-    def _array(self, what: str) -> list[Any]:
-        kind = self.scalar("I", f"the element type of {what}")
+    def _read_array(self, field: str) -> list[Any]:
+        kind = self.read_scalar("I", f"the element type of {field}")
         if kind == STRING:
-            return self._texts(self.count(f"the length of {what}", LENGTH.size), what)
-        if kind not in SCALARS:
-            raise self.error(f"the element type of {what} is {kind}; known: {_known(STRING)}")
-        return self._numbers(kind, self.count(f"the length of {what}", struct.calcsize(SCALARS[kind])), what)
+            return self._read_strs(self.read_count(f"the length of {field}", LENGTH_STRUCT.size), field)
+        if kind not in SCALAR_CODES:
+            raise self.error(f"the element type of {field} is {kind}; known: {_format_known_types(STRING)}")
+        return self._read_numbers(kind, self.read_count(f"the length of {field}", struct.calcsize(SCALAR_CODES[kind])), field)
 
-    def _numbers(self, kind: int, count: int, what: str) -> list[Any]:
-        if kind not in SCALARS:
-            raise self.error(f"the type of {what} is {kind}; known: {_known(STRING, ARRAY)}")
-        layout = f"<{count}{SCALARS[kind]}"
-        start = self._skip(struct.calcsize(layout), what)
+    def _read_numbers(self, type_id: int, count: int, field: str) -> list[Any]:
+        if type_id not in SCALAR_CODES:
+            raise self.error(f"the type of {field} is {type_id}; known: {_format_known_types(STRING, ARRAY)}")
+        layout = f"<{count}{SCALAR_CODES[type_id]}"
+        start = self._advance(struct.calcsize(layout), field)
         numbers = list(struct.unpack_from(layout, self._data, start))
-        if kind != BOOL:
+        if type_id != BOOL:
             return numbers
         if any(number > 1 for number in numbers):
-            raise self.error(f"{what} must be 0 or 1 (false or true), got {max(numbers)}")
+            raise self.error(f"{field} must be 0 or 1 (false or true), got {max(numbers)}")
         return [number == 1 for number in numbers]
 
-    def _texts(self, count: int, what: str) -> list[str]:
+    def _read_strs(self, count: int, field: str) -> list[str]:
         """A loop without calls: a vocabulary has a quarter of a million of these."""
-        data, end, at, unpack = self._data, self._end, self.position, LENGTH.unpack_from
+        data, end, at, unpack = self._data, self._end, self.position, LENGTH_STRUCT.unpack_from
         found = []
         for index in range(count):
             stop = at + 8
             if stop <= end:
                 stop += unpack(data, at)[0]
             if stop > end:
-                raise self.error(f"{what}[{index}] begins at byte {at} and takes {stop - at} bytes, but {self._limit}")
+                raise self.error(f"{field}[{index}] begins at byte {at} and takes {stop - at} bytes, but {self._limit_text}")
             found.append(data[at + 8 : stop])
             at = stop
         self.position = at
-        return [self._decoded(raw, what) for raw in found]
+        return [self._decode(raw, field) for raw in found]
 
-    def _skip(self, size: int, what: str) -> int:
+    def _advance(self, num_bytes: int, field: str) -> int:
         """Where the next `size` bytes begin."""
         start = self.position
-        if size > self._end - start:
-            raise self.error(f"{what} begins at byte {start} and takes {size} bytes, but {self._limit}")
-        self.position = start + size
+        if num_bytes > self._end - start:
+            raise self.error(f"{field} begins at byte {start} and takes {num_bytes} bytes, but {self._limit_text}")
+        self.position = start + num_bytes
         return start
 
-    def _decoded(self, raw: bytes, what: str) -> str:
+    def _decode(self, raw: bytes, field: str) -> str:
         try:
             return raw.decode()
         except UnicodeDecodeError:
-            raise self.error(f"{what} holds bytes that are no UTF-8: {raw[:QUOTED]!r}") from None
+            raise self.error(f"{field} holds bytes that are no UTF-8: {raw[:MAX_QUOTED_BYTES]!r}") from None
 
 
-def _known(*more: int) -> str:
-    return ", ".join(str(kind) for kind in sorted((*SCALARS, *more)))
+def _format_known_types(*more: int) -> str:
+    return ", ".join(str(kind) for kind in sorted((*SCALAR_CODES, *more)))

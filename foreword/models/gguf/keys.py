@@ -6,17 +6,17 @@ from typing import Any
 
 from foreword.errors import CheckpointError
 from foreword.models.config import ConfigReader
-from foreword.models.gguf.reader import GGUF, TensorInfo
+from foreword.models.gguf.reader import GGUFFile, TensorInfo
 
-__all__ = ["Keys"]
+__all__ = ["MetadataReader"]
 
 
-class Keys:
+class MetadataReader:
     """Strict access; every error names the key as it stands in the file."""
 
-    def __init__(self, gguf: GGUF, architecture: str) -> None:
+    def __init__(self, gguf: GGUFFile, architecture: str) -> None:
         prefix = f"{architecture}."
-        values = {key: _one(value) for key, value in gguf.metadata.items() if key.startswith(prefix)}
+        values = {key: _collapse_uniform(value) for key, value in gguf.metadata.items() if key.startswith(prefix)}
         self.architecture = architecture
         self.tensors = gguf.tensors
         self._general = ConfigReader(gguf.metadata, str(gguf.path))
@@ -26,55 +26,55 @@ class Keys:
     def __contains__(self, key: str) -> bool:
         return self._prefix + key in self._reader
 
-    def raw(self, key: str, *default: Any) -> Any:
-        return self._reader.raw(self._prefix + key, *default)
+    def get(self, key: str, *default: Any) -> Any:
+        return self._reader.get(self._prefix + key, *default)
 
-    def whole(self, key: str, default: int | None = None, low: int = 1) -> int:
+    def get_int(self, key: str, default: int | None = None, low: int = 1) -> int:
         """A whole number of at least `low`; must be there unless there is a default."""
         name = self._prefix + key
-        return self._reader.whole(name, low=low) if default is None else self._reader.whole(name, default, low)
+        return self._reader.get_int(name, low=low) if default is None else self._reader.get_int(name, default, low)
 
-    def number(self, key: str, default: float | None = None) -> float:
+    def get_float(self, key: str, default: float | None = None) -> float:
         """A positive number; must be there unless there is a default."""
-        return self._reader.number(self._prefix + key) if default is None else self._reader.number(self._prefix + key, default)
+        return self._reader.get_float(self._prefix + key) if default is None else self._reader.get_float(self._prefix + key, default)
 
-    def optional_number(self, key: str) -> float | None:
+    def get_optional_float(self, key: str) -> float | None:
         """A positive number; None where there is none, or 0."""
-        return self.number(key) if self.raw(key, 0) != 0 else None
+        return self.get_float(key) if self.get(key, 0) != 0 else None
 
-    def choice(self, key: str, names: tuple[str, ...], default: str) -> str:
-        return self._reader.choice(self._prefix + key, {name: name for name in names}, default)
+    def get_choice(self, key: str, names: tuple[str, ...], default: str) -> str:
+        return self._reader.get_choice(self._prefix + key, {name: name for name in names}, default)
 
-    def expect(self, key: str, value: Any) -> None:
+    def require_value(self, key: str, value: Any) -> None:
         """The key must be missing or have the only value that is honoured."""
-        self._reader.expect(self._prefix + key, value)
+        self._reader.require_value(self._prefix + key, value)
 
-    def expect_general(self, key: str, value: Any) -> None:
+    def require_general_value(self, key: str, value: Any) -> None:
         """See `expect`; the key is given whole."""
-        self._general.expect(key, value)
+        self._general.require_value(key, value)
 
     def ignore(self, key: str) -> None:
-        self.raw(key, None)
+        self.get(key, None)
 
-    def refuse(self, key: str, why: str) -> CheckpointError:
+    def error(self, key: str, reason: str) -> CheckpointError:
         """An error about one key."""
-        return self._reader.refuse(self._prefix + key, why)
+        return self._reader.error(self._prefix + key, reason)
 
-    def finish(self) -> None:
+    def check_all_read(self) -> None:
         """Raises CheckpointError for keys that nobody asked for."""
-        self._reader.finish()
+        self._reader.check_all_read()
 
-    def head_dim(self) -> int:
+    def get_head_dim(self) -> int:
         """Size of one head."""
-        return self.whole("attention.key_length", self.whole("embedding_length") // self.whole("attention.head_count"))
+        return self.get_int("attention.key_length", self.get_int("embedding_length") // self.get_int("attention.head_count"))
 
-    def tensor(self, name: str) -> TensorInfo:
+    def tensor_info(self, name: str) -> TensorInfo:
         if name not in self.tensors:
             raise CheckpointError(f"{self._reader.source}: tensor `{name}` is missing", "model")
         return self.tensors[name]
 
 
-def _one(value: Any) -> Any:
+def _collapse_uniform(value: Any) -> Any:
     """A list of one number for each layer, all the same, is that number."""
     same = isinstance(value, list) and value and not isinstance(value[0], bool) and value.count(value[0]) == len(value)
     return value[0] if same else value

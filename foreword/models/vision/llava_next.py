@@ -10,18 +10,18 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from foreword.core.anyres import Size, tiling
-from foreword.core.pictures import Picture
+from foreword.core.anyres import Size, compute_tiling
+from foreword.core.pictures import PromptImage
 from foreword.kernels.ops import Ops
 from foreword.layers.weights import Weights
-from foreword.models.base import Precision, Tower
+from foreword.models.base import Precision, VisionEncoder
 from foreword.models.config import ConfigReader
 from foreword.models.decoder import Decoder, DecoderConfig
-from foreword.models.vision.llava import Llava, LlavaConfig, LlavaTower, read_llava
+from foreword.models.vision.llava import Llava, LlavaConfig, LlavaTower, read_llava_config
 
 __all__ = ["LlavaNext"]
 
-PINPOINTS = [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]]
+DEFAULT_PINPOINTS = [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]]
 MAX_PINPOINTS = 1024
 MAX_TILES = 1024
 
@@ -40,25 +40,25 @@ class LlavaNextTower(LlavaTower):
     ) -> None:
         super().__init__(config, ops, precision, weights, device)
         self._resolutions = resolutions
-        self._newline = weights.take("image_newline", config.hidden).to(precision.dtype)
+        self._image_newline = weights.tensor("image_newline", config.hidden_size).to(precision.dtype)
 
-    def largest(self, max_tokens: int) -> Picture:
+    def make_max_image(self, max_tokens: int) -> PromptImage:
         """The largest resolution, filled; its tiles are seen one by one."""
         vit = self.config.vit
         size = max(self._resolutions, key=math.prod)
-        layout = tiling(size, self._resolutions, vit.image_size, vit.side)
-        rows, columns = layout.kept
-        return self._black(self.config.tile_tokens + rows * (columns + 1), size, 1 + math.prod(layout.tiles))
+        layout = compute_tiling(size, self._resolutions, vit.image_size, vit.patches_per_side)
+        rows, columns = layout.feature_grid
+        return self._make_black_image(self.config.tokens_per_tile + rows * (columns + 1), size, 1 + math.prod(layout.tile_grid))
 
-    def arranged(self, tiles: Sequence[Tensor], picture: Picture) -> Tensor:
+    def arrange(self, tiles: Sequence[Tensor], image: PromptImage) -> Tensor:
         """The first tile, the whole picture, as it is; then row by row what lies in the others."""
         whole, *parts = tiles
         vit = self.config.vit
-        layout = tiling(picture.size, self._resolutions, vit.image_size, vit.side)
-        assert len(parts) == math.prod(layout.tiles), "a picture cut into other tiles"
-        (top, left), (rows, columns) = layout.margin, layout.kept
-        area = _joined(parts, layout.tiles, vit.side)[top : top + rows, left : left + columns]
-        lines = torch.cat((area, self._newline.expand(rows, 1, -1)), 1)
+        layout = compute_tiling(image.original_size, self._resolutions, vit.image_size, vit.patches_per_side)
+        assert len(parts) == math.prod(layout.tile_grid), "a picture cut into other tiles"
+        (top, left), (rows, columns) = layout.padding, layout.feature_grid
+        area = _join_tiles(parts, layout.tile_grid, vit.patches_per_side)[top : top + rows, left : left + columns]
+        lines = torch.cat((area, self._image_newline.expand(rows, 1, -1)), 1)
         return torch.cat((whole, lines.flatten(0, 1)))
 
 
@@ -68,53 +68,53 @@ class LlavaNext(Llava):
     def __init__(
         self,
         decoder_type: type[Decoder],
-        decoder: DecoderConfig,
+        decoder_config: DecoderConfig,
         image_token_id: int,
         config: LlavaConfig,
         resolutions: Sequence[Size],
     ) -> None:
-        super().__init__(decoder_type, decoder, image_token_id, config)
+        super().__init__(decoder_type, decoder_config, image_token_id, config)
         self._resolutions = resolutions
 
     @classmethod
-    def read(cls, config: ConfigReader, path: Path) -> Self:
+    def from_config(cls, config: ConfigReader, path: Path) -> Self:
         """config.json, and preprocessor_config.json for the colours"""
-        config.expect("use_image_newline_parameter", True)
-        decoder_type, decoder, image_token_id, read = read_llava(config, path)
-        if read.tile_tokens != read.vit.side**2:
-            raise config.refuse(
+        config.require_value("use_image_newline_parameter", True)
+        decoder_type, decoder, image_token_id, read = read_llava_config(config, path)
+        if read.tokens_per_tile != read.vit.patches_per_side**2:
+            raise config.error(
                 "vision_feature_select_strategy", "must leave the patches of a tile, all of them and nothing else"
             )
         return cls(decoder_type, decoder, image_token_id, read, _read_resolutions(config, read.vit.image_size))
 
-    def tower(self, ops: Ops, precision: Precision, weights: Weights, device: str) -> Tower:
+    def build_tower(self, ops: Ops, precision: Precision, weights: Weights, device: str) -> VisionEncoder:
         """Build the tower."""
         return LlavaNextTower(self.config, self._resolutions, ops, precision, weights, device)
 
 
-def _joined(tiles: Sequence[Tensor], shape: Size, side: int) -> Tensor:
+def _join_tiles(tiles: Sequence[Tensor], grid: Size, side: int) -> Tensor:
     """Tiles [side * side, H], row by row, as one area [rows * side, columns * side, H]"""
-    rows, columns = shape
+    rows, columns = grid
     area = torch.stack(list(tiles)).view(rows, columns, side, side, -1)
     return area.transpose(1, 2).reshape(rows * side, columns * side, -1)
 
 
-def _read_resolutions(config: ConfigReader, tile: int) -> tuple[Size, ...]:
+def _read_resolutions(config: ConfigReader, tile_size: int) -> tuple[Size, ...]:
     """`image_grid_pinpoints`: (height, width) pairs."""
-    value = config.raw("image_grid_pinpoints", PINPOINTS)
-    if not isinstance(value, list) or not 1 <= len(value) <= MAX_PINPOINTS or not all(_is_resolution(one, tile) for one in value):
-        raise config.refuse(
+    value = config.get("image_grid_pinpoints", DEFAULT_PINPOINTS)
+    if not isinstance(value, list) or not 1 <= len(value) <= MAX_PINPOINTS or not all(_is_resolution(one, tile_size) for one in value):
+        raise config.error(
             "image_grid_pinpoints",
-            f"must be a list of [height, width], multiples of the tower's {tile} pixels and {MAX_TILES} tiles at most, "
+            f"must be a list of [height, width], multiples of the tower's {tile_size} pixels and {MAX_TILES} tiles at most, "
             f"got {value!r:.80}",
         )
     return tuple((height, width) for height, width in value)
 
 
-def _is_resolution(value: object, tile: int) -> bool:
+def _is_resolution(value: object, tile_size: int) -> bool:
     return (
         isinstance(value, list)
         and len(value) == 2
-        and all(isinstance(length, int) and length > 0 and length % tile == 0 for length in value)
-        and value[0] * value[1] <= MAX_TILES * tile * tile
+        and all(isinstance(length, int) and length > 0 and length % tile_size == 0 for length in value)
+        and value[0] * value[1] <= MAX_TILES * tile_size * tile_size
     )

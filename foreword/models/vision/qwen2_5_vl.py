@@ -11,116 +11,116 @@ from foreword.kernels.ops import Ops
 from foreword.layers.mlp import MLP
 from foreword.layers.norm import RMSNorm
 from foreword.layers.weights import Weights
-from foreword.models.base import Precision, Tower
+from foreword.models.base import Precision, VisionEncoder
 from foreword.models.common import ACTIVATIONS as GATED
 from foreword.models.config import ConfigReader
 from foreword.models.decoder import DecoderConfig
 from foreword.models.qwen2 import Qwen2
 from foreword.models.vision.base import VisionModel
-from foreword.models.vision.parts import FeedForward, dense
-from foreword.models.vision.qwen_block import Block, Merger, QwenTowerConfig, View
+from foreword.models.vision.parts import VisionMLP, build_linear
+from foreword.models.vision.qwen_block import VisionBlock, PatchMerger, QwenTowerConfig, ImageContext
 from foreword.models.vision.qwen_config import (
-    QWEN_PREFIXES,
-    read_blocks,
-    read_qwen_tokens,
-    read_qwen_tower,
-    read_vision,
-    read_width,
+    QWEN_WEIGHT_PREFIXES,
+    read_block_indexes,
+    read_qwen_image_token_id,
+    read_qwen_tower_config,
+    read_vision_config,
+    read_hidden_size,
 )
-from foreword.models.vision.qwen_places import Cells, windows_of
-from foreword.models.vision.qwen_text import read_qwen2_text
-from foreword.models.vision.qwen_tower import QwenTower, ordered
+from foreword.models.vision.qwen_places import PatchGrid, partition_windows
+from foreword.models.vision.qwen_text import read_qwen2_decoder
+from foreword.models.vision.qwen_tower import QwenTower, reorder_cells
 
-__all__ = ["Qwen25VL", "Qwen25VLTower", "Windows"]
+__all__ = ["Qwen25VL", "Qwen25VLTower", "WindowConfig"]
 
 EPS = 1e-6
-MAX_WINDOW = 1 << 12  # pixels of a side
+MAX_WINDOW_PIXELS = 1 << 12  # pixels of a side
 
 
 @dataclass(frozen=True, slots=True)
-class Windows:
+class WindowConfig:
     """side  of a window, in cells
     whole  blocks that see the whole picture
     """
 
-    side: int
-    whole: frozenset[int]
+    side_cells: int
+    full_attention_blocks: frozenset[int]
 
 
 class Qwen25VLTower(QwenTower):
     """RMSNorm and gated feed-forward layers with biases, as in a decoder. Patches are ordered by windows throughout."""
 
     def __init__(
-        self, config: QwenTowerConfig, windows: Windows, ops: Ops, precision: Precision, weights: Weights, device: str
+        self, config: QwenTowerConfig, window_config: WindowConfig, ops: Ops, precision: Precision, weights: Weights, device: str
     ) -> None:
-        self._windows = windows
+        self._window_config = window_config
         super().__init__(config, ops, precision, weights, device)
 
-    def block(self, weights: Weights) -> Block:
-        config, mlp = self.config, weights.within("mlp.")
-        hidden, size = config.hidden, config.intermediate
-        gate_up = dense(self.ops, mlp, self.kind, hidden, {"gate_proj": size, "up_proj": size})
-        down = dense(self.ops, mlp, self.kind, size, {"down_proj": hidden})
-        norms = self._norm(weights, "norm1"), self._norm(weights, "norm2")
+    def build_block(self, weights: Weights) -> VisionBlock:
+        config, mlp = self.config, weights.prefixed("mlp.")
+        hidden, size = config.hidden_size, config.intermediate_size
+        gate_up = build_linear(self.ops, mlp, self.weight_format, hidden, {"gate_proj": size, "up_proj": size})
+        down = build_linear(self.ops, mlp, self.weight_format, size, {"down_proj": hidden})
+        norms = self._load_norm(weights, "norm1"), self._load_norm(weights, "norm2")
         gated = MLP(self.ops, gate_up, down, config.activation)
-        return Block(self.ops, config, self.kind, weights, norms, gated, 3 * hidden * size)
+        return VisionBlock(self.ops, config, self.weight_format, weights, norms, gated, 3 * hidden * size)
 
-    def merger(self, weights: Weights) -> Merger:
+    def build_merger(self, weights: Weights) -> PatchMerger:
         config = self.config
-        up = dense(self.ops, weights, self.kind, config.merged, {"mlp.0": config.merged})
-        down = dense(self.ops, weights, self.kind, config.merged, {"mlp.2": config.out})
-        return Merger(config, self._norm(weights, "ln_q"), FeedForward(up, down, "gelu"))
+        up = build_linear(self.ops, weights, self.weight_format, config.merged_size, {"mlp.0": config.merged_size})
+        down = build_linear(self.ops, weights, self.weight_format, config.merged_size, {"mlp.2": config.out_hidden_size})
+        return PatchMerger(config, self._load_norm(weights, "ln_q"), VisionMLP(up, down, "gelu"))
 
-    def view(self, cells: Cells) -> View:
-        order, windows = windows_of(cells, self._windows.side)
-        view = super().view(cells)
+    def build_context(self, grid: PatchGrid) -> ImageContext:
+        order, windows = partition_windows(grid, self._window_config.side_cells)
+        view = super().build_context(grid)
         order = order.to(view.positions.device)
-        return replace(view, positions=ordered(view.positions, order, cells.merge**2), windows=windows, order=order)
+        return replace(view, positions=reorder_cells(view.positions, order, grid.merge_size**2), window_cu_seqlens=windows, cell_order=order)
 
-    def starts(self, block: int, view: View) -> Sequence[int]:
-        return view.starts if block in self._windows.whole else view.windows
+    def block_cu_seqlens(self, block_index: int, context: ImageContext) -> Sequence[int]:
+        return context.cu_seqlens if block_index in self._window_config.full_attention_blocks else context.window_cu_seqlens
 
-    def _norm(self, weights: Weights, name: str) -> RMSNorm:
-        return RMSNorm(self.ops, weights.take(f"{name}.weight", self.config.hidden), EPS)
+    def _load_norm(self, weights: Weights, name: str) -> RMSNorm:
+        return RMSNorm(self.ops, weights.tensor(f"{name}.weight", self.config.hidden_size), EPS)
 
 
 class Qwen25VL(VisionModel):
     """model_type `qwen2_5_vl`"""
 
-    PREFIXES: ClassVar = QWEN_PREFIXES
+    WEIGHT_PREFIXES: ClassVar = QWEN_WEIGHT_PREFIXES
 
-    def __init__(self, decoder: DecoderConfig, image_token_id: int, config: QwenTowerConfig, windows: Windows) -> None:
-        super().__init__(Qwen2, decoder, image_token_id)
+    def __init__(self, decoder_config: DecoderConfig, image_token_id: int, config: QwenTowerConfig, window_config: WindowConfig) -> None:
+        super().__init__(Qwen2, decoder_config, image_token_id)
         self.config = config
-        self.windows = windows
+        self.window_config = window_config
 
     @classmethod
-    def read(cls, config: ConfigReader, path: Path) -> Self:
+    def from_config(cls, config: ConfigReader, path: Path) -> Self:
         """config.json, and preprocessor_config.json for the colours"""
-        decoder, vision = read_qwen2_text(config), read_vision(config)
-        vision.choice("hidden_act", GATED, "silu")
-        tower = read_qwen_tower(
+        decoder, vision = read_qwen2_decoder(config), read_vision_config(config)
+        vision.get_choice("hidden_act", GATED, "silu")
+        tower = read_qwen_tower_config(
             vision,
             decoder,
             path,
-            hidden=read_width(vision, "hidden_size", 3584),
-            intermediate=read_width(vision, "intermediate_size", 3420),
-            out=read_width(vision, "out_hidden_size", 3584),
+            hidden_size=read_hidden_size(vision, "hidden_size", 3584),
+            intermediate_size=read_hidden_size(vision, "intermediate_size", 3420),
+            out_hidden_size=read_hidden_size(vision, "out_hidden_size", 3584),
             activation="silu",
         )
-        windows = _read_windows(vision, tower)
-        vision.finish()
-        return cls(decoder, read_qwen_tokens(config, decoder), tower, windows)
+        windows = _read_window_config(vision, tower)
+        vision.check_all_read()
+        return cls(decoder, read_qwen_image_token_id(config, decoder), tower, windows)
 
-    def tower(self, ops: Ops, precision: Precision, weights: Weights, device: str) -> Tower:
+    def build_tower(self, ops: Ops, precision: Precision, weights: Weights, device: str) -> VisionEncoder:
         """Build the tower."""
-        return Qwen25VLTower(self.config, self.windows, ops, precision, weights.within("visual."), device)
+        return Qwen25VLTower(self.config, self.window_config, ops, precision, weights.prefixed("visual."), device)
 
 
-def _read_windows(vision: ConfigReader, tower: QwenTowerConfig) -> Windows:
-    size = vision.whole("window_size", 112, high=MAX_WINDOW)
-    side = size // tower.merge // tower.patch
+def _read_window_config(vision: ConfigReader, tower: QwenTowerConfig) -> WindowConfig:
+    size = vision.get_int("window_size", 112, high=MAX_WINDOW_PIXELS)
+    side = size // tower.merge_size // tower.patch_size
     if side < 1:
-        raise vision.refuse("window_size", f"{size} is less than a cell of {tower.merge * tower.patch} pixels")
-    whole = read_blocks(vision, "fullatt_block_indexes", (7, 15, 23, 31), tower.depth)
-    return Windows(side, frozenset(whole))
+        raise vision.error("window_size", f"{size} is less than a cell of {tower.merge_size * tower.patch_size} pixels")
+    whole = read_block_indexes(vision, "fullatt_block_indexes", (7, 15, 23, 31), tower.depth)
+    return WindowConfig(side, frozenset(whole))

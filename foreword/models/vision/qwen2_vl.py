@@ -7,61 +7,61 @@ from typing import ClassVar, Self
 
 from foreword.kernels.ops import Ops
 from foreword.layers.weights import Weights
-from foreword.models.base import Precision, Tower
+from foreword.models.base import Precision, VisionEncoder
 from foreword.models.config import ConfigReader
 from foreword.models.decoder import DecoderConfig
 from foreword.models.qwen2 import Qwen2
 from foreword.models.vision.base import VisionModel
-from foreword.models.vision.parts import FeedForward, LayerNorm, dense
-from foreword.models.vision.qwen_block import Block, Merger, QwenTowerConfig
-from foreword.models.vision.qwen_config import QWEN_PREFIXES, read_qwen_tokens, read_qwen_tower, read_vision, read_width
-from foreword.models.vision.qwen_text import read_qwen2_text
+from foreword.models.vision.parts import VisionMLP, VisionLayerNorm, build_linear
+from foreword.models.vision.qwen_block import VisionBlock, PatchMerger, QwenTowerConfig
+from foreword.models.vision.qwen_config import QWEN_WEIGHT_PREFIXES, read_qwen_image_token_id, read_qwen_tower_config, read_vision_config, read_hidden_size
+from foreword.models.vision.qwen_text import read_qwen2_decoder
 from foreword.models.vision.qwen_tower import QwenTower
 
 __all__ = ["Qwen2VL", "Qwen2VLTower"]
 
 EPS = 1e-6
-MAX_RATIO = 64
+MAX_MLP_RATIO = 64
 
 
 class Qwen2VLTower(QwenTower):
     """LayerNorm, and feed-forward layers that are not gated."""
 
-    def block(self, weights: Weights) -> Block:
-        config, mlp = self.config, weights.within("mlp.")
-        norms = LayerNorm(weights, "norm1", config.hidden, EPS), LayerNorm(weights, "norm2", config.hidden, EPS)
-        up = dense(self.ops, mlp, self.kind, config.hidden, {"fc1": config.intermediate})
-        down = dense(self.ops, mlp, self.kind, config.intermediate, {"fc2": config.hidden})
-        feed_forward = FeedForward(up, down, config.activation)
-        return Block(self.ops, config, self.kind, weights, norms, feed_forward, 2 * config.hidden * config.intermediate)
+    def build_block(self, weights: Weights) -> VisionBlock:
+        config, mlp = self.config, weights.prefixed("mlp.")
+        norms = VisionLayerNorm(weights, "norm1", config.hidden_size, EPS), VisionLayerNorm(weights, "norm2", config.hidden_size, EPS)
+        up = build_linear(self.ops, mlp, self.weight_format, config.hidden_size, {"fc1": config.intermediate_size})
+        down = build_linear(self.ops, mlp, self.weight_format, config.intermediate_size, {"fc2": config.hidden_size})
+        feed_forward = VisionMLP(up, down, config.activation)
+        return VisionBlock(self.ops, config, self.weight_format, weights, norms, feed_forward, 2 * config.hidden_size * config.intermediate_size)
 
-    def merger(self, weights: Weights) -> Merger:
+    def build_merger(self, weights: Weights) -> PatchMerger:
         config = self.config
-        up = dense(self.ops, weights, self.kind, config.merged, {"mlp.0": config.merged})
-        down = dense(self.ops, weights, self.kind, config.merged, {"mlp.2": config.out})
-        return Merger(config, LayerNorm(weights, "ln_q", config.hidden, EPS), FeedForward(up, down, "gelu"))
+        up = build_linear(self.ops, weights, self.weight_format, config.merged_size, {"mlp.0": config.merged_size})
+        down = build_linear(self.ops, weights, self.weight_format, config.merged_size, {"mlp.2": config.out_hidden_size})
+        return PatchMerger(config, VisionLayerNorm(weights, "ln_q", config.hidden_size, EPS), VisionMLP(up, down, "gelu"))
 
 
 class Qwen2VL(VisionModel):
     """model_type `qwen2_vl`"""
 
-    PREFIXES: ClassVar = QWEN_PREFIXES
+    WEIGHT_PREFIXES: ClassVar = QWEN_WEIGHT_PREFIXES
 
-    def __init__(self, decoder: DecoderConfig, image_token_id: int, config: QwenTowerConfig) -> None:
-        super().__init__(Qwen2, decoder, image_token_id)
+    def __init__(self, decoder_config: DecoderConfig, image_token_id: int, config: QwenTowerConfig) -> None:
+        super().__init__(Qwen2, decoder_config, image_token_id)
         self.config = config
 
     @classmethod
-    def read(cls, config: ConfigReader, path: Path) -> Self:
+    def from_config(cls, config: ConfigReader, path: Path) -> Self:
         """config.json, and preprocessor_config.json for the colours"""
-        decoder, vision = read_qwen2_text(config), read_vision(config)
-        hidden = read_width(vision, "embed_dim", 1280)
-        intermediate = hidden * vision.whole("mlp_ratio", 4, high=MAX_RATIO)
-        out = read_width(vision, "hidden_size", 3584)
-        tower = read_qwen_tower(vision, decoder, path, hidden=hidden, intermediate=intermediate, out=out, activation="quick_gelu")
-        vision.finish()
-        return cls(decoder, read_qwen_tokens(config, decoder), tower)
+        decoder, vision = read_qwen2_decoder(config), read_vision_config(config)
+        hidden = read_hidden_size(vision, "embed_dim", 1280)
+        intermediate = hidden * vision.get_int("mlp_ratio", 4, high=MAX_MLP_RATIO)
+        out = read_hidden_size(vision, "hidden_size", 3584)
+        tower = read_qwen_tower_config(vision, decoder, path, hidden_size=hidden, intermediate_size=intermediate, out_hidden_size=out, activation="quick_gelu")
+        vision.check_all_read()
+        return cls(decoder, read_qwen_image_token_id(config, decoder), tower)
 
-    def tower(self, ops: Ops, precision: Precision, weights: Weights, device: str) -> Tower:
+    def build_tower(self, ops: Ops, precision: Precision, weights: Weights, device: str) -> VisionEncoder:
         """Build the tower."""
-        return Qwen2VLTower(self.config, ops, precision, weights.within("visual."), device)
+        return Qwen2VLTower(self.config, ops, precision, weights.prefixed("visual."), device)

@@ -13,17 +13,17 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from foreword.core.pictures import Picture
-from foreword.kernels.ops import Axes, Ops
+from foreword.core.pictures import PromptImage
+from foreword.kernels.ops import MRopeSections, Ops
 from foreword.layers.linear import Linear
 from foreword.layers.rope import Rope, RopeConfig
 from foreword.layers.weights import Weights
 from foreword.models.base import Precision
-from foreword.models.vision.parts import plain_kind
-from foreword.models.vision.qwen_block import Block, Merger, QwenTowerConfig, View
-from foreword.models.vision.qwen_places import Cells, patches_of
+from foreword.models.vision.parts import unquantized_format
+from foreword.models.vision.qwen_block import VisionBlock, PatchMerger, QwenTowerConfig, ImageContext
+from foreword.models.vision.qwen_places import PatchGrid, extract_patches
 
-__all__ = ["QwenTower", "ordered"]
+__all__ = ["QwenTower", "reorder_cells"]
 
 
 class QwenTower(ABC):
@@ -37,97 +37,97 @@ class QwenTower(ABC):
     def __init__(self, config: QwenTowerConfig, ops: Ops, precision: Precision, weights: Weights, device: str) -> None:
         self.config = config
         self.ops = ops
-        self.kind = plain_kind(precision)
+        self.weight_format = unquantized_format(precision)
         self._dtype = precision.dtype
         self._device = device
-        self._patches = self._load_patches(weights.within("patch_embed."))
-        self._blocks = [self.block(weights.within(f"blocks.{index}.")) for index in range(config.depth)]
-        self._mergers = [(config.depth - 1, self.merger(weights.within("merger.")))]
-        self._mergers += self.deeper(weights)
-        self.width = config.out * len(self._mergers)
+        self._patch_embedding = self._load_patch_embedding(weights.prefixed("patch_embed."))
+        self._blocks = [self.build_block(weights.prefixed(f"blocks.{index}.")) for index in range(config.depth)]
+        self._mergers = [(config.depth - 1, self.build_merger(weights.prefixed("merger.")))]
+        self._mergers += self.build_deepstack(weights)
+        self.feature_size = config.out_hidden_size * len(self._mergers)
 
     @abstractmethod
-    def block(self, weights: Weights) -> Block:
+    def build_block(self, weights: Weights) -> VisionBlock:
         """One block."""
 
     @abstractmethod
-    def merger(self, weights: Weights) -> Merger:
+    def build_merger(self, weights: Weights) -> PatchMerger:
         """What comes behind the last block."""
 
-    def deeper(self, weights: Weights) -> list[tuple[int, Merger]]:
+    def build_deepstack(self, weights: Weights) -> list[tuple[int, PatchMerger]]:
         """Blocks whose results are added behind the decoder's first layers, in order, and what makes tokens of them."""
         return []
 
-    def embed(self, patches: Tensor, cells: Cells) -> Tensor:
+    def embed(self, patches: Tensor, grid: PatchGrid) -> Tensor:
         """What the first block reads, given the embedded patches [N, H]."""
         return patches
 
-    def view(self, cells: Cells) -> View:
+    def build_context(self, grid: PatchGrid) -> ImageContext:
         """Everything sees everything."""
-        whole = (0, cells.patches)
-        return View(cells.places().to(self._device), self._table(cells), self._axes, whole, whole, None)
+        whole = (0, grid.num_patches)
+        return ImageContext(grid.patch_positions().to(self._device), self._cos_sin(grid), self._mrope_sections, whole, whole, None)
 
-    def starts(self, block: int, view: View) -> Sequence[int]:
+    def block_cu_seqlens(self, block_index: int, context: ImageContext) -> Sequence[int]:
         """Which sections a block sees."""
-        return view.starts
+        return context.cu_seqlens
 
-    def encode(self, picture: Picture) -> Generator[int, None, Tensor]:
+    def encode(self, image: PromptImage) -> Generator[int, None, Tensor]:
         """Features [num_tokens, width]"""
-        cells = self._cells(picture)
-        view = self.view(cells)
-        x = ordered(self._see_patches(picture, cells), view.order, cells.merge**2)
-        yield x.numel() * 3 * self.config.patch**2
-        features = yield from self._see(x, view)
-        return features if view.order is None else features[view.order.argsort()]
+        cells = self._patch_grid(image)
+        view = self.build_context(cells)
+        x = reorder_cells(self._embed_patches(image, cells), view.cell_order, cells.merge_size**2)
+        yield x.numel() * 3 * self.config.patch_size**2
+        features = yield from self._run_blocks(x, view)
+        return features if view.cell_order is None else features[view.cell_order.argsort()]
 
-    def largest(self, max_tokens: int) -> Picture:
+    def make_max_image(self, max_tokens: int) -> PromptImage:
         """A square, or nearly one."""
         rows = math.isqrt(max_tokens)
-        columns, side = max_tokens // rows, self.config.merge * self.config.patch
+        columns, side = max_tokens // rows, self.config.merge_size * self.config.patch_size
         shape = (1, 3, rows * side, columns * side)
-        return Picture(bytes(16), rows * columns, (1, rows, columns), shape[2:], shape, bytes(math.prod(shape)))
+        return PromptImage(bytes(16), rows * columns, (1, rows, columns), shape[2:], shape, bytes(math.prod(shape)))
 
-    def _see(self, x: Tensor, view: View) -> Generator[int, None, Tensor]:
+    def _run_blocks(self, x: Tensor, context: ImageContext) -> Generator[int, None, Tensor]:
         """Embedded patches [N, H] -> features [cells, width], both in the order of the view."""
         seen = {}
         for index, block in enumerate(self._blocks):
-            x = yield from block.see(x, view, self.starts(index, view))
+            x = yield from block.forward(x, context, self.block_cu_seqlens(index, context))
             for number, (layer, merger) in enumerate(self._mergers):
                 if layer == index:
                     seen[number] = yield from merger.merge(x)
         return torch.cat([seen[number] for number in range(len(self._mergers))], -1)
 
-    def _cells(self, picture: Picture) -> Cells:
-        _, rows, columns = picture.grid
-        side = self.config.merge * self.config.patch
-        assert picture.shape == (1, 3, rows * side, columns * side), "a picture prepared for another tower"
-        return Cells(rows, columns, self.config.merge)
+    def _patch_grid(self, image: PromptImage) -> PatchGrid:
+        _, rows, columns = image.grid_thw
+        side = self.config.merge_size * self.config.patch_size
+        assert image.shape == (1, 3, rows * side, columns * side), "a picture prepared for another tower"
+        return PatchGrid(rows, columns, self.config.merge_size)
 
-    def _see_patches(self, picture: Picture, cells: Cells) -> Tensor:
+    def _embed_patches(self, image: PromptImage, grid: PatchGrid) -> Tensor:
         """[N, H]"""
-        (pixels,) = self.config.normalization.tensor(picture, self._device)
-        return self.embed(self._patches(patches_of(pixels, self.config.patch, cells).to(self._dtype)), cells)
+        (pixels,) = self.config.normalization.normalize(image, self._device)
+        return self.embed(self._patch_embedding(extract_patches(pixels, self.config.patch_size, grid).to(self._dtype)), grid)
 
-    def _load_patches(self, weights: Weights) -> Linear:
+    def _load_patch_embedding(self, weights: Weights) -> Linear:
         """All frames of a picture are equal: their weights are added up."""
         config = self.config
-        matrix = weights.take("proj.weight", config.hidden, 3, config.frames, config.patch, config.patch).sum(2).flatten(1)
-        bias = weights.take("proj.bias", config.hidden) if self.PATCH_BIAS else None
-        return Linear(self.ops, self.ops.pack_linear([matrix], self.kind, bias))
+        matrix = weights.tensor("proj.weight", config.hidden_size, 3, config.temporal_patch_size, config.patch_size, config.patch_size).sum(2).flatten(1)
+        bias = weights.tensor("proj.bias", config.hidden_size) if self.PATCH_BIAS else None
+        return Linear(self.ops, self.ops.pack_linear([matrix], self.weight_format, bias))
 
     @property
-    def _axes(self) -> Axes:
+    def _mrope_sections(self) -> MRopeSections:
         """Half of the angles turn by the row, half by the column."""
-        return Axes((0, self.config.head_dim // 4, self.config.head_dim // 4))
+        return MRopeSections((0, self.config.head_dim // 4, self.config.head_dim // 4))
 
-    def _table(self, cells: Cells) -> Tensor:
+    def _cos_sin(self, grid: PatchGrid) -> Tensor:
         """float32 [patches of the longer side, D]: the same angles for rows and columns."""
-        length = max(cells.rows, cells.columns) * cells.merge
-        rope = Rope(RopeConfig("default", self.config.theta, self.config.head_dim // 2), length, self._device)
-        cosines, sines = rope.table.chunk(2, -1)
+        length = max(grid.rows, grid.columns) * grid.merge_size
+        rope = Rope(RopeConfig("default", self.config.rope_theta, self.config.head_dim // 2), length, self._device)
+        cosines, sines = rope.cos_sin.chunk(2, -1)
         return torch.cat((cosines, cosines, sines, sines), -1)
 
 
-def ordered(x: Tensor, order: Tensor | None, size: int) -> Tensor:
+def reorder_cells(x: Tensor, order: Tensor | None, rows_per_cell: int) -> Tensor:
     """Rows [N, ...] whose cells, of `size` rows each, come in this order."""
-    return x if order is None else x.view(-1, size, *x.shape[1:])[order].view(x.shape)
+    return x if order is None else x.view(-1, rows_per_cell, *x.shape[1:])[order].view(x.shape)

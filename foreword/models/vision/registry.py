@@ -12,8 +12,8 @@ from foreword.models.vision.qwen2_5_vl import Qwen25VL
 from foreword.models.vision.qwen2_vl import Qwen2VL
 from foreword.models.vision.qwen3_vl import Qwen3VL
 
-__all__ = ["VISION"]
+__all__ = ["VISION_MODELS"]
 
-VISION: Mapping[str, type[VisionModel]] = MappingProxyType(
+VISION_MODELS: Mapping[str, type[VisionModel]] = MappingProxyType(
     {"llava": Llava, "llava_next": LlavaNext, "qwen2_vl": Qwen2VL, "qwen2_5_vl": Qwen25VL, "qwen3_vl": Qwen3VL}
 )

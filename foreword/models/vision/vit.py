@@ -12,13 +12,13 @@ from torch import Tensor
 
 from foreword.kernels.ops import Ops
 from foreword.layers.weights import Weights
-from foreword.models.common import MAX_LAYERS, MAX_WIDTH
+from foreword.models.common import MAX_LAYERS, MAX_HIDDEN_SIZE
 from foreword.models.config import ConfigReader
-from foreword.models.vision.parts import ACTIVATIONS, ATTENTION_PACE, FeedForward, LayerNorm, Patches, dense
+from foreword.models.vision.parts import ACTIVATIONS, ATTENTION_COST_FACTOR, VisionMLP, VisionLayerNorm, PatchEmbedding, build_linear
 
-__all__ = ["ViTConfig", "VisionTransformer", "read_vit"]
+__all__ = ["ViTConfig", "VisionTransformer", "read_vit_config"]
 
-MAX_SIDE = 1 << 13  # pixels
+MAX_SIDE_PIXELS = 1 << 13  # pixels
 MAX_PATCHES = 1 << 14  # of a tile: attention is square in them
 
 
@@ -28,55 +28,55 @@ class ViTConfig:
     class_tokens           rows before the patches that stand for no place
     """
 
-    hidden: int
-    intermediate: int
-    layers: int
-    heads: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
     image_size: int
     patch_size: int
     activation: str
     eps: float
-    class_tokens: int
+    num_class_tokens: int
 
     @property
-    def side(self) -> int:
+    def patches_per_side(self) -> int:
         """Patches of a side of a tile."""
         return self.image_size // self.patch_size
 
     @property
-    def rows(self) -> int:
+    def num_positions(self) -> int:
         """N: of a tile."""
-        return self.class_tokens + self.side**2
+        return self.num_class_tokens + self.patches_per_side**2
 
     @property
     def multiply_adds(self) -> int:
         """Of one layer and one tile, as a tower tells them."""
-        attention = ATTENTION_PACE * 2 * self.rows
-        return self.rows * self.hidden * (4 * self.hidden + 2 * self.intermediate + attention)
+        attention = ATTENTION_COST_FACTOR * 2 * self.num_positions
+        return self.num_positions * self.hidden_size * (4 * self.hidden_size + 2 * self.intermediate_size + attention)
 
 
-def read_vit(config: ConfigReader, activation: str, eps: float, image_size: int, patch_size: int, class_tokens: int) -> ViTConfig:
+def read_vit_config(config: ConfigReader, activation: str, eps: float, image_size: int, patch_size: int, num_class_tokens: int) -> ViTConfig:
     """A vision_config; the others are what holds where it does not say. Raises CheckpointError."""
-    config.expect("num_channels", 3)
+    config.require_value("num_channels", 3)
     for key in ("projection_dim", "vocab_size", "initializer_factor", "tie_word_embeddings"):  # of what it was trained with
-        config.raw(key, None)
+        config.get(key, None)
     read = ViTConfig(
-        hidden=config.whole("hidden_size", 768, high=MAX_WIDTH),
-        intermediate=config.whole("intermediate_size", 3072, high=MAX_WIDTH),
-        layers=config.whole("num_hidden_layers", 12, high=MAX_LAYERS),
-        heads=config.whole("num_attention_heads", 12),
-        image_size=config.whole("image_size", image_size, high=MAX_SIDE),
-        patch_size=config.whole("patch_size", patch_size, high=MAX_SIDE),
-        activation=config.choice("hidden_act", ACTIVATIONS, activation),
-        eps=config.number("layer_norm_eps", eps),
-        class_tokens=class_tokens,
+        hidden_size=config.get_int("hidden_size", 768, high=MAX_HIDDEN_SIZE),
+        intermediate_size=config.get_int("intermediate_size", 3072, high=MAX_HIDDEN_SIZE),
+        num_layers=config.get_int("num_hidden_layers", 12, high=MAX_LAYERS),
+        num_heads=config.get_int("num_attention_heads", 12),
+        image_size=config.get_int("image_size", image_size, high=MAX_SIDE_PIXELS),
+        patch_size=config.get_int("patch_size", patch_size, high=MAX_SIDE_PIXELS),
+        activation=config.get_choice("hidden_act", ACTIVATIONS, activation),
+        eps=config.get_float("layer_norm_eps", eps),
+        num_class_tokens=num_class_tokens,
     )
-    if read.hidden % read.heads:
-        raise config.refuse("num_attention_heads", f"{read.heads} does not divide hidden_size {read.hidden}")
-    if not 1 <= read.side**2 <= MAX_PATCHES:
-        raise config.refuse(
+    if read.hidden_size % read.num_heads:
+        raise config.error("num_attention_heads", f"{read.num_heads} does not divide hidden_size {read.hidden_size}")
+    if not 1 <= read.patches_per_side**2 <= MAX_PATCHES:
+        raise config.error(
             "patch_size",
-            f"{read.patch_size} makes {read.side**2} patches of image_size {read.image_size}; 1 to {MAX_PATCHES} here",
+            f"{read.patch_size} makes {read.patches_per_side**2} patches of image_size {read.image_size}; 1 to {MAX_PATCHES} here",
         )
     return read
 
@@ -84,17 +84,17 @@ def read_vit(config: ConfigReader, activation: str, eps: float, image_size: int,
 class ViTLayer:
     """Norm, attention, norm, feed-forward; each branch is added to what it read."""
 
-    def __init__(self, ops: Ops, config: ViTConfig, kind: str, weights: Weights) -> None:
-        hidden, size = config.hidden, config.intermediate
-        attention, mlp = weights.within("self_attn."), weights.within("mlp.")
+    def __init__(self, ops: Ops, config: ViTConfig, weight_format: str, weights: Weights) -> None:
+        hidden, size = config.hidden_size, config.intermediate_size
+        attention, mlp = weights.prefixed("self_attn."), weights.prefixed("mlp.")
         self._ops = ops
-        self._heads = config.heads
-        self._attention_norm = LayerNorm(weights, "layer_norm1", hidden, config.eps)
-        self._qkv = dense(ops, attention, kind, hidden, dict.fromkeys(("q_proj", "k_proj", "v_proj"), hidden))
-        self._out = dense(ops, attention, kind, hidden, {"out_proj": hidden})
-        self._mlp_norm = LayerNorm(weights, "layer_norm2", hidden, config.eps)
-        up, down = dense(ops, mlp, kind, hidden, {"fc1": size}), dense(ops, mlp, kind, size, {"fc2": hidden})
-        self._mlp = FeedForward(up, down, config.activation)
+        self._heads = config.num_heads
+        self._attention_norm = VisionLayerNorm(weights, "layer_norm1", hidden, config.eps)
+        self._qkv = build_linear(ops, attention, weight_format, hidden, dict.fromkeys(("q_proj", "k_proj", "v_proj"), hidden))
+        self._out = build_linear(ops, attention, weight_format, hidden, {"out_proj": hidden})
+        self._mlp_norm = VisionLayerNorm(weights, "layer_norm2", hidden, config.eps)
+        up, down = build_linear(ops, mlp, weight_format, hidden, {"fc1": size}), build_linear(ops, mlp, weight_format, size, {"fc2": hidden})
+        self._mlp = VisionMLP(up, down, config.activation)
 
     def __call__(self, x: Tensor) -> Tensor:
         """[N, H] -> [N, H]"""
@@ -105,7 +105,7 @@ class ViTLayer:
         """q, k and v [N, 3H] -> [N, H]: every row sees every other one."""
         q, k, v = qkv.view(len(qkv), 3, self._heads, -1).transpose(0, 1).contiguous()
         whole = (0, len(qkv))
-        return self._ops.attend_sections(q, k, v, whole, whole, q.shape[-1] ** -0.5).flatten(1)
+        return self._ops.varlen_attention(q, k, v, whole, whole, q.shape[-1] ** -0.5).flatten(1)
 
 
 class VisionTransformer(ABC):
@@ -117,37 +117,37 @@ class VisionTransformer(ABC):
     """
 
     PATCH_BIAS: ClassVar[bool]
-    UNUSED: ClassVar[Sequence[str]]
+    IGNORED_PREFIXES: ClassVar[Sequence[str]]
 
-    def __init__(self, config: ViTConfig, ops: Ops, kind: str, dtype: torch.dtype, weights: Weights, layers: int) -> None:
-        embeddings = weights.within("embeddings.")
+    def __init__(self, config: ViTConfig, ops: Ops, weight_format: str, dtype: torch.dtype, weights: Weights, num_layers: int) -> None:
+        embeddings = weights.prefixed("embeddings.")
         self.config = config
         self._dtype = dtype
-        self._patches = Patches(
-            ops, embeddings.within("patch_embedding."), kind, config.patch_size, config.hidden, self.PATCH_BIAS
+        self._patch_embedding = PatchEmbedding(
+            ops, embeddings.prefixed("patch_embedding."), weight_format, config.patch_size, config.hidden_size, self.PATCH_BIAS
         )
-        self._positions = embeddings.take("position_embedding.weight", config.rows, config.hidden).to(dtype)
-        self.load(embeddings, weights)
-        self._layers = [ViTLayer(ops, config, kind, weights.within(f"encoder.layers.{index}.")) for index in range(layers)]
+        self._position_embedding = embeddings.tensor("position_embedding.weight", config.num_positions, config.hidden_size).to(dtype)
+        self.load_embeddings(embeddings, weights)
+        self._layers = [ViTLayer(ops, config, weight_format, weights.prefixed(f"encoder.layers.{index}.")) for index in range(num_layers)]
 
     @classmethod
     @abstractmethod
-    def read(cls, config: ConfigReader) -> ViTConfig:
+    def read_config(cls, config: ConfigReader) -> ViTConfig:
         """A vision_config. Raises CheckpointError."""
 
     @abstractmethod
-    def load(self, embeddings: Weights, weights: Weights) -> None:
+    def load_embeddings(self, embeddings: Weights, weights: Weights) -> None:
         """Take what `embed` needs besides patches and positions."""
 
     @abstractmethod
     def embed(self, patches: Tensor) -> Tensor:
         """Patches [side * side, H] -> [N, H]: what the first layer reads."""
 
-    def see(self, tile: Tensor, layers: Sequence[int]) -> Generator[int, None, Tensor]:
+    def encode_tile(self, tile: Tensor, feature_layers: Sequence[int]) -> Generator[int, None, Tensor]:
         """One tile, float32 [3, image_size, image_size], as it is behind so many layers: [N, H * len(layers)]. Each yield
         tells multiply-adds."""
-        states = [self.embed(self._patches(tile.to(self._dtype)))]
+        states = [self.embed(self._patch_embedding(tile.to(self._dtype)))]
         for layer in self._layers:
             states.append(layer(states[-1]))
             yield self.config.multiply_adds
-        return torch.cat([states[layer] for layer in layers], -1)
+        return torch.cat([states[layer] for layer in feature_layers], -1)

@@ -12,47 +12,47 @@ from typing import Any
 from fastapi import APIRouter, Depends, HTTPException, Response
 
 from foreword.errors import Aborted, ConfigError, InvalidRequest
-from foreword.metrics.answer import Progress
-from foreword.serve.access import AccessDep
+from foreword.metrics.answer import RequestProgress
+from foreword.serve.access import PermissionsDep
 from foreword.serve.key_file import Key
-from foreword.serve.limits import Meter
+from foreword.serve.limits import UsageMeter
 from foreword.serve.state import ServerDep
-from foreword.serve.wire import Json
+from foreword.serve.wire import JSONResponse
 
 __all__ = ["router"]
 
 
-def _operator(access: AccessDep, server: ServerDep) -> None:
+def _require_admin(permissions: PermissionsDep, server: ServerDep) -> None:
     """Raises Forbidden for ordinary keys, and 404 where no key could be an operator's."""
-    if not server.keys.has_admin:
+    if not server.keyring.has_admin:
         raise HTTPException(404)
-    server.check_admin(access)
+    server.check_admin(permissions)
 
 
-router = APIRouter(dependencies=[Depends(_operator)], include_in_schema=False)
+router = APIRouter(dependencies=[Depends(_require_admin)], include_in_schema=False)
 
 
 @router.get("/admin/requests")
 async def requests(server: ServerDep) -> Response:
     """The choices that are open, the oldest first; texts for vectors and scores are in the sums alone."""
     now = time.monotonic()
-    choices = sorted(server.recorder.live(), key=lambda progress: progress.arrived_s)
-    return Json(
+    choices = sorted(server.recorder.live_requests(), key=lambda progress: progress.arrival_s)
+    return JSONResponse(
         {
-            "open": server.admission.open,
-            "open_prompt_tokens": server.admission.open_tokens,
-            "requests": [_choice(progress, now) for progress in choices],
+            "open": server.admission.num_open,
+            "open_prompt_tokens": server.admission.num_open_tokens,
+            "requests": [_request_json(progress, now) for progress in choices],
         }
     )
 
 
-def _choice(progress: Progress, now: float) -> dict[str, Any]:
+def _request_json(progress: RequestProgress, now: float) -> dict[str, Any]:
     request = progress.request
     return {
         "id": request.id,
-        "account": request.account,
-        "state": "running" if progress.computed else "waiting",
-        "age_s": round(now - progress.arrived_s, 3),
+        "account": request.fairness_key,
+        "state": "running" if progress.is_prompt_computed else "waiting",
+        "age_s": round(now - progress.arrival_s, 3),
         "priority": request.priority,
         "prompt_tokens": len(request.prompt_ids),
         "generated_tokens": progress.num_tokens,
@@ -64,15 +64,15 @@ def _choice(progress: Progress, now: float) -> dict[str, Any]:
 @router.post("/admin/requests/{name}/abort")
 async def abort(name: str, server: ServerDep) -> Response:
     """End a choice by its id, or all choices of an answer by the answer's; their callers get an error that says so."""
-    found = [progress.request.id for progress in server.recorder.live() if _means(name, progress.request.id)]
+    found = [progress.request.id for progress in server.recorder.live_requests() if _matches(name, progress.request.id)]
     if not found:
         raise HTTPException(404)
     for request_id in found:
-        server.generating[request_id].abort(request_id, Aborted("an operator of this server ended the request"))
-    return Json({"aborted": found})
+        server.generations[request_id].abort(request_id, Aborted("an operator of this server ended the request"))
+    return JSONResponse({"aborted": found})
 
 
-def _means(name: str, request_id: str) -> bool:
+def _matches(name: str, request_id: str) -> bool:
     return request_id == name or request_id.startswith(f"{name}-")
 
 
@@ -80,19 +80,19 @@ def _means(name: str, request_id: str) -> bool:
 async def reload(server: ServerDep) -> Response:
     """Read the key file again, now. 400 for one that is broken; then the keys stay as they were."""
     try:
-        await server.keys.reload()
+        await server.keyring.reload()
     except ConfigError as error:
         raise InvalidRequest(f"{error}; the keys stay as they were") from None
-    return Json({"keys": len(server.keys.entries)})
+    return JSONResponse({"keys": len(server.keyring.entries)})
 
 
 @router.get("/admin/keys")
 async def keys(server: ServerDep) -> Response:
     """The keys by name, their limits, and what was used since the server began."""
-    return Json({"keys": [_key(key, meter) for key, meter in server.keys.entries]})
+    return JSONResponse({"keys": [_key_json(key, meter) for key, meter in server.keyring.entries]})
 
 
-def _key(key: Key, meter: Meter) -> dict[str, Any]:
+def _key_json(key: Key, meter: UsageMeter) -> dict[str, Any]:
     expires = None if key.expires is None else datetime.fromtimestamp(key.expires, UTC).isoformat()
     return {
         "name": key.name,

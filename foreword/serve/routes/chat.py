@@ -6,13 +6,13 @@ from contextlib import ExitStack
 
 from fastapi import APIRouter, Request, Response
 
-from foreword.serve.access import AccessDep
-from foreword.serve.chat_writer import ChatWriter
-from foreword.serve.errors import naming
+from foreword.serve.access import PermissionsDep
+from foreword.serve.chat_writer import ChatResponseBuilder
+from foreword.serve.errors import rename_field
 from foreword.serve.generation import Generation
-from foreword.serve.respond import head_of, respond, wanted_of
-from foreword.serve.schema.chat import ChatBody, plain_messages
-from foreword.serve.state import ServerDep, away_from_loop
+from foreword.serve.respond import response_header, respond, response_options
+from foreword.serve.schema.chat import ChatBody, to_template_messages
+from foreword.serve.state import ServerDep, offload_if_large
 
 __all__ = ["router"]
 
@@ -20,16 +20,16 @@ router = APIRouter()
 
 
 @router.post("/v1/chat/completions")
-async def chat_completions(body: ChatBody, request: Request, access: AccessDep, server: ServerDep) -> Response:
+async def chat_completions(body: ChatBody, request: Request, permissions: PermissionsDep, server: ServerDep) -> Response:
     """Answer a conversation."""
-    server.check_model(body.model, access)
-    params = server.settle(body.params())
-    wanted, head = wanted_of(body, params), head_of(server, "chatcmpl", params)
-    caller = server.caller(access, body.priority, body.timeout)
-    with naming({"prompt": "messages"}), ExitStack() as held, server.admission.place(params.n, caller.meter):
+    server.check_model(body.model, permissions)
+    params = server.resolve_params(body.params())
+    wanted, head = response_options(body, params), response_header(server, "chatcmpl", params)
+    caller = server.request_context(permissions, body.priority, body.timeout)
+    with rename_field({"prompt": "messages"}), ExitStack() as held, server.admission.reserve(params.n, caller.meter):
         await server.check_structured(params)
-        messages, rendering = plain_messages(body.messages), body.rendering()
-        prompt = await server.prompt(request, messages, rendering, bool(body.add_special_tokens), caller.account, held)
-        requests = await away_from_loop(request, lambda: server.requests(prompt.ids, params, head.id, caller, prompt.pictures))
-        generation = Generation(server, requests, meter=caller.meter, held=held.pop_all())
-    return respond(generation, ChatWriter(server, generation, params.n, head, wanted), bool(body.stream))
+        messages, rendering = to_template_messages(body.messages), body.template_kwargs()
+        prompt = await server.build_prompt(request, messages, rendering, bool(body.add_special_tokens), caller.fairness_key, held)
+        requests = await offload_if_large(request, lambda: server.build_requests(prompt.token_ids, params, head.id, caller, prompt.images))
+        generation = Generation(server, requests, meter=caller.meter, resources=held.pop_all())
+    return respond(generation, ChatResponseBuilder(server, generation, params.n, head, wanted), bool(body.stream))

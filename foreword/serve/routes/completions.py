@@ -8,12 +8,12 @@ from dataclasses import replace
 from fastapi import APIRouter, Request, Response
 
 from foreword.core.request import Request as EngineRequest
-from foreword.serve.access import AccessDep
-from foreword.serve.completion_writer import CompletionWriter
+from foreword.serve.access import PermissionsDep
+from foreword.serve.completion_writer import CompletionResponseBuilder
 from foreword.serve.generation import Generation
-from foreword.serve.respond import head_of, respond, wanted_of
-from foreword.serve.schema.completion import CompletionBody, Prompt
-from foreword.serve.state import Server, ServerDep, away_from_loop
+from foreword.serve.respond import response_header, respond, response_options
+from foreword.serve.schema.completion import CompletionBody, PromptInput
+from foreword.serve.state import ServerContext, ServerDep, offload_if_large
 
 __all__ = ["router"]
 
@@ -21,36 +21,36 @@ router = APIRouter()
 
 
 @router.post("/v1/completions")
-async def completions(body: CompletionBody, request: Request, access: AccessDep, server: ServerDep) -> Response:
+async def completions(body: CompletionBody, request: Request, permissions: PermissionsDep, server: ServerDep) -> Response:
     """Continue one or several prompts."""
-    server.check_model(body.model, access)
-    params, prompts = server.settle(body.params()), body.prompts()
-    wanted = replace(wanted_of(body, params), logprobs=body.wants_logprobs)
-    head, caller = head_of(server, "cmpl", params), server.caller(access, body.priority, body.timeout)
+    server.check_model(body.model, permissions)
+    params, prompts = server.resolve_params(body.params()), body.prompts()
+    wanted = replace(response_options(body, params), logprobs=body.wants_logprobs)
+    head, caller = response_header(server, "cmpl", params), server.request_context(permissions, body.priority, body.timeout)
     server.admission.check(params.n * len(prompts), caller.meter)
     await server.check_structured(params)
     special = body.add_special_tokens is not False
 
     def prepare() -> list[EngineRequest]:
-        ids = [_ids(server, prompt, special) for prompt in prompts]
-        return [one for i, prompt in enumerate(ids) for one in server.requests(prompt, params, f"{head.id}-{i}", caller)]
+        ids = [_tokenize(server, prompt, special) for prompt in prompts]
+        return [one for i, prompt in enumerate(ids) for one in server.build_requests(prompt, params, f"{head.id}-{i}", caller)]
 
-    requests = await away_from_loop(request, prepare)
+    requests = await offload_if_large(request, prepare)
     generation = Generation(server, requests, body.prompt_only, caller.meter)
-    echo = _echo(server, prompts, requests[:: params.n]) if body.echo else None
-    writer = CompletionWriter(server, generation, params.n, head, wanted, echo, body.returned)
+    echo = _echo_texts(server, prompts, requests[:: params.n]) if body.echo else None
+    writer = CompletionResponseBuilder(server, generation, params.n, head, wanted, echo, body.num_returned)
     return respond(generation, writer, bool(body.stream))
 
 
-def _ids(server: Server, prompt: Prompt, add_special_tokens: bool) -> list[int]:
+def _tokenize(server: ServerContext, prompt: PromptInput, add_special_tokens: bool) -> list[int]:
     return server.tokenizer.encode(prompt, add_special_tokens) if isinstance(prompt, str) else list(prompt)
 
 
-def _echo(server: Server, prompts: Sequence[Prompt], requests: Sequence[EngineRequest]) -> list[str]:
+def _echo_texts(server: ServerContext, prompts: Sequence[PromptInput], requests: Sequence[EngineRequest]) -> list[str]:
     """The text of each prompt; of one that was cut, what is left of it."""
-    return [_text(server, prompt, request) for prompt, request in zip(prompts, requests, strict=True)]
+    return [_prompt_text(server, prompt, request) for prompt, request in zip(prompts, requests, strict=True)]
 
 
-def _text(server: Server, prompt: Prompt, request: EngineRequest) -> str:
+def _prompt_text(server: ServerContext, prompt: PromptInput, request: EngineRequest) -> str:
     whole = isinstance(prompt, str) and request.params.truncate_prompt_tokens is None
     return str(prompt) if whole else server.tokenizer.decode(request.prompt_ids)

@@ -12,55 +12,55 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from foreword.core.vectors import FLOAT_BYTES, finished
+from foreword.core.vectors import FLOAT_BYTES, normalize_embedding
 from foreword.errors import InvalidRequest
-from foreword.serve.access import AccessDep
+from foreword.serve.access import PermissionsDep
 from foreword.serve.disconnect import CLIENT_CLOSED
-from foreword.serve.embedding import Reading, counted, embedder_of, ids_of
+from foreword.serve.embedding import TokenizeOptions, with_metrics, get_embedder, tokenize_inputs
 from foreword.serve.schema.embeddings import EmbeddingBody
-from foreword.serve.state import ServerDep, away_from_loop
-from foreword.serve.wire import Json
+from foreword.serve.state import ServerDep, offload_if_large
+from foreword.serve.wire import JSONResponse
 
 __all__ = ["router"]
 
 router = APIRouter()
-MANY_VALUES = 1 << 15  # that are written out in a thread: others would wait
+THREAD_MIN_VALUES = 1 << 15  # that are written out in a thread: others would wait
 
 
 @router.post("/v1/embeddings")
-async def embeddings(body: EmbeddingBody, request: Request, access: AccessDep, server: ServerDep) -> Response:
+async def embeddings(body: EmbeddingBody, request: Request, permissions: PermissionsDep, server: ServerDep) -> Response:
     """Vectors of texts."""
-    embedder = embedder_of(server, body.model, access)
-    caller = server.caller(access, body.priority)
-    inputs, normalize = body.inputs(), body.normalizes
+    embedder = get_embedder(server, body.model, permissions)
+    caller = server.request_context(permissions, body.priority)
+    inputs, normalize = body.inputs(), body.should_normalize
     server.admission.check(len(inputs), caller.meter)
-    reading = Reading(body.truncate_prompt_tokens, body.add_special_tokens is not False, body.prompt_name)
+    reading = TokenizeOptions(body.truncate_prompt_tokens, body.add_special_tokens is not False, body.prompt_name)
     named = {f"input[{index}]": text for index, text in enumerate(inputs)}
-    ids = await away_from_loop(request, lambda: ids_of(embedder, named, reading))
+    ids = await offload_if_large(request, lambda: tokenize_inputs(embedder, named, reading))
     num_tokens = sum(map(len, ids))
 
     def work() -> Coroutine[Any, Any, list[bytes]]:
-        return embedder.vectors(ids, body.pooling, caller)
+        return embedder.embed(ids, body.pooling, caller)
 
-    vectors = await counted(server, request, caller, "embed", len(ids), num_tokens, work)
+    vectors = await with_metrics(server, request, caller, "embed", len(ids), num_tokens, work)
     if vectors is None:
         return Response(status_code=CLIENT_CLOSED)
     _check_dimensions(body.dimensions, vectors)
 
     def answer() -> Response:
-        values = [finished(vector, body.dimensions, normalize) for vector in vectors]
-        return Json(
+        values = [normalize_embedding(vector, body.dimensions, normalize) for vector in vectors]
+        return JSONResponse(
             {
                 "object": "list",
                 "id": f"embd-{uuid.uuid4().hex}",
                 "created": int(time.time()),
                 "model": embedder.name,
-                "data": _data(values, body.encoding_format == "base64"),
+                "data": _embedding_data(values, body.encoding_format == "base64"),
                 "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
             }
         )
 
-    return await asyncio.to_thread(answer) if sum(map(len, vectors)) > MANY_VALUES * FLOAT_BYTES else answer()
+    return await asyncio.to_thread(answer) if sum(map(len, vectors)) > THREAD_MIN_VALUES * FLOAT_BYTES else answer()
 
 
 def _check_dimensions(dimensions: int | None, vectors: Sequence[bytes]) -> None:
@@ -69,7 +69,7 @@ def _check_dimensions(dimensions: int | None, vectors: Sequence[bytes]) -> None:
         raise InvalidRequest(f"dimensions must be at most {size}, got {dimensions}", "dimensions")
 
 
-def _data(vectors: Sequence[array[float]], base64: bool) -> list[dict[str, object]]:
+def _embedding_data(vectors: Sequence[array[float]], base64: bool) -> list[dict[str, object]]:
     return [
         {
             "object": "embedding",

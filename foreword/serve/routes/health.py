@@ -8,16 +8,16 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from foreword.serve.readiness import Health, HealthBody
-from foreword.serve.wire import Json
+from foreword.serve.wire import JSONResponse
 
 __all__ = ["router"]
 
 router = APIRouter()
-UNWELL: dict[int | str, dict[str, Any]] = {503: {"model": HealthBody, "description": "No step could run now."}}
+HEALTH_503: dict[int | str, dict[str, Any]] = {503: {"model": HealthBody, "description": "No step could run now."}}
 
 
 @router.head("/health", include_in_schema=False)
-@router.get("/health", response_model=HealthBody, responses=UNWELL)
+@router.get("/health", response_model=HealthBody, responses=HEALTH_503)
 async def health(request: Request) -> Response:
     """200 only if a step could run now."""
     state: Health = request.app.state.health
@@ -28,13 +28,13 @@ async def health(request: Request) -> Response:
 @router.get("/live")
 async def live() -> Response:
     """The API process is there; says nothing of the engine."""
-    return Json({"status": "ok"})
+    return JSONResponse({"status": "ok"})
 
 
 @router.get("/version")
 async def version_of_foreword() -> Response:
     """The version of this server."""
     try:
-        return Json({"version": version("foreword")})
+        return JSONResponse({"version": version("foreword")})
     except PackageNotFoundError:  # run from a source tree that was never installed
-        return Json({"version": "unknown"})
+        return JSONResponse({"version": "unknown"})

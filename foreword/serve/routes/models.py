@@ -6,9 +6,9 @@ from typing import Any
 
 from fastapi import APIRouter, Response
 
-from foreword.serve.access import AccessDep
-from foreword.serve.state import Server, ServerDep
-from foreword.serve.wire import Json
+from foreword.serve.access import PermissionsDep
+from foreword.serve.state import ServerContext, ServerDep
+from foreword.serve.wire import JSONResponse
 
 __all__ = ["router"]
 
@@ -16,19 +16,19 @@ router = APIRouter()
 
 
 @router.get("/v1/models")
-async def models(access: AccessDep, server: ServerDep) -> Response:
+async def models(permissions: PermissionsDep, server: ServerDep) -> Response:
     """The models that this caller may use: what generates, and perhaps an encoder."""
-    return Json({"object": "list", "data": [_card(server, name) for name in access.allowed(server.model_names)]})
+    return JSONResponse({"object": "list", "data": [_model_card(server, name) for name in permissions.allowed_models(server.model_names)]})
 
 
 @router.get("/v1/models/{name:path}")
-async def model(name: str, access: AccessDep, server: ServerDep) -> Response:
+async def model(name: str, permissions: PermissionsDep, server: ServerDep) -> Response:
     """Facts of one model."""
-    server.check_access(name, access)
-    return Json(_card(server, name))
+    server.check_access(name, permissions)
+    return JSONResponse(_model_card(server, name))
 
 
-def _card(server: Server, name: str) -> dict[str, Any]:
+def _model_card(server: ServerContext, name: str) -> dict[str, Any]:
     return {
         "id": name,
         "object": "model",
@@ -40,7 +40,7 @@ def _card(server: Server, name: str) -> dict[str, Any]:
     }
 
 
-def _max_tokens(server: Server, name: str) -> int | None:
+def _max_tokens(server: ServerContext, name: str) -> int | None:
     """Longest text; None while the engine is loading."""
     if name != server.model_name:
         assert server.encoder is not None and server.encoder.info is not None

@@ -8,12 +8,12 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from foreword.serve.access import AccessDep
+from foreword.serve.access import PermissionsDep
 from foreword.serve.disconnect import CLIENT_CLOSED
-from foreword.serve.embedding import scorer_of, scores_of
+from foreword.serve.embedding import get_scorer, score_pairs
 from foreword.serve.schema.ranking import RerankBody
 from foreword.serve.state import ServerDep
-from foreword.serve.wire import Json
+from foreword.serve.wire import JSONResponse
 
 __all__ = ["router"]
 
@@ -23,15 +23,15 @@ router = APIRouter()
 @router.post("/v1/rerank")
 @router.post("/v2/rerank")
 @router.post("/rerank")
-async def rerank(body: RerankBody, request: Request, access: AccessDep, server: ServerDep) -> Response:
+async def rerank(body: RerankBody, request: Request, permissions: PermissionsDep, server: ServerDep) -> Response:
     """Documents by how well they answer a query, best first."""
-    scorer, documents = scorer_of(server, body.model, access), body.texts()
+    scorer, documents = get_scorer(server, body.model, permissions), body.texts()
     pairs = [(body.query, text) for text in documents]
     names = [("query", f"documents[{index}]") for index in range(len(documents))]
-    scores = await scores_of(server, request, access, scorer, pairs, names, body)
+    scores = await score_pairs(server, request, permissions, scorer, pairs, names, body)
     if scores is None:
         return Response(status_code=CLIENT_CLOSED)
-    return Json(
+    return JSONResponse(
         {
             "id": f"rerank-{uuid.uuid4().hex}",
             "model": scorer.name,

@@ -7,12 +7,12 @@ import uuid
 
 from fastapi import APIRouter, Request, Response
 
-from foreword.serve.access import AccessDep
+from foreword.serve.access import PermissionsDep
 from foreword.serve.disconnect import CLIENT_CLOSED
-from foreword.serve.embedding import scorer_of, scores_of
+from foreword.serve.embedding import get_scorer, score_pairs
 from foreword.serve.schema.ranking import ScoreBody
 from foreword.serve.state import ServerDep
-from foreword.serve.wire import Json
+from foreword.serve.wire import JSONResponse
 
 __all__ = ["router"]
 
@@ -21,13 +21,13 @@ router = APIRouter()
 
 @router.post("/v1/score")
 @router.post("/score")
-async def score(body: ScoreBody, request: Request, access: AccessDep, server: ServerDep) -> Response:
+async def score(body: ScoreBody, request: Request, permissions: PermissionsDep, server: ServerDep) -> Response:
     """How well the texts of each pair go together."""
-    scorer, (pairs, names) = scorer_of(server, body.model, access), body.pairs()
-    scores = await scores_of(server, request, access, scorer, pairs, names, body)
+    scorer, (pairs, names) = get_scorer(server, body.model, permissions), body.pairs()
+    scores = await score_pairs(server, request, permissions, scorer, pairs, names, body)
     if scores is None:
         return Response(status_code=CLIENT_CLOSED)
-    return Json(
+    return JSONResponse(
         {
             "id": f"score-{uuid.uuid4().hex}",
             "object": "list",

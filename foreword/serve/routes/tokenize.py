@@ -9,12 +9,12 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from foreword.errors import InvalidRequest
-from foreword.serve.access import Access, AccessDep
-from foreword.serve.errors import naming
-from foreword.serve.schema.chat import plain_messages
+from foreword.serve.access import KeyPermissions, PermissionsDep
+from foreword.serve.errors import rename_field
+from foreword.serve.schema.chat import to_template_messages
 from foreword.serve.schema.tokenize import DetokenizeBody, TokenizeBody
-from foreword.serve.state import Server, ServerDep, away_from_loop
-from foreword.serve.wire import Json
+from foreword.serve.state import ServerContext, ServerDep, offload_if_large
+from foreword.serve.wire import JSONResponse
 
 __all__ = ["router"]
 
@@ -22,33 +22,33 @@ router = APIRouter()
 
 
 @router.post("/tokenize")
-async def tokenize(body: TokenizeBody, request: Request, access: AccessDep, server: ServerDep) -> Response:
+async def tokenize(body: TokenizeBody, request: Request, permissions: PermissionsDep, server: ServerDep) -> Response:
     """Token ids of a prompt or of a conversation."""
-    server.check_model(body.model, access)
+    server.check_model(body.model, permissions)
     body.check()
-    ids = await _ids(server, body, request, access)
+    ids = await _tokenize_body(server, body, request, permissions)
     answer: dict[str, Any] = {"count": len(ids), "max_model_len": server.info().resolved.max_model_len, "tokens": ids}
     if body.return_token_strs:
-        answer["token_strs"] = [server.tokenizer.token(token_id) for token_id in ids]
-    return Json(answer)
+        answer["token_strs"] = [server.tokenizer.id_to_token(token_id) for token_id in ids]
+    return JSONResponse(answer)
 
 
 @router.post("/detokenize")
-async def detokenize(body: DetokenizeBody, access: AccessDep, server: ServerDep) -> Response:
+async def detokenize(body: DetokenizeBody, permissions: PermissionsDep, server: ServerDep) -> Response:
     """Text of token ids."""
-    server.check_model(body.model, access)
+    server.check_model(body.model, permissions)
     for token_id in body.tokens:
         if not 0 <= token_id < server.tokenizer.vocab_size:
             raise InvalidRequest(f"tokens: id {token_id} is outside the vocabulary of {server.tokenizer.vocab_size}", "tokens")
-    return Json({"prompt": server.tokenizer.decode(body.tokens, skip_special_tokens=False)})
+    return JSONResponse({"prompt": server.tokenizer.decode(body.tokens, skip_special_tokens=False)})
 
 
-async def _ids(server: Server, body: TokenizeBody, request: Request, access: Access) -> Sequence[int]:
+async def _tokenize_body(server: ServerContext, body: TokenizeBody, request: Request, permissions: KeyPermissions) -> Sequence[int]:
     if body.messages is None:
-        return await away_from_loop(
+        return await offload_if_large(
             request, lambda: server.tokenizer.encode(body.prompt or "", body.add_special_tokens is not False)
         )
-    messages, rendering = plain_messages(body.messages), body.rendering()
-    with naming({"prompt": "messages"}), ExitStack() as held:
-        prompt = await server.prompt(request, messages, rendering, bool(body.add_special_tokens), access.account, held)
-        return prompt.ids
+    messages, rendering = to_template_messages(body.messages), body.template_kwargs()
+    with rename_field({"prompt": "messages"}), ExitStack() as held:
+        prompt = await server.build_prompt(request, messages, rendering, bool(body.add_special_tokens), permissions.fairness_key, held)
+        return prompt.token_ids

@@ -9,22 +9,22 @@ from pydantic import WithJsonSchema
 
 from foreword.core.params import SamplingParams
 from foreword.errors import InvalidRequest, Unsupported
-from foreword.serve.schema.base import Body
+from foreword.serve.schema.base import StrictModel
 from foreword.serve.schema.sampling import SamplingBody
 
-__all__ = ["ChatBody", "Message", "Rendering", "plain_messages"]
+__all__ = ["ChatBody", "Message", "TemplateOptions", "to_template_messages"]
 
 ROLES = ("system", "developer", "user", "assistant")
-Content = Annotated[
+MessageContent = Annotated[
     Any,
     WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]}),
 ]
 
 
-class Message(Body):
+class Message(StrictModel):
     """One message. `content` is a text or a list of parts: of type text, and of a user's also image_url."""
 
-    accepted: ClassVar[frozenset[str]] = frozenset({"refusal", "annotations", "reasoning_content", "reasoning"})
+    ignored: ClassVar[frozenset[str]] = frozenset({"refusal", "annotations", "reasoning_content", "reasoning"})
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "tool_calls": ([],),
         "function_call": (),
@@ -32,11 +32,11 @@ class Message(Body):
         "tool_call_id": (),
     }
     role: str
-    content: Content = None
+    content: MessageContent = None
     name: str | None = None
 
 
-class Rendering(Body):
+class TemplateOptions(StrictModel):
     """How the chat template renders a conversation.
 
     add_generation_prompt  end with the beginning of the assistant's turn; by default unless the last message goes on
@@ -46,7 +46,7 @@ class Rendering(Body):
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
-    def rendering(self) -> dict[str, Any]:
+    def template_kwargs(self) -> dict[str, Any]:
         """What ChatTemplate.render takes beside the messages."""
         continues = bool(self.continue_final_message)
         begins = not continues if self.add_generation_prompt is None else self.add_generation_prompt
@@ -57,7 +57,7 @@ class Rendering(Body):
         }
 
 
-def plain_messages(messages: Sequence[Message]) -> list[Mapping[str, Any]]:
+def to_template_messages(messages: Sequence[Message]) -> list[Mapping[str, Any]]:
     """Messages as a template wants them; `developer` is OpenAI's newer word for `system`.
 
     Raises InvalidRequest for a role that is not known.
@@ -78,10 +78,10 @@ def _check_role(role: str, where: str) -> None:
         raise InvalidRequest(f"{where} must be one of {', '.join(ROLES)}, got {role!r:.80}", where)
 
 
-class ChatBody(SamplingBody, Rendering):
+class ChatBody(SamplingBody, TemplateOptions):
     """OpenAI's fields, vLLM's, and `speculation` and `metrics`."""
 
-    accepted: ClassVar[frozenset[str]] = SamplingBody.accepted | {"parallel_tool_calls"}
+    ignored: ClassVar[frozenset[str]] = SamplingBody.ignored | {"parallel_tool_calls"}
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         **SamplingBody.unsupported,
         "tools": ([],),

@@ -8,16 +8,16 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field
 
 from foreword.errors import InvalidRequest
-from foreword.serve.schema.base import Body
+from foreword.serve.schema.base import StrictModel
 from foreword.serve.schema.embeddings import MAX_INPUTS, PoolingBody
 
 __all__ = ["RankingBody", "RerankBody", "ScoreBody"]
 
-Pair = tuple[str, str]
-Texts = str | list[str] | None
+TextPair = tuple[str, str]
+TextsField = str | list[str] | None
 
 
-class DocumentBody(Body):
+class DocumentBody(StrictModel):
     text: str
 
 
@@ -50,17 +50,17 @@ class RerankBody(RankingBody):
 class ScoreBody(RankingBody):
     """One text and others, or two lists of the same length; each pair of names means the same."""
 
-    text_1: Texts = None
-    text_2: Texts = None
-    data_1: Texts = None
-    data_2: Texts = None
-    queries: Texts = None
-    documents: Texts = None
-    items: Texts = None
+    text_1: TextsField = None
+    text_2: TextsField = None
+    data_1: TextsField = None
+    data_2: TextsField = None
+    queries: TextsField = None
+    documents: TextsField = None
+    items: TextsField = None
 
-    def pairs(self) -> tuple[list[Pair], list[Pair]]:
+    def pairs(self) -> tuple[list[TextPair], list[TextPair]]:
         """Pairs of texts, and what both texts of each are called. Raises InvalidRequest."""
-        (first_name, first), (second_name, second) = self._sides()
+        (first_name, first), (second_name, second) = self._text_lists()
         _check_count(first_name, len(first))
         _check_count(second_name, len(second))
         if len(first) not in (1, len(second)):
@@ -70,19 +70,19 @@ class ScoreBody(RankingBody):
         names = [(f"{first_name}[{index % len(first)}]", f"{second_name}[{index}]") for index in range(len(second))]
         return [(first[index % len(first)], text) for index, text in enumerate(second)], names
 
-    def _sides(self) -> tuple[tuple[str, list[str]], tuple[str, list[str]]]:
-        given = [name for name in ("text_1", "data_1", "queries", "text_2", "data_2", "documents", "items") if self._of(name)]
+    def _text_lists(self) -> tuple[tuple[str, list[str]], tuple[str, list[str]]]:
+        given = [name for name in ("text_1", "data_1", "queries", "text_2", "data_2", "documents", "items") if self._texts_of(name)]
         for names in (("text_1", "text_2"), ("data_1", "data_2"), ("queries", "documents"), ("queries", "items")):
             if given == list(names):
                 first, second = names
-                return (first, self._of(first)), (second, self._of(second))
+                return (first, self._texts_of(first)), (second, self._texts_of(second))
         shown = ", ".join(given) or "none of them"
         raise InvalidRequest(
             f"text_1 and text_2 are required (or queries and documents, or data_1 and data_2), got {shown}", "text_1"
         )
 
-    def _of(self, name: str) -> list[str]:
-        value: Texts = getattr(self, name)
+    def _texts_of(self, name: str) -> list[str]:
+        value: TextsField = getattr(self, name)
         return [value] if isinstance(value, str) else value or []
 
 

@@ -7,14 +7,14 @@ from typing import Any, ClassVar, Literal
 
 from foreword.core.params import SamplingParams, Speculation
 from foreword.errors import InvalidRequest
-from foreword.serve.errors import naming
-from foreword.serve.schema.base import Body
+from foreword.serve.errors import rename_field
+from foreword.serve.schema.base import StrictModel
 from foreword.serve.schema.structured import StructuredBody
 
 __all__ = ["PredictionBody", "SamplingBody", "SpeculationBody", "StreamOptions"]
 
-MAX_STOPS, MAX_STOP_LENGTH = 64, 1024
-MAX_ID_LENGTH = 20  # digits; int() raises for thousands of them
+MAX_STOP_STRINGS, MAX_STOP_CHARS = 64, 1024
+MAX_ID_DIGITS = 20  # digits; int() raises for thousands of them
 NO_MIROSTAT = (
     "its state depends on every token sampled before, so that drafted tokens could not be checked by themselves; "
     "typical_p and min_p bound surprise without state"
@@ -23,10 +23,10 @@ NO_BEAM_SEARCH = (
     "beam search ranks unfinished answers against each other, and does not sample; "
     "best_of of /v1/completions returns the likeliest of several answers"
 )
-NO_PROCESSORS = (
+NO_LOGITS_PROCESSORS = (
     "a server runs no code of its callers; logit_bias, allowed_token_ids, bad_words and structured_outputs say what may come"
 )
-PASSED_ON = (
+PASSTHROUGH_FIELDS = (
     "n",
     "temperature",
     "top_p",
@@ -60,27 +60,27 @@ PASSED_ON = (
 )
 
 
-class StreamOptions(Body):
+class StreamOptions(StrictModel):
     """include_usage: a last chunk with usage and no choices."""
 
-    accepted: ClassVar[frozenset[str]] = frozenset({"include_obfuscation"})
+    ignored: ClassVar[frozenset[str]] = frozenset({"include_obfuscation"})
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {"continuous_usage_stats": (False,)}
     include_usage: bool | None = None
 
 
-class SpeculationBody(Body):
+class SpeculationBody(StrictModel):
     """How this request wants to be speculated for; None: as the server does."""
 
     method: str | None = None
     max_tokens: int | None = None
 
 
-class TextPart(Body):
+class TextPart(StrictModel):
     type: Literal["text"]
     text: str
 
 
-class PredictionBody(Body):
+class PredictionBody(StrictModel):
     """The text that the answer is expected to be much like, as OpenAI writes it."""
 
     type: Literal["content"]
@@ -94,7 +94,7 @@ class PredictionBody(Body):
 class SamplingBody(StructuredBody):
     """Fields of chat and completions alike. A field that is null is as good as left out."""
 
-    accepted: ClassVar[frozenset[str]] = StructuredBody.accepted | {
+    ignored: ClassVar[frozenset[str]] = StructuredBody.ignored | {
         "user",
         "metadata",
         "store",
@@ -126,11 +126,11 @@ class SamplingBody(StructuredBody):
     reasons: ClassVar[Mapping[str, str]] = {
         **dict.fromkeys(("mirostat", "mirostat_tau", "mirostat_eta"), NO_MIROSTAT),
         **dict.fromkeys(("use_beam_search", "length_penalty", "early_stopping"), NO_BEAM_SEARCH),
-        **dict.fromkeys(("logits_processors", "logit_processors"), NO_PROCESSORS),
+        **dict.fromkeys(("logits_processors", "logit_processors"), NO_LOGITS_PROCESSORS),
         "samplers": "the order of the sampling steps is fixed; see docs/python.md",
         "repeat_last_n": "penalties count all of the text; dry_penalty_last_n limits those of repeats",
     }
-    spellings: ClassVar[Mapping[str, str]] = {"n_predict": "max_tokens", "repeat_penalty": "repetition_penalty"}
+    aliases: ClassVar[Mapping[str, str]] = {"n_predict": "max_tokens", "repeat_penalty": "repetition_penalty"}
 
     model: str | None = None
     n: int | None = None
@@ -189,10 +189,10 @@ class SamplingBody(StructuredBody):
         self._check_stop()
         if self.prompt_logprobs is not None and self.stream:
             raise InvalidRequest("prompt_logprobs is not available in a stream", "prompt_logprobs")
-        given: dict[str, Any] = {name: getattr(self, name) for name in PASSED_ON}
-        given |= {"stop": self.stop, "logit_bias": self._bias(), "speculation": self._speculation()}
+        given: dict[str, Any] = {name: getattr(self, name) for name in PASSTHROUGH_FIELDS}
+        given |= {"stop": self.stop, "logit_bias": self._parse_logit_bias(), "speculation": self._speculation()}
         given |= {"prediction": self.prediction.text if self.prediction else None, "structured": self.structured(), **changes}
-        with naming(names):
+        with rename_field(names):
             return SamplingParams(**{name: value for name, value in given.items() if value is not None})
 
     def _speculation(self) -> Speculation:
@@ -201,17 +201,17 @@ class SamplingBody(StructuredBody):
             return Speculation()
         return Speculation("auto" if wanted.method is None else wanted.method, wanted.max_tokens)
 
-    def _bias(self) -> dict[int, float] | None:
+    def _parse_logit_bias(self) -> dict[int, float] | None:
         if self.logit_bias is None:
             return None
         for key in self.logit_bias:
-            if not (key.isascii() and key.isdigit() and len(key) <= MAX_ID_LENGTH):
+            if not (key.isascii() and key.isdigit() and len(key) <= MAX_ID_DIGITS):
                 raise InvalidRequest(f"logit_bias: {key!r:.40} is not a token id", "logit_bias")
         return {int(key): value for key, value in self.logit_bias.items()}
 
     def _check_stop(self) -> None:
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        if len(stops) > MAX_STOPS:
-            raise InvalidRequest(f"stop may hold at most {MAX_STOPS} texts, got {len(stops)}", "stop")
-        if max(map(len, stops), default=0) > MAX_STOP_LENGTH:
-            raise InvalidRequest(f"a text of stop may have at most {MAX_STOP_LENGTH} characters", "stop")
+        if len(stops) > MAX_STOP_STRINGS:
+            raise InvalidRequest(f"stop may hold at most {MAX_STOP_STRINGS} texts, got {len(stops)}", "stop")
+        if max(map(len, stops), default=0) > MAX_STOP_CHARS:
+            raise InvalidRequest(f"a text of stop may have at most {MAX_STOP_CHARS} characters", "stop")

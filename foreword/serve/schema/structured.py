@@ -10,7 +10,7 @@ from pydantic import Field, WithJsonSchema
 
 from foreword.core.structured import StructuredOutput
 from foreword.errors import InvalidRequest, Unsupported
-from foreword.serve.schema.base import Body
+from foreword.serve.schema.base import StrictModel
 
 __all__ = ["ResponseFormat", "StructuredBody", "StructuredOutputsBody"]
 
@@ -19,15 +19,15 @@ Tag = Annotated[Any, WithJsonSchema({"anyOf": [{"type": "object"}, {"type": "str
 Constraint = StructuredOutput | None
 
 
-class NamedSchema(Body):
+class NamedSchema(StrictModel):
     """OpenAI's `json_schema`. Every schema is kept to, `strict` or not."""
 
-    accepted: ClassVar[frozenset[str]] = frozenset({"description", "strict"})
+    ignored: ClassVar[frozenset[str]] = frozenset({"description", "strict"})
     name: str | None = None
     schema_: Schema = Field(alias="schema")
 
 
-class ResponseFormat(Body):
+class ResponseFormat(StrictModel):
     """OpenAI's `response_format`, with vLLM's structural tags and llama.cpp's schema beside json_object."""
 
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
@@ -39,7 +39,7 @@ class ResponseFormat(Body):
 
     def constraint(self) -> Constraint:
         """None for type text. Raises InvalidRequest for parts of another type, and for parts that are missing."""
-        self._check_parts()
+        self._check_fields()
         field = "response_format"
         if self.type == "json_schema":
             if self.json_schema is None:
@@ -53,15 +53,15 @@ class ResponseFormat(Body):
             return StructuredOutput.structural_tag(self.model_dump(exclude_none=True, by_alias=True), field=field)
         return None
 
-    def _check_parts(self) -> None:
-        own = PARTS[self.type]
-        for name in sorted(set().union(*PARTS.values())):
+    def _check_fields(self) -> None:
+        own = FIELDS_BY_TYPE[self.type]
+        for name in sorted(set().union(*FIELDS_BY_TYPE.values())):
             if getattr(self, name) is not None and name not in own:
                 spelled = f"response_format.{name.rstrip('_')}"
                 raise InvalidRequest(f"{spelled} does not belong to type {self.type!r}", spelled)
 
 
-PARTS: Mapping[str, frozenset[str]] = {
+FIELDS_BY_TYPE: Mapping[str, frozenset[str]] = {
     "text": frozenset(),
     "json_object": frozenset({"schema_"}),
     "json_schema": frozenset({"json_schema"}),
@@ -69,10 +69,10 @@ PARTS: Mapping[str, frozenset[str]] = {
 }
 
 
-class StructuredOutputsBody(Body):
+class StructuredOutputsBody(StrictModel):
     """vLLM's `structured_outputs`, and `after`: the constraint begins behind this text, say "</think>"."""
 
-    accepted: ClassVar[frozenset[str]] = frozenset({"disable_fallback"})
+    ignored: ClassVar[frozenset[str]] = frozenset({"disable_fallback"})
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {"disable_additional_properties": (False,)}
     json_: Schema = Field(default=None, alias="json")
     regex: str | None = None
@@ -85,7 +85,7 @@ class StructuredOutputsBody(Body):
     after: str | None = None
 
 
-class StructuredBody(Body):
+class StructuredBody(StrictModel):
     """Fields that say what the answer must look like; one of them at a time.
 
     response_format     OpenAI's
@@ -95,7 +95,7 @@ class StructuredBody(Body):
     json_schema         llama.cpp's
     """
 
-    accepted: ClassVar[frozenset[str]] = frozenset({"guided_decoding_backend"})
+    ignored: ClassVar[frozenset[str]] = frozenset({"guided_decoding_backend"})
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputsBody | None = None
     guided_json: Schema = None
@@ -116,23 +116,23 @@ class StructuredBody(Body):
                 f"{found[0].field} and {found[1].field} cannot both say what the answer looks like", found[1].field
             )
         if not found:
-            _check_unneeded(options)
+            _check_no_options(options)
             return None
-        return replace(found[0], whitespace=self._whitespace(options), after=_after(options))
+        return replace(found[0], whitespace=self._allows_whitespace(options), after=_checked_after(options))
 
     def _constraints(self, options: StructuredOutputsBody) -> list[Constraint]:
         return [
             self.response_format.constraint() if self.response_format else None,
             *_constraints("structured_outputs.", options.json_, options.regex, options.choice, options.grammar),
-            _object("structured_outputs.json_object", options.json_object),
-            _tag("structured_outputs.structural_tag", options.structural_tag),
+            _json_object_constraint("structured_outputs.json_object", options.json_object),
+            _structural_tag_constraint("structured_outputs.structural_tag", options.structural_tag),
             *_constraints("guided_", self.guided_json, self.guided_regex, self.guided_choice, self.guided_grammar),
-            _object("guided_json_object", self.guided_json_object),
+            _json_object_constraint("guided_json_object", self.guided_json_object),
             StructuredOutput.grammar(self.grammar, field="grammar") if self.grammar else None,
             StructuredOutput.json_schema(self.json_schema, field="json_schema") if self.json_schema is not None else None,
         ]
 
-    def _whitespace(self, options: StructuredOutputsBody) -> bool:
+    def _allows_whitespace(self, options: StructuredOutputsBody) -> bool:
         """Whether JSON may hold whitespace; the pattern "" is another way to say that it may not."""
         patterns = {
             "structured_outputs.whitespace_pattern": options.whitespace_pattern,
@@ -158,11 +158,11 @@ def _constraints(prefix: str, json: Any, regex: str | None, choice: list[str] | 
     ]
 
 
-def _object(field: str, wanted: bool | None) -> Constraint:
-    return StructuredOutput.json_object(field=field) if wanted else None
+def _json_object_constraint(field: str, enabled: bool | None) -> Constraint:
+    return StructuredOutput.json_object(field=field) if enabled else None
 
 
-def _tag(field: str, description: Any) -> Constraint:
+def _structural_tag_constraint(field: str, description: Any) -> Constraint:
     if description is None:
         return None
     if not isinstance(description, str | dict):
@@ -170,13 +170,13 @@ def _tag(field: str, description: Any) -> Constraint:
     return StructuredOutput.structural_tag(description, field=field)
 
 
-def _after(options: StructuredOutputsBody) -> str | None:
+def _checked_after(options: StructuredOutputsBody) -> str | None:
     if options.after == "":
         raise InvalidRequest("structured_outputs.after must be a text that is not empty", "structured_outputs.after")
     return options.after
 
 
-def _check_unneeded(options: StructuredOutputsBody) -> None:
+def _check_no_options(options: StructuredOutputsBody) -> None:
     """Conditions on a constraint that is not there are a mistake, not a wish for nothing."""
     for name in ("after", "disable_any_whitespace", "whitespace_pattern"):
         if getattr(options, name):

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from foreword.errors import InvalidRequest
-from foreword.serve.schema.base import Body
-from foreword.serve.schema.chat import Message, Rendering
+from foreword.serve.schema.base import StrictModel
+from foreword.serve.schema.chat import Message, TemplateOptions
 
 __all__ = ["DetokenizeBody", "TokenizeBody"]
 
 
-class TokenizeBody(Rendering):
+class TokenizeBody(TemplateOptions):
     """A prompt or a conversation.
 
     add_special_tokens  by default to a prompt, not to a conversation, whose template writes them
@@ -27,6 +27,6 @@ class TokenizeBody(Rendering):
             raise InvalidRequest("either prompt or messages is required, and not both", "prompt")
 
 
-class DetokenizeBody(Body):
+class DetokenizeBody(StrictModel):
     model: str | None = None
     tokens: list[int]

@@ -10,10 +10,10 @@ import pytest
 from foreword.core.draft import Draft
 from foreword.core.params import SamplingParams, Speculation
 from foreword.core.request import Request, RequestState
-from foreword.drafting.base import Ask
-from foreword.drafting.control.controller import Controller
+from foreword.drafting.base import DraftRequest
+from foreword.drafting.control.controller import DraftLengthController
 from foreword.drafting.control.costs import Calibration, PassCost
-from foreword.drafting.policy import Load, Offer, Served, StepFacts
+from foreword.drafting.policy import PrefillLoad, Proposal, RequestStep, StepRecord
 from tests.drafting.control.simulation import (
     CPU,
     GPU,
@@ -21,20 +21,20 @@ from tests.drafting.control.simulation import (
     NOISY,
     SMALL_CPU,
     STEP,
-    Cell,
-    Machine,
-    Outcome,
-    Text,
-    World,
-    steady,
-    two_sorts,
+    SimulationCase,
+    SimulatedMachine,
+    SimulationResult,
+    SimulatedOutput,
+    SimulatedServer,
+    constant_acceptance,
+    mixed_acceptance,
 )
 
 
 @pytest.mark.parametrize("concurrency", [1, 16])
 @pytest.mark.parametrize("machine", [GPU, CPU, SMALL_CPU, *NOISY], ids=lambda m: m.name)
-def test_nothing_is_lost_where_nothing_can_be_guessed(machine: Machine, concurrency: int) -> None:
-    cell = Cell(machine, [Text(200, steady(0.0))] * (2 * concurrency), concurrency)
+def test_nothing_is_lost_where_nothing_can_be_guessed(machine: SimulatedMachine, concurrency: int) -> None:
+    cell = SimulationCase(machine, [SimulatedOutput(200, constant_acceptance(0.0))] * (2 * concurrency), concurrency)
     assert cell.gain >= 0.99
     assert cell.exploring <= 0.003
     if not machine.noise:
@@ -47,17 +47,17 @@ def test_nothing_is_lost_where_nothing_can_be_guessed(machine: Machine, concurre
     [(GPU, 1), (GPU, 16), (CPU, 1), (CPU, 4), (SMALL_CPU, 1), (SMALL_CPU, 16), (NOISY[1], 1), (NOISY[1], 4)],
     ids=lambda part: str(getattr(part, "name", part)),
 )
-def test_as_good_as_the_best_fixed_length(machine: Machine, concurrency: int, chance: float) -> None:
-    cell = Cell(machine, [Text(400, steady(chance))] * max(6, concurrency), concurrency)
-    near = [k for k in LENGTHS if concurrency * (k + 1) <= 4 * machine.ridge]
+def test_as_good_as_the_best_fixed_length(machine: SimulatedMachine, concurrency: int, chance: float) -> None:
+    cell = SimulationCase(machine, [SimulatedOutput(400, constant_acceptance(chance))] * max(6, concurrency), concurrency)
+    near = [k for k in LENGTHS if concurrency * (k + 1) <= 4 * machine.ridge_rows]
     assert cell.gain >= 0.97 * cell.best_fixed(near)
     assert cell.exploring <= 0.003
 
 
 @pytest.mark.parametrize("told", [False, True], ids=["confidence unknown", "confidence told"])
 @pytest.mark.parametrize("machine", [GPU, CPU, SMALL_CPU], ids=lambda m: m.name)
-def test_easy_and_hard_places_in_one_text(machine: Machine, told: bool) -> None:
-    cell = Cell(machine, [Text(400, two_sorts(i), told) for i in range(8)], 4)
+def test_easy_and_hard_places_in_one_text(machine: SimulatedMachine, told: bool) -> None:
+    cell = SimulationCase(machine, [SimulatedOutput(400, mixed_acceptance(i), told) for i in range(8)], 4)
     best = cell.best_fixed((1, 2, 3, 4, 6, 8, 16))
     assert cell.gain >= 0.97 * best
     if told and machine is CPU:
@@ -67,27 +67,27 @@ def test_easy_and_hard_places_in_one_text(machine: Machine, told: bool) -> None:
 @pytest.mark.parametrize("together", [True, False], ids=["all at once", "one after the other"])
 def test_mixed_requests_gain_and_nobody_pays(together: bool) -> None:
     count = 16 if together else 48
-    cell = Cell(GPU, [Text(200, steady(0.95 if i % 2 else 0.02)) for i in range(count)], 16)
+    cell = SimulationCase(GPU, [SimulatedOutput(200, constant_acceptance(0.95 if i % 2 else 0.02)) for i in range(count)], 16)
     assert cell.gain >= 1.3 or together
     assert cell.slowest >= 0.97
 
 
 @pytest.mark.parametrize("machine", [CPU, SMALL_CPU], ids=lambda m: m.name)
 @pytest.mark.parametrize("concurrency", [4, 16])
-def test_nobody_pays_where_rows_are_dear(machine: Machine, concurrency: int) -> None:
-    cell = Cell(machine, [Text(200, steady(0.95 if i % 2 else 0.02)) for i in range(2 * concurrency)], concurrency)
+def test_nobody_pays_where_rows_are_dear(machine: SimulatedMachine, concurrency: int) -> None:
+    cell = SimulationCase(machine, [SimulatedOutput(200, constant_acceptance(0.95 if i % 2 else 0.02)) for i in range(2 * concurrency)], concurrency)
     assert cell.gain >= 0.99
     assert cell.slowest >= 0.97
 
 
 @pytest.mark.parametrize(("machine", "concurrency", "share"), [(CPU, 8, 0.0), (SMALL_CPU, 2, 0.0), (CPU, 4, 0.15), (GPU, 1, 0.4)])
-def test_rows_that_cost_are_mostly_right(machine: Machine, concurrency: int, share: float) -> None:
-    cell = Cell(machine, [Text(300, steady(0.7))] * (2 * concurrency), concurrency, 0.0, share)
+def test_rows_that_cost_are_mostly_right(machine: SimulatedMachine, concurrency: int, share: float) -> None:
+    cell = SimulationCase(machine, [SimulatedOutput(300, constant_acceptance(0.7))] * (2 * concurrency), concurrency, 0.0, share)
     assert cell.gain > 1.05
     assert cell.auto.efficiency > 0.5
 
 
-def pace(outcome: Outcome, start: int, count: int) -> float:
+def pace(outcome: SimulationResult, start: int, count: int) -> float:
     """Tokens a step over `count` steps from the one that emits token number `start`."""
     emitted = 0
     for index, (_, tokens, _) in enumerate(outcome.steps):
@@ -99,9 +99,9 @@ def pace(outcome: Outcome, start: int, count: int) -> float:
 
 
 @pytest.mark.parametrize("machine", [GPU, CPU, SMALL_CPU], ids=lambda m: m.name)
-def test_it_recovers_within_a_hundred_steps_of_a_switch(machine: Machine) -> None:
+def test_it_recovers_within_a_hundred_steps_of_a_switch(machine: SimulatedMachine) -> None:
     """Nothing can be guessed for 400 tokens, then nearly all."""
-    cell = Cell(machine, [Text(2000, lambda index: 0.0 if index < 400 else 0.9)], 1)
+    cell = SimulationCase(machine, [SimulatedOutput(2000, lambda index: 0.0 if index < 400 else 0.9)], 1)
     steady_pace = pace(cell.auto, 1200, 40)
     assert pace(cell.auto, 300, 40) == pytest.approx(1.0)
     emitted = next(i for i, _ in enumerate(cell.auto.steps) if sum(s[1] for s in cell.auto.steps[:i]) >= 400)
@@ -110,9 +110,9 @@ def test_it_recovers_within_a_hundred_steps_of_a_switch(machine: Machine) -> Non
 
 
 @pytest.mark.parametrize("machine", [GPU, CPU, SMALL_CPU], ids=lambda m: m.name)
-def test_it_stops_soon_after_a_switch(machine: Machine) -> None:
+def test_it_stops_soon_after_a_switch(machine: SimulatedMachine) -> None:
     """What nearly always was right is wrong from token 400 on."""
-    cell = Cell(machine, [Text(800, lambda index: 0.9 if index < 400 else 0.0)], 1)
+    cell = SimulationCase(machine, [SimulatedOutput(800, lambda index: 0.9 if index < 400 else 0.0)], 1)
     lost = sum(seconds - STEP for seconds, tokens, _ in cell.auto.steps if tokens == 1) / STEP
     assert lost < 0.02 * 400
     assert cell.gain > 1.5
@@ -121,33 +121,33 @@ def test_it_stops_soon_after_a_switch(machine: Machine) -> None:
 @pytest.mark.parametrize("share", [0.05, 0.15, 0.4])
 @pytest.mark.parametrize("chance", [0.0, 0.8, 0.95])
 def test_a_draft_model_is_priced(share: float, chance: float) -> None:
-    cell = Cell(GPU, [Text(600, steady(chance))] * 4, 1, 0.0, share)
+    cell = SimulationCase(GPU, [SimulatedOutput(600, constant_acceptance(chance))] * 4, 1, 0.0, share)
     assert cell.gain >= 0.97 * cell.best_fixed((1, 2, 3, 4, 6, 8, 12, 16))
     assert cell.gain >= 0.99
     assert cell.exploring <= 0.003
 
 
 def test_a_draft_model_is_used_again_when_it_pays_again() -> None:
-    cell = Cell(GPU, [Text(2000, lambda index: 0.0 if index < 300 else 0.9)], 1, 0.0, 0.05)
+    cell = SimulationCase(GPU, [SimulatedOutput(2000, lambda index: 0.0 if index < 300 else 0.9)], 1, 0.0, 0.05)
     assert pace(cell.auto, 500, 100) > 3.0
 
 
 def test_a_wrong_calibration_does_not_lose_for_long() -> None:
     """Measured: rows are free. In truth four rows cost a step more."""
-    truth = Machine("CPU", 4, noise=0.02)
-    texts = [Text(1500, steady(0.3))] * 2
-    off = World(truth, texts, 1).run(None)
-    controller = Controller(Machine("GPU", 96).calibration(), 32)
-    auto = World(truth, texts, 1).run(controller)
+    truth = SimulatedMachine("CPU", 4, noise=0.02)
+    texts = [SimulatedOutput(1500, constant_acceptance(0.3))] * 2
+    off = SimulatedServer(truth, texts, 1).run(None)
+    controller = DraftLengthController(SimulatedMachine("GPU", 96).calibration(), 32)
+    auto = SimulatedServer(truth, texts, 1).run(controller)
     assert auto.rate / off.rate >= 1.15
 
 
 def test_a_calibration_that_was_disturbed_heals() -> None:
     """Measured: a row more takes six steps. In truth fourteen rows are free."""
-    texts = [Text(3000, steady(0.8))]
-    off = World(CPU, texts, 1).run(None)
+    texts = [SimulatedOutput(3000, constant_acceptance(0.8))]
+    off = SimulatedServer(CPU, texts, 1).run(None)
     disturbed = Calibration({rows: STEP * (1.0 if rows == 1 else 6.0) for rows in (1, 2, 4, 8, 16)}, {})
-    auto = World(CPU, texts, 1).run(Controller(disturbed, 32))
+    auto = SimulatedServer(CPU, texts, 1).run(DraftLengthController(disturbed, 32))
     assert pace(auto, 2000, 100) > 3.0
     assert auto.rate > off.rate
 
@@ -159,22 +159,22 @@ def state_of(name: str = "a", **params: object) -> RequestState:
     return RequestState(Request(name, (1,) * 8, SamplingParams(temperature=0.0, **params), 0), 0, 10_000)  # type: ignore[arg-type]
 
 
-def controller_of(machine: Machine = GPU) -> Controller:
-    return Controller(machine.calibration(), 32)
+def controller_of(machine: SimulatedMachine = GPU) -> DraftLengthController:
+    return DraftLengthController(machine.calibration(), 32)
 
 
-def step(controller: Controller, states: Sequence[RequestState], seconds: float = STEP, drafting: float = 0.0) -> None:
+def step(controller: DraftLengthController, states: Sequence[RequestState], seconds: float = STEP, drafting: float = 0.0) -> None:
     """A step without drafts."""
-    served = tuple(Served(s, 1, 0, True, 1, len(s.tokens)) for s in states)
-    controller.measured(StepFacts(served, {"forward": seconds, "draft": drafting}))
+    served = tuple(RequestStep(s, 1, 0, True, 1, len(s.tokens)) for s in states)
+    controller.record_step(StepRecord(served, {"forward": seconds, "draft": drafting}))
 
 
-def offered(controller: Controller, state: RequestState, *drafts: Draft) -> Draft | None:
+def offered(controller: DraftLengthController, state: RequestState, *drafts: Draft) -> Draft | None:
     """One round for one request."""
-    ask = Ask(state)
-    if not controller.bound(ask):
-        return controller.admit([], Load()) and None
-    (draft,) = controller.admit([Offer(ask, list(drafts))], Load())
+    ask = DraftRequest(state)
+    if not controller.max_draft_len(ask):
+        return controller.select([], PrefillLoad()) and None
+    (draft,) = controller.select([Proposal(ask, list(drafts))], PrefillLoad())
     return draft
 
 
@@ -183,8 +183,8 @@ def test_the_bound_of_a_request_is_honoured() -> None:
     few, none = state_of("few", speculation=Speculation(max_tokens=3)), state_of("none", speculation=Speculation(max_tokens=0))
     controller.start(few)
     controller.start(none)
-    assert controller.bound(Ask(few)) == 3
-    assert controller.bound(Ask(none)) == 0
+    assert controller.max_draft_len(DraftRequest(few)) == 3
+    assert controller.max_draft_len(DraftRequest(none)) == 0
 
 
 def test_the_better_of_two_drafts_is_taken() -> None:
@@ -196,12 +196,12 @@ def test_the_better_of_two_drafts_is_taken() -> None:
     assert offered(controller, state, sure, unsure) == sure
 
 
-def asked_when_nothing_is_offered(controller: Controller, state: RequestState, drafting: float) -> list[bool]:
+def asked_when_nothing_is_offered(controller: DraftLengthController, state: RequestState, drafting: float) -> list[bool]:
     """Whether the request was asked for, step by step, each of which spent `drafting` seconds on it."""
     asked: list[bool] = []
     for _ in range(64):
-        asked.append(controller.bound(Ask(state)) > 0)
-        controller.admit([Offer(Ask(state))] if asked[-1] else [], Load())
+        asked.append(controller.max_draft_len(DraftRequest(state)) > 0)
+        controller.select([Proposal(DraftRequest(state))] if asked[-1] else [], PrefillLoad())
         step(controller, [state], drafting=drafting)
     return asked
 
@@ -212,7 +212,7 @@ def test_a_request_without_offers_is_left_alone_for_growing_spells() -> None:
     asked = asked_when_nothing_is_offered(controller, state, 0.07 * STEP)
     assert all(asked[:2])
     assert sum(asked[-32:]) == 1, "asking takes 7 % of a step, and may take 0.4 %"
-    assert set(controller.stats().none) == {"nothing to guess from", "asleep"}
+    assert set(controller.stats().no_draft_counts) == {"nothing to guess from", "asleep"}
 
 
 def test_nobody_is_left_alone_where_asking_is_cheap() -> None:
@@ -223,11 +223,11 @@ def test_nobody_is_left_alone_where_asking_is_cheap() -> None:
 
 def test_asking_in_vain_costs_what_running_ahead_would_have_saved() -> None:
     controller, state = controller_of(), state_of()
-    controller.expect_ahead()
+    controller.enable_overlap()
     controller.start(state)
     assert sum(asked_when_nothing_is_offered(controller, state, 0.003 * STEP)[-32:]) <= 2
     host, other = controller_of(), state_of(presence_penalty=1.0)
-    host.expect_ahead()
+    host.enable_overlap()
     host.start(other)
     assert all(asked_when_nothing_is_offered(host, other, 0.003 * STEP)), "no round could sample for it"
 
@@ -237,13 +237,13 @@ def test_a_draft_has_to_beat_a_step_that_is_computed_ahead() -> None:
     for ahead, taken in ((False, True), (True, False)):
         controller, state = controller_of(CPU), state_of()
         if ahead:
-            controller.expect_ahead()
+            controller.enable_overlap()
         controller.start(state)
         for _ in range(60):
-            step(controller, [state], CPU.calibration().sampled[1])
+            step(controller, [state], CPU.calibration().all_rows_sampled[1])
             if ahead:
-                facts = StepFacts((Served(state, 1, 0, True, 1, 8),), {"forward": CPU.calibration().sampled[1] / 2})
-                controller.ran_ahead(facts)
+                facts = StepRecord((RequestStep(state, 1, 0, True, 1, 8),), {"forward": CPU.calibration().all_rows_sampled[1] / 2})
+                controller.record_overlap_step(facts)
         assert (offered(controller, state, slow) is not None) == taken, "two tokens a step pay, if no step takes half as long"
 
 
@@ -253,16 +253,16 @@ def test_the_door_rests_while_everybody_sleeps() -> None:
     controller.start(state)
     spells = []
     for _ in range(40):
-        assert controller.bound(Ask(state))
-        controller.admit([Offer(Ask(state))], Load())
-        spells.append(controller.rest())
-        controller.rested(spells[-1], spells[-1])
+        assert controller.max_draft_len(DraftRequest(state))
+        controller.select([Proposal(DraftRequest(state))], PrefillLoad())
+        spells.append(controller.num_steps_to_skip())
+        controller.record_skipped(spells[-1], spells[-1])
         step(controller, [state], drafting=0.07 * STEP)
     assert spells[0] == 0 and spells[-1] == 31
     controller.start(state_of("b"))
-    controller.bound(Ask(state))
-    controller.admit([], Load())
-    assert controller.rest() == 0, "one that has not asked yet could at any time"
+    controller.max_draft_len(DraftRequest(state))
+    controller.select([], PrefillLoad())
+    assert controller.num_steps_to_skip() == 0, "one that has not asked yet could at any time"
 
 
 def test_a_draft_that_pays_wakes_a_request() -> None:
@@ -273,21 +273,21 @@ def test_a_draft_that_pays_wakes_a_request() -> None:
         offered(controller, state)
     while not offered(controller, state, Draft((1,), "suffix")):
         pass
-    assert all(controller.bound(Ask(state)) for _ in range(3))
+    assert all(controller.max_draft_len(DraftRequest(state)) for _ in range(3))
 
 
 def test_requests_without_speculation_bind_the_others() -> None:
     """A row more costs a step of eight an eighth; those that get nothing from it bear two hundredths."""
-    controller, state = controller_of(Machine("", 1)), state_of()
+    controller, state = controller_of(SimulatedMachine("", 1)), state_of()
     strangers = [state_of(f"off{i}") for i in range(7)]
     controller.start(state)
     draft = Draft((1,), "suffix", (0.999,))
     for drafted in [0, 0, *[1] * 200]:
         given = drafted and offered(controller, state, draft)
-        served = [Served(state, 1, int(bool(given)), True, 2 if given else 1, 9)]
-        served += [Served(stranger, 1, 0, True, 1, 9) for stranger in strangers]
-        controller.measured(StepFacts(tuple(served), {"forward": STEP * (9 if given else 8)}))
-    assert 200 / 8 * 0.02 < controller.stats().lengths["suffix"][1] / 8 < 200 * 0.02 + 0.64
+        served = [RequestStep(state, 1, int(bool(given)), True, 2 if given else 1, 9)]
+        served += [RequestStep(stranger, 1, 0, True, 1, 9) for stranger in strangers]
+        controller.record_step(StepRecord(tuple(served), {"forward": STEP * (9 if given else 8)}))
+    assert 200 / 8 * 0.02 < controller.stats().draft_length_counts["suffix"][1] / 8 < 200 * 0.02 + 0.64
 
 
 def test_reasons_are_logged(caplog: pytest.LogCaptureFixture) -> None:
@@ -300,41 +300,41 @@ def test_reasons_are_logged(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_stats_compare_prediction_and_reality() -> None:
-    cell = Cell(CPU, [Text(300, steady(0.8))] * 2, 1)
+    cell = SimulationCase(CPU, [SimulatedOutput(300, constant_acceptance(0.8))] * 2, 1)
     stats = cell.controller.stats()
     assert stats.predicted_seconds == pytest.approx(stats.realised_seconds, rel=0.05)
-    assert sum(stats.lengths["suffix"].values()) > 50
+    assert sum(stats.draft_length_counts["suffix"].values()) > 50
 
 
 def test_a_step_that_was_not_measured_leaves_no_drafting_behind() -> None:
     """As where pictures took part: what the next one drafts is compared with its own price alone."""
     price = STEP / 20
-    controller, state = Controller(GPU.calibration(), 8, {"draft": PassCost.measured({1: price, 100: price})}), state_of()
+    controller, state = DraftLengthController(GPU.calibration(), 8, {"draft": PassCost.from_seconds({1: price, 100: price})}), state_of()
     controller.start(state)
     for number in range(40):
-        ask = Ask(state, 8)
-        controller.bound(ask)
-        ((length, _),) = controller.passes([Offer(ask, [])], Load(), "draft", [1])
+        ask = DraftRequest(state, 8)
+        controller.max_draft_len(ask)
+        ((length, _),) = controller.plan_draft_model([Proposal(ask, [])], PrefillLoad(), "draft", [1])
         drafts = [Draft((1,) * length, "draft", (0.9,) * length)] if length else []
-        controller.admit([Offer(ask, drafts)], Load())
-        assert controller._drafting == pytest.approx(length * price)
+        controller.select([Proposal(ask, drafts)], PrefillLoad())
+        assert controller._draft_cost == pytest.approx(length * price)
         if number < 30:  # some until it has earned a look at the model
-            step(controller, [state], drafting=controller._drafting)
+            step(controller, [state], drafting=controller._draft_cost)
     assert length > 0
 
 
 def test_nothing_is_kept_of_requests_that_are_over() -> None:
-    cell = Cell(GPU, [Text(60, steady(0.8))] * 8, 4, 0.01, 0.05)
-    assert not cell.controller._requests and not cell.controller._kinds and not cell.controller._asking
+    cell = SimulationCase(GPU, [SimulatedOutput(60, constant_acceptance(0.8))] * 8, 4, 0.01, 0.05)
+    assert not cell.controller._requests and not cell.controller._sampler_classes and not cell.controller._requests_this_step
 
 
 def test_a_busy_server_does_not_wait_for_a_plain_step() -> None:
     """The watchdog begins by asking for one; a step that computes prompts beside is none, and there may be no other."""
-    controller, state = Controller(Machine("GPU", 96).calibration(), 8), state_of("a")
+    controller, state = DraftLengthController(SimulatedMachine("GPU", 96).calibration(), 8), state_of("a")
     controller.start(state)
     draft = Draft((1,) * 4, "suffix", (0.99,) * 4)
-    controller.bound(Ask(state))
-    (admitted,) = controller.admit([Offer(Ask(state, 8), [draft])], Load(prompt_rows=20))
+    controller.max_draft_len(DraftRequest(state))
+    (admitted,) = controller.select([Proposal(DraftRequest(state, 8), [draft])], PrefillLoad(num_rows=20))
     assert admitted is not None
 
 

@@ -4,32 +4,32 @@ import random
 
 import pytest
 
-from foreword.drafting.control.watchdog import WINDOW, Budget, Watchdog
+from foreword.drafting.control.watchdog import WINDOW_STEPS, ExplorationBudget, RegressionWatchdog
 
 
-def window(dog: Watchdog, gain: float, speed: float = 1.0) -> None:
-    for _ in range(WINDOW):
-        dog.speculated(realised=speed, needed=gain)
+def window(dog: RegressionWatchdog, gain: float, speed: float = 1.0) -> None:
+    for _ in range(WINDOW_STEPS):
+        dog.record_speculative(actual_s=speed, plain_cost=gain)
 
 
-def anchored(speed: float = 1.0) -> Watchdog:
-    dog = Watchdog()
-    dog.plain(speed)
+def anchored(speed: float = 1.0) -> RegressionWatchdog:
+    dog = RegressionWatchdog()
+    dog.record_plain(speed)
     return dog
 
 
-def rest(dog: Watchdog) -> int:
+def rest(dog: RegressionWatchdog) -> int:
     """Sit a rest out in plain steps."""
-    steps = dog.resting
+    steps = dog.pause_steps
     for _ in range(steps):
-        dog.plain(1.0)
-    assert not dog.resting
+        dog.record_plain(1.0)
+    assert not dog.pause_steps
     return steps
 
 
 def test_nothing_is_judged_before_a_plain_step() -> None:
-    assert Watchdog().wants_plain
-    assert not anchored().wants_plain
+    assert RegressionWatchdog().wants_baseline
+    assert not anchored().wants_baseline
 
 
 def test_rests_double_while_it_loses_and_begin_anew_when_it_wins() -> None:
@@ -40,52 +40,52 @@ def test_rests_double_while_it_loses_and_begin_anew_when_it_wins() -> None:
         rests.append(rest(dog))
     assert rests == [16, 32, 64, 128, 256, 512, 1024, 1024, 1024]
     window(dog, gain=1.5)
-    assert not dog.resting
+    assert not dog.pause_steps
     window(dog, gain=0.9)
-    assert dog.wants_plain and not dog.resting, "one that won has the benefit of the doubt"
-    dog.plain(1.0)
+    assert dog.wants_baseline and not dog.pause_steps, "one that won has the benefit of the doubt"
+    dog.record_plain(1.0)
     window(dog, gain=0.9)
-    assert dog.resting == 16
+    assert dog.pause_steps == 16
 
 
 def test_a_machine_that_slows_down_is_not_mistaken_for_a_loss() -> None:
     dog = anchored()
     window(dog, gain=1.5)
     window(dog, gain=1.5, speed=2.0)
-    assert dog.wants_plain and not dog.resting
-    dog.plain(2.0)
+    assert dog.wants_baseline and not dog.pause_steps
+    dog.record_plain(2.0)
     window(dog, gain=1.5, speed=2.0)
-    assert not dog.wants_plain and not dog.resting
+    assert not dog.wants_baseline and not dog.pause_steps
 
 
 def test_noise_is_no_loss() -> None:
     dog, luck = anchored(), random.Random(3)
     window(dog, gain=1.2)
-    for _ in range(50 * WINDOW):
-        dog.speculated(realised=luck.gauss(1.0, 0.05), needed=1.05)
-    assert not dog.resting and not dog.wants_plain
+    for _ in range(50 * WINDOW_STEPS):
+        dog.record_speculative(actual_s=luck.gauss(1.0, 0.05), plain_cost=1.05)
+    assert not dog.pause_steps and not dog.wants_baseline
 
 
 def test_it_tells_when_plain_steps_are_long_ago() -> None:
     dog = anchored()
     for _ in range(255):
-        dog.speculated(1.0, 2.0)
-    assert not dog.stale
-    dog.speculated(1.0, 2.0)
-    assert dog.stale
-    dog.plain(1.0)
-    assert not dog.stale
+        dog.record_speculative(1.0, 2.0)
+    assert not dog.is_baseline_stale
+    dog.record_speculative(1.0, 2.0)
+    assert dog.is_baseline_stale
+    dog.record_plain(1.0)
+    assert not dog.is_baseline_stale
 
 
 def test_steps_that_were_not_measured_count_as_rest() -> None:
     dog = anchored()
     window(dog, gain=0.5)
-    dog.rested(14)
-    assert dog.resting == 2
+    dog.record_skipped(14)
+    assert dog.pause_steps == 2
 
 
 def test_a_budget_is_a_share_of_the_time_and_what_pays_is_given_back() -> None:
-    budget = Budget()
+    budget = ExplorationBudget()
     for _ in range(999):
         budget.earn(1.0)
     assert not budget.take(3.0)
@@ -96,7 +96,7 @@ def test_a_budget_is_a_share_of_the_time_and_what_pays_is_given_back() -> None:
 
 
 def test_a_budget_is_not_saved_up_forever() -> None:
-    budget = Budget()
+    budget = ExplorationBudget()
     for _ in range(100_000):
         budget.earn(1.0)
     assert not budget.take(6.5)

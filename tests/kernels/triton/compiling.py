@@ -21,13 +21,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-__all__ = ["MAX_SHARED", "Compiled", "Source", "compile_all"]
+__all__ = ["MAX_SHARED", "KernelBinary", "KernelSource", "compile_all"]
 
 MAX_SHARED = {80: 163 * 1024, 90: 227 * 1024}  # bytes that one program can have, by compute capability
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class KernelSource:
     """A kernel as it would be launched.
 
     kernel      "foreword.kernels.triton.linear:product"
@@ -48,7 +48,7 @@ class Source:
 
 
 @dataclass(frozen=True, slots=True)
-class Compiled:
+class KernelBinary:
     """ptx        as text
     shared     bytes of shared memory
     registers  of a thread
@@ -67,7 +67,7 @@ class Compiled:
         return len(re.findall(pattern, self.ptx))
 
 
-def compile_all(sources: Sequence[Source]) -> list[Compiled]:
+def compile_all(sources: Sequence[KernelSource]) -> list[KernelBinary]:
     """Compiled in the other process; what its compiler said is raised."""
     worker = _worker()
     assert worker.stdin is not None and worker.stdout is not None
@@ -77,7 +77,7 @@ def compile_all(sources: Sequence[Source]) -> list[Compiled]:
     assert answer, f"the compiler's process ended: {worker.wait()}"
     told = json.loads(answer)
     assert isinstance(told, list), told[-6000:]
-    return [Compiled(**each) for each in told]
+    return [KernelBinary(**each) for each in told]
 
 
 @cache
@@ -96,16 +96,16 @@ def _worker() -> subprocess.Popen[str]:
     return worker
 
 
-def _answer(line: str) -> str:
+def _compile_all_json(line: str) -> str:
     """Of lists of Source: of Compiled, or what went wrong."""
     with redirect_stdout(sys.stderr):
         try:
-            return json.dumps([asdict(_compile(Source(**each))) for each in json.loads(line)])
+            return json.dumps([asdict(_compile(KernelSource(**each))) for each in json.loads(line)])
         except Exception:
             return json.dumps(traceback.format_exc())
 
 
-def _compile(source: Source) -> Compiled:
+def _compile(source: KernelSource) -> KernelBinary:
     triton = importlib.import_module("triton")
     compiler = importlib.import_module("triton.compiler")
     backends = importlib.import_module("triton.backends.compiler")
@@ -121,9 +121,9 @@ def _compile(source: Source) -> Compiled:
     options = {"num_warps": source.num_warps, "num_stages": source.num_stages, "enable_fp_fusion": source.enable_fp_fusion}
     target = backends.GPUTarget("cuda", source.capability, 32)
     made = triton.compile(compiler.ASTSource(kernel, signature, constants, attributes), target=target, options=options)
-    usage, machine_code = _disassembled(Path(triton.__file__).parent, made.asm["cubin"])
+    usage, machine_code = _disassemble(Path(triton.__file__).parent, made.asm["cubin"])
     ptx = made.asm["ptx"]
-    return Compiled(
+    return KernelBinary(
         ptx=ptx,
         shared=made.metadata.shared,
         registers=usage["REG"],
@@ -133,7 +133,7 @@ def _compile(source: Source) -> Compiled:
     )
 
 
-def _disassembled(package: Path, cubin: bytes) -> tuple[dict[str, int], str]:
+def _disassemble(package: Path, cubin: bytes) -> tuple[dict[str, int], str]:
     """What a thread uses, and the machine code."""
     tool = str(package / "backends" / "nvidia" / "bin" / "cuobjdump")
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -145,4 +145,4 @@ def _disassembled(package: Path, cubin: bytes) -> tuple[dict[str, int], str]:
 
 if __name__ == "__main__":
     for request in sys.stdin:
-        print(_answer(request), flush=True)
+        print(_compile_all_json(request), flush=True)

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.kernels.triton.interpreted import prepared_once
+from tests.kernels.triton.interpreted import patch_once_per_launch
 
 
 @pytest.fixture(autouse=True, scope="session")
 def prepared_once_for_a_launch() -> Iterator[None]:
-    with prepared_once():
+    with patch_once_per_launch():
         yield

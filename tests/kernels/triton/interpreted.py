@@ -20,22 +20,22 @@ import triton.language as tl
 from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
-__all__ = ["INTERPRETED", "exact_dots", "prepared_once", "programs_in"]
+__all__ = ["IS_INTERPRETED", "exact_dot", "patch_once_per_launch", "program_order"]
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 AS_TORCH = {tl.bfloat16: torch.bfloat16, tl.float8e4nv: torch.float8_e4m3fn, tl.float8e5: torch.float8_e5m2}
 
 
 @contextmanager
-def exact_dots() -> Iterator[None]:
+def exact_dot() -> Iterator[None]:
     """`tl.dot` in float64, k = 0, 1, ... added to the accumulator in this order, rounded once for each block. Whole numbers
     become bfloat16 by their value."""
-    with _replaced("create_dot", _dot), _replaced("create_si_to_fp", _by_value):
+    with _replace_method("create_dot", _dot), _replace_method("create_si_to_fp", _cast_by_value):
         yield
 
 
 @contextmanager
-def programs_in(order: Callable[[list[int]], list[int]]) -> Iterator[None]:
+def program_order(order: Callable[[list[int]], list[int]]) -> Iterator[None]:
     """Programs in the order that `order` makes of their numbers, x slowest, as the interpreter counts them."""
     place = InterpreterBuilder.set_grid_idx
 
@@ -44,21 +44,21 @@ def programs_in(order: Callable[[list[int]], list[int]]) -> Iterator[None]:
         number = order(list(range(int(np.prod(self.grid_dim)))))[(x * height + y) * depth + z]
         place(self, number // (height * depth), number // depth % height, number % depth)
 
-    with _replaced("set_grid_idx", elsewhere):
+    with _replace_method("set_grid_idx", elsewhere):
         yield
 
 
 @contextmanager
-def prepared_once() -> Iterator[None]:
+def patch_once_per_launch() -> Iterator[None]:
     """Triton's language is prepared once for a launch, not for each call between kernels' functions."""
-    once = _Once(interpreter._patch_lang)
+    once = _PatchOnce(interpreter._patch_lang)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(interpreter, "_patch_lang", once)
-        patch.setattr(interpreter.GridExecutor, "__call__", once.launching(interpreter.GridExecutor.__call__))
+        patch.setattr(interpreter.GridExecutor, "__call__", once.run_launch(interpreter.GridExecutor.__call__))
         yield
 
 
-class _Once:
+class _PatchOnce:
     """Replaces the interpreter's `_patch_lang`: within a launch, what is prepared stays so until its end."""
 
     def __init__(self, prepare: Callable[[Any], Any]) -> None:
@@ -77,7 +77,7 @@ class _Once:
     def restore(self) -> None:
         """What a launch prepared itself is all that is put back, as without this."""
 
-    def launching(self, launch: Callable[..., Any]) -> Callable[..., Any]:
+    def run_launch(self, launch: Callable[..., Any]) -> Callable[..., Any]:
         def launched(executor: Any, *arguments: Any, **options: Any) -> Any:
             scope = self._prepare(executor.fn)
             self._prepared = {name for name, value in _modules_of(executor.fn) if value in (tl, tl.core)}
@@ -96,7 +96,7 @@ def _modules_of(function: Any) -> list[tuple[str, Any]]:
 
 
 @contextmanager
-def _replaced(name: str, method: Callable[..., Any]) -> Iterator[None]:
+def _replace_method(name: str, method: Callable[..., Any]) -> Iterator[None]:
     original = getattr(InterpreterBuilder, name)
     setattr(InterpreterBuilder, name, method)
     try:
@@ -106,7 +106,7 @@ def _replaced(name: str, method: Callable[..., Any]) -> Iterator[None]:
 
 
 def _dot(self: Any, a: Any, b: Any, d: Any, input_precision: Any, max_num_imprecise_acc: Any) -> Any:
-    left, right = _wide(a), _wide(b)
+    left, right = _to_float64(a), _to_float64(b)
     total = d.data.astype(np.float64)
     product = np.empty_like(total)
     for k in range(left.shape[-1]):
@@ -114,14 +114,14 @@ def _dot(self: Any, a: Any, b: Any, d: Any, input_precision: Any, max_num_imprec
     return TensorHandle(total.astype(d.data.dtype), d.dtype.scalar)
 
 
-def _by_value(self: Any, source: Any, kind: Any) -> Any:
+def _cast_by_value(self: Any, source: Any, kind: Any) -> Any:
     """The interpreter would take the bits of a whole number for those of bfloat16."""
     if kind.scalar == tl.bfloat16:
         source = self.cast_impl(source, source.dtype.with_element_ty(tl.float32) if source.dtype.is_block() else tl.float32)
     return self.cast_impl(source, kind)
 
 
-def _wide(operand: Any) -> Any:
+def _to_float64(operand: Any) -> Any:
     """float64; the interpreter keeps types that numpy lacks as unsigned integers."""
     stored = AS_TORCH.get(operand.dtype.scalar)
     if stored is None:

@@ -10,34 +10,34 @@ from foreword.kernels.reference_sampling import ReferenceSampling
 from foreword.kernels.triton.sampling import TritonSampling
 from tests.device import DEVICE
 from tests.kernels import rows
-from tests.kernels.rows import KINDS, UNSOUND, make_row, same_bits
+from tests.kernels.rows import ROW_KINDS, NON_FINITE_KINDS, make_row, same_bits
 
 BLOCK = 32
 EXTREMES = (3.4e38, -3.4e38, 1e-45, -1e-45, 0.0, -0.0, 2.0**-126, 1.0, -1.0)
 REFERENCE = ReferenceSampling()
 
 
-class SmallParts(TritonSampling):
+class SmallBlockSampling(TritonSampling):
     """Rows of a few dozen ids are shared by several programs."""
 
     sampling_block = BLOCK
 
 
-OPS = SmallParts()
+OPS = SmallBlockSampling()
 
 
-def mixture(width: int) -> Tensor:
+def mixed_rows(width: int) -> Tensor:
     """float32 [R, width]: a row of each kind, and one of the largest and the smallest values that there are."""
     extreme = torch.tensor([EXTREMES[i * 7 % len(EXTREMES)] for i in range(width)])
-    return torch.stack([*(make_row(kind, width, width) for kind in KINDS + UNSOUND), extreme])
+    return torch.stack([*(make_row(kind, width, width) for kind in ROW_KINDS + NON_FINITE_KINDS), extreme])
 
 
-def few_rows() -> st.SearchStrategy[Tensor]:
+def random_few_rows() -> st.SearchStrategy[Tensor]:
     """float32 [1..2, 1..100]"""
-    return rows.rows(KINDS + UNSOUND, max_width=100).map(lambda logits: logits[:2].contiguous())
+    return rows.random_rows(ROW_KINDS + NON_FINITE_KINDS, max_width=100).map(lambda logits: logits[:2].contiguous())
 
 
-def cycle(values: tuple[float, ...], count: int, dtype: torch.dtype) -> Tensor:
+def repeat_to(values: tuple[float, ...], count: int, dtype: torch.dtype) -> Tensor:
     return torch.tensor([values[i % len(values)] for i in range(count)], dtype=dtype)
 
 

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from foreword.core.batch import Batch
-from foreword.kernels.lanes import Field, Guessing, LaneSteps
-from foreword.kernels.triton.advance import TritonLaneSteps
+from foreword.kernels.lanes import SlotField, DraftLoopState, DecodeOps
+from foreword.kernels.triton.advance import TritonDecodeOps
 from tests.device import DEVICE
-from tests.kernels.triton.compiling import Source, compile_all
+from tests.kernels.triton.compiling import KernelSource, compile_all
 
-PLAIN, FUSED = LaneSteps(), TritonLaneSteps()
+PLAIN, FUSED = DecodeOps(), TritonDecodeOps()
 BLOCK_SIZE, BLOCKS = 4, 8
 counts, widths, seeds = st.integers(1, 5), st.integers(1, 4), st.integers(0, 2**31)
 
@@ -44,9 +44,9 @@ def test_rows(count: int, width: int, seed: int, directions: bool, last: bool) -
     tokens = torch.randint(-1, 300, (width, count), generator=chance).t()
     shifts = torch.randint(-5, 5, (count,), generator=chance)
     first[0], valid[0, 0] = -1, False  # nothing is before the first token
-    wanted, found = (s.rows(tokens, first, valid, tables, shifts, BLOCK_SIZE, directions, last) for s in (PLAIN, FUSED))
-    assert wanted.row_starts == found.row_starts
-    for name in (one.name for one in fields(Batch) if one.name not in ("row_starts", "ends", "block_size", "features")):
+    wanted, found = (s.build_batch(tokens, first, valid, tables, shifts, BLOCK_SIZE, directions, last) for s in (PLAIN, FUSED))
+    assert wanted.query_start_loc == found.query_start_loc
+    for name in (one.name for one in fields(Batch) if one.name not in ("query_start_loc", "seq_lens", "block_size", "image_features")):
         assert equal(getattr(wanted, name), getattr(found, name)), name
 
 
@@ -61,26 +61,26 @@ def test_guesses(count: int, seed: int) -> None:
         logits[0, 3] = torch.nan
         log_sum = torch.randn(count, generator=chance)
         for steps, state in zip((PLAIN, FUSED), states, strict=True):
-            steps.guess(state, token_ids, logits, log_sum)
-        for one in fields(Guessing):
+            steps.record_draft(state, token_ids, logits, log_sum)
+        for one in fields(DraftLoopState):
             assert equal(getattr(states[0], one.name).nan_to_num(5), getattr(states[1], one.name).nan_to_num(5)), one.name
 
 
-def guessing(count: int, chance: torch.Generator) -> Guessing:
+def guessing(count: int, chance: torch.Generator) -> DraftLoopState:
     def whole(*shape: int) -> Tensor:
         return torch.randint(0, 5, shape, generator=chance)
 
-    return Guessing(
-        column=torch.zeros(1, dtype=torch.int64),
-        guesses=whole(4, 8)[:, :count],
+    return DraftLoopState(
+        draft_step=torch.zeros(1, dtype=torch.int64),
+        draft_ids=whole(4, 8)[:, :count],
         logprobs=whole(4, 8).double()[:, :count],
-        token=whole(count),
-        place=whole(count),
-        index=whole(count),
-        going=whole(count) > 0,
-        total=torch.zeros(count, dtype=torch.float64),
-        floor=-whole(count).double() * 1.5,
-        limit=whole(count),
+        last_token=whole(count),
+        position=whole(count),
+        sample_index=whole(count),
+        active=whole(count) > 0,
+        logprob_sum=torch.zeros(count, dtype=torch.float64),
+        min_logprob_sum=-whole(count).double() * 1.5,
+        max_tokens=whole(count),
     )
 
 
@@ -89,9 +89,9 @@ def guessing(count: int, chance: torch.Generator) -> Guessing:
 def test_advance(count: int, num_draft: int, seed: int) -> None:
     """Ids are few, so that guesses come true; the last two requests are nobody."""
     chance = torch.Generator(DEVICE).manual_seed(seed)
-    tables = [torch.zeros(len(Field), 8, dtype=torch.int64) for _ in range(2)]
-    tables[0][:, :7] = torch.randint(0, 4, (len(Field), 7), generator=chance)
-    tables[0][Field.ALIVE] = torch.tensor([1, 1, 1, 1, 0, 1, 1, 0])
+    tables = [torch.zeros(len(SlotField), 8, dtype=torch.int64) for _ in range(2)]
+    tables[0][:, :7] = torch.randint(0, 4, (len(SlotField), 7), generator=chance)
+    tables[0][SlotField.ALIVE] = torch.tensor([1, 1, 1, 1, 0, 1, 1, 0])
     tables[1].copy_(tables[0])
     chosen = torch.tensor([*torch.randperm(7, generator=chance)[:count].tolist(), 7, 7])
     sampled = torch.randint(0, 2, (count + 2, 1 + num_draft), generator=chance)
@@ -102,7 +102,7 @@ def test_advance(count: int, num_draft: int, seed: int) -> None:
     logprobs = torch.randn(num_draft, count + 2, dtype=torch.float64, generator=chance).t()
     results = [torch.full((3 + 3 * num_draft, count + 2), -9) for _ in range(2)]
     for steps, table, result in zip((PLAIN, FUSED), tables, results, strict=True):
-        steps.advance(table, chosen, sampled, guesses, logprobs, result)
+        steps.commit(table, chosen, sampled, guesses, logprobs, result)
     assert torch.equal(*tables)
     assert torch.equal(*results)
 
@@ -122,9 +122,9 @@ def test_they_compile_for_cards_that_are_not_here() -> None:
         source
         for capability in (80, 90)
         for source in (
-            Source(f"{module}rows_kernel", rows, {"WIDTH": 6, "BLOCK_W": 8, "BLOCK_SIZE": 16}, capability, num_warps=1),
-            Source(f"{module}guess_kernel", guess, {"BLOCK_N": 256}, capability, enable_fp_fusion=False),
-            Source(f"{module}advance_kernel", advance, {"WIDTH": 6, "BLOCK_W": 8}, capability, num_warps=1),
+            KernelSource(f"{module}rows_kernel", rows, {"WIDTH": 6, "BLOCK_W": 8, "BLOCK_SIZE": 16}, capability, num_warps=1),
+            KernelSource(f"{module}guess_kernel", guess, {"BLOCK_N": 256}, capability, enable_fp_fusion=False),
+            KernelSource(f"{module}advance_kernel", advance, {"WIDTH": 6, "BLOCK_W": 8}, capability, num_warps=1),
         )
     ]
     for compiled in compile_all(sources):

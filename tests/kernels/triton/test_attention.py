@@ -15,15 +15,15 @@ from torch import Tensor
 
 from foreword.core.batch import Batch, Chunk, build_batch
 from foreword.core.kv import KVLayer
-from foreword.kernels.reference import Reference
+from foreword.kernels.reference import ReferenceOps
 from foreword.kernels.triton import attention
-from foreword.kernels.triton.attention import Plan, TritonAttention, plan_launches
+from foreword.kernels.triton.attention import TritonAttnMetadata, TritonAttention, plan_launches
 from tests.device import DEVICE
-from tests.kernels.triton.interpreted import INTERPRETED, exact_dots, programs_in
+from tests.kernels.triton.interpreted import IS_INTERPRETED, exact_dot, program_order
 
 BLOCK = 8
 SPLIT = 32
-REFERENCE = Reference()
+REFERENCE = ReferenceOps()
 STORED = {"float32": torch.float32, "int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
 Span = tuple[int, int, int]  # rows [start, end) of a request
@@ -32,7 +32,7 @@ Span = tuple[int, int, int]  # rows [start, end) of a request
 @pytest.fixture(autouse=True, scope="module")
 def small_tiles() -> Iterator[None]:
     """The interpreter takes a millisecond for each operation on a tile, however small."""
-    with pytest.MonkeyPatch.context() as patch, exact_dots(), torch.device(DEVICE):
+    with pytest.MonkeyPatch.context() as patch, exact_dot(), torch.device(DEVICE):
         patch.setattr(attention, "SPLIT", SPLIT)
         patch.setattr(attention, "BLOCK_KV", 16)
         patch.setattr(attention, "tile_shape", lambda *_: (32, 4))
@@ -64,12 +64,12 @@ class Cache:
 
     def batch(self, spans: list[Span], row_tile: int = 1) -> Batch:
         chunks = [Chunk([0] * (end - start), start, self.blocks[request], 1) for request, start, end in spans]
-        return build_batch(chunks, BLOCK, row_tile, DEVICE, owners=True)
+        return build_batch(chunks, BLOCK, row_tile, DEVICE, with_request_index=True)
 
     def queries(self, batch: Batch, spans: list[Span], heads: int) -> Tensor:
         """Those of padding are NaN."""
         q = torch.full((len(batch.positions), heads, self.dim), math.nan)
-        for (request, start, end), row in zip(spans, batch.row_starts, strict=False):
+        for (request, start, end), row in zip(spans, batch.query_start_loc, strict=False):
             q[row : row + end - start] = randn(200, heads, self.dim, seed=300 + request)[start:end]
         return q
 
@@ -79,7 +79,7 @@ def run(cache: Cache, spans: list[Span], heads: int, row_tile: int = 1, **option
     batch = cache.batch(spans, row_tile)
     ops = TritonAttention()
     out = ops.attention(cache.queries(batch, spans, heads), cache.layer, batch, cache.dim**-0.5, **options)
-    assert not out[batch.row_starts[-1] :].any(), "padding is zero"
+    assert not out[batch.query_start_loc[-1] :].any(), "padding is zero"
     assert ops._counters is None or not ops._counters.any(), "the next launch counts from zero"
     places = [(request, position) for request, start, end in spans for position in range(start, end)]
     return dict(zip(places, out, strict=False))
@@ -127,7 +127,7 @@ def test_a_row_is_the_same_alone_in_any_chunk_and_for_any_number_of_programs(
     options = {"window": window, "softcap": softcap}
     whole = run(cache, [(0, 0, 80)], group, **options)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention, "ENOUGH_PROGRAMS", programs)
+        patch.setattr(attention, "TARGET_NUM_PROGRAMS", programs)
         for start, end in pairwise(sorted({0, 80, *cuts})):
             agree(run(cache, [(0, start, end)], group, **options), whole)
         for position in (31, 32, 79):
@@ -161,22 +161,22 @@ def test_splits_that_follow_the_context_are_noticed(monkeypatch: pytest.MonkeyPa
         agree(run(cache, [(0, 79, 80)], 2), whole)
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="the order of programs is the card's")
+@pytest.mark.skipif(not IS_INTERPRETED, reason="the order of programs is the card's")
 def test_it_does_not_matter_who_is_last() -> None:
     cache = Cache([130, 40], 2, 16)
     spans = [(0, 129, 130), (1, 37, 40)]
     expected = run(cache, spans, 4)
     for order in (lambda all_of_them: all_of_them[::-1], lambda all_of_them: all_of_them[1::2] + all_of_them[::2]):
-        with programs_in(order):
+        with program_order(order):
             agree(run(cache, spans, 4), expected)
 
 
 def test_a_workspace_that_would_be_too_large_stays_in_registers(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = Cache([200], 1, 16)
     expected = run(cache, [(0, 199, 200)], 4)
-    monkeypatch.setattr(attention, "MOST_WORKSPACE", 0)
+    monkeypatch.setattr(attention, "MAX_WORKSPACE_BYTES", 0)
     batch = cache.batch([(0, 199, 200)])
-    assert [launch.programs for launch in Plan(batch, None).for_heads(64, 4, 1, 16)] == [1]
+    assert [launch.num_programs for launch in TritonAttnMetadata(batch, None).get_launches(64, 4, 1, 16)] == [1]
     agree(run(cache, [(0, 199, 200)], 4), expected)
 
 
@@ -187,7 +187,7 @@ def test_a_workspace_that_would_be_too_large_stays_in_registers(monkeypatch: pyt
 def test_a_row_does_not_feel_what_it_must_not_see(
     poison: float, window: int | None, programs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attention, "ENOUGH_PROGRAMS", programs)
+    monkeypatch.setattr(attention, "TARGET_NUM_PROGRAMS", programs)
     cache = Cache([60], 1, 16)
     clean = run(cache, [(0, 30, 60)], 2, window=window)
     cache.layer.v[cache.slot(0, 50), 0, 3] = poison
@@ -219,15 +219,15 @@ def test_vectors_that_are_not_finite_reach_only_who_sees_them(stored: str) -> No
 @pytest.mark.parametrize("programs", [1, 528])
 def test_lanes_of_a_graph_have_rows_of_padding_and_unknown_ends(programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three lanes of four rows: one full, one with two rows of padding, one that is not taken."""
-    monkeypatch.setattr(attention, "ENOUGH_PROGRAMS", programs)
+    monkeypatch.setattr(attention, "TARGET_NUM_PROGRAMS", programs)
     cache = Cache([70, 40], 2, 16)
     spans = [(0, 66, 70), (1, 38, 40)]
     known = cache.batch(spans)
     batch = replace(
         known,
         positions=torch.tensor([66, 67, 68, 69, 38, 39, 10**6, 0, 0, 0, 0, 0]),
-        row_starts=(0, 4, 8, 12),
-        ends=(),
+        query_start_loc=(0, 4, 8, 12),
+        seq_lens=(),
         owners=torch.tensor([0] * 4 + [1] * 2 + [3] * 6),
         block_tables=torch.cat((known.block_tables, known.block_tables[-1:])),
     )
@@ -246,14 +246,14 @@ def test_every_row_is_in_one_tile(sizes: list[int], heads: int, padding: int) ->
         starts.append(starts[-1] + size)
     positions = torch.zeros(starts[-1] + padding, dtype=torch.int64)
     tables = torch.zeros(len(sizes) + 1, 4, dtype=torch.int64)
-    batch = Batch(positions, positions, positions, tables, tuple(starts), (), positions, BLOCK, owners=positions)
+    batch = Batch(positions, positions, positions, tables, tuple(starts), (), positions, BLOCK, request_index=positions)
     launches = plan_launches(batch, 32, heads, 2, 64, 9)
     tiles = [tile for launch in launches for tile in launch.tiles.tolist()]
     assert sorted(row for first, size in tiles for row in range(first, first + size)) == list(range(len(positions)))
     for launch in launches:
-        assert 16 <= launch.columns <= 32 and 1 <= launch.programs <= 9
+        assert 16 <= launch.columns <= 32 and 1 <= launch.num_programs <= 9
         assert launch.tiles[:, 1].max() * heads <= launch.columns
-        assert launch.programs == 1 or launch.tiles.shape[0] * 2 < attention.ENOUGH_PROGRAMS
+        assert launch.num_programs == 1 or launch.tiles.shape[0] * 2 < attention.TARGET_NUM_PROGRAMS
     bounds = [*starts, len(positions)]
     assert all(any(low <= first and first + size <= high for low, high in pairwise(bounds)) for first, size in tiles)
 
@@ -261,10 +261,10 @@ def test_every_row_is_in_one_tile(sizes: list[int], heads: int, padding: int) ->
 def test_layers_share_what_was_planned() -> None:
     cache = Cache([40], 2, 16)
     ops, batch = TritonAttention(), cache.batch([(0, 30, 40)])
-    plan = ops.plan_attention(batch)
+    plan = ops.build_attention_metadata(batch)
     q = cache.queries(batch, [(0, 30, 40)], 4)
-    first = ops.attention(q, cache.layer, batch, 0.25, plan=plan)
+    first = ops.attention(q, cache.layer, batch, 0.25, metadata=plan)
     assert len(plan.launches) == 1
-    assert torch.equal(first, ops.attention(q, cache.layer, batch, 0.25, plan=plan)) and len(plan.launches) == 1
+    assert torch.equal(first, ops.attention(q, cache.layer, batch, 0.25, metadata=plan)) and len(plan.launches) == 1
     empty = cache.batch([])
     assert ops.attention(q[:0], cache.layer, empty, 0.25).shape == (0, 4, 16)

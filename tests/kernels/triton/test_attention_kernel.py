@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 
 from foreword.kernels.triton import attention
-from tests.kernels.triton.compiling import MAX_SHARED, Compiled, Source, compile_all
+from tests.kernels.triton.compiling import MAX_SHARED, KernelBinary, KernelSource, compile_all
 
 POINTERS = {
     "tiles": "*i32",
@@ -28,7 +28,7 @@ NUMBERS = {
 }
 
 
-def source(capability: int, columns: int, stored: str = "bf16", dim: int = 128, whole: bool = False) -> Source:
+def source(capability: int, columns: int, stored: str = "bf16", dim: int = 128, whole: bool = False) -> KernelSource:
     """As TritonAttention launches it on a data center card."""
     values = 2 if stored == "bf16" else 1
     stages = attention.num_stages(torch.device("cpu"), 2 * attention.BLOCK_KV * dim * values)
@@ -52,7 +52,7 @@ def source(capability: int, columns: int, stored: str = "bf16", dim: int = 128, 
         "STAGES": stages,
     }
     divisible = [name for name, kind in arguments.items() if kind.startswith("*")] + ["q_row", "q_head"]
-    return Source(
+    return KernelSource(
         "foreword.kernels.triton.attention_kernel:attend",
         arguments,
         constants,
@@ -63,7 +63,7 @@ def source(capability: int, columns: int, stored: str = "bf16", dim: int = 128, 
     )
 
 
-def order_of_sums(made: Compiled) -> tuple[list[int], float, float]:
+def order_of_sums(made: KernelBinary) -> tuple[list[int], float, float]:
     """How float sums across lanes go: all distances between lanes, and how often 8 and 4 occur for each 16.
 
     A column's sum over positions adds up what a thread has, then lanes (16, 8, 4 apart), then warps: through shared memory,

@@ -9,18 +9,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from foreword.kernels.ops import AttentionPlan
+from foreword.kernels.ops import AttentionMetadata
 from foreword.kernels.triton import attention
 from foreword.kernels.triton.backend import TritonOps
-from foreword.kernels.triton.checks import ROW_COUNTS, SHAPES, check_attention, check_rows
+from foreword.kernels.triton.checks import ROW_COUNTS, SHAPES, check_attention_invariance, check_row_invariance
 from foreword.kernels.triton.linear import TritonLinear
-from foreword.kernels.triton.packing import PackedWeight, splits_of
-from foreword.kernels.triton.tiles import TILES, parts_of, tile_of
+from foreword.kernels.triton.packing import PackedWeight, num_splits
+from foreword.kernels.triton.tiles import TILES, pick_split_mode, pick_tile
 from tests.device import DEVICE
-from tests.kernels.triton.interpreted import INTERPRETED, exact_dots
+from tests.kernels.triton.interpreted import IS_INTERPRETED, exact_dot
 
 COUNTS = (1, 17, 33)
-NAME = "float32" if INTERPRETED else "bfloat16"
+NAME = "float32" if IS_INTERPRETED else "bfloat16"
 SMALL = {"kv_heads": 1, "group": 2, "dim": 16, "rows": 12}
 
 
@@ -38,7 +38,7 @@ class ByRequests(TritonOps):
         super().__init__(eager=True)
         self.rows = rows
 
-    def attention(self, q: Tensor, *rest: object, **options: AttentionPlan) -> Tensor:
+    def attention(self, q: Tensor, *rest: object, **options: AttentionMetadata) -> Tensor:
         with pytest.MonkeyPatch.context() as patch:
             if len(q) == self.rows:
                 patch.setattr(attention, "SPLIT", 48)
@@ -47,7 +47,7 @@ class ByRequests(TritonOps):
 
 @pytest.fixture(autouse=True)
 def exact() -> Iterator[None]:
-    with exact_dots():
+    with exact_dot():
         yield
 
 
@@ -55,21 +55,21 @@ def exact() -> Iterator[None]:
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "SPLIT", 32)
     monkeypatch.setattr(attention, "BLOCK_KV", 16)
-    monkeypatch.setattr(attention, "ENOUGH_PROGRAMS", 3)
+    monkeypatch.setattr(attention, "TARGET_NUM_PROGRAMS", 3)
 
 
 def test_products_that_are_alike_in_any_company_pass() -> None:
-    assert check_rows(TritonLinear(), DEVICE, [(40, 300)], COUNTS) is None
+    assert check_row_invariance(TritonLinear(), DEVICE, [(40, 300)], COUNTS) is None
 
 
 def test_parts_that_follow_the_rows_are_caught() -> None:
-    found = check_rows(ByRows(), DEVICE, [(40, 600)], COUNTS)
+    found = check_row_invariance(ByRows(), DEVICE, [(40, 600)], COUNTS)
     assert found == f"a linear layer in {NAME} gives other bits for 33 rows than for one"
 
 
 @pytest.mark.usefixtures("small_tiles")
 def test_attention_that_is_alike_in_any_company_passes() -> None:
-    assert check_attention(TritonOps(eager=True), DEVICE, **SMALL) is None
+    assert check_attention_invariance(TritonOps(eager=True), DEVICE, **SMALL) is None
 
 
 @pytest.mark.usefixtures("small_tiles")
@@ -78,7 +78,7 @@ def test_attention_that_is_alike_in_any_company_passes() -> None:
     [(1, "a row alone"), (6, "a draft"), (36, "chunks of 3 requests")],
 )
 def test_splits_that_follow_the_rows_are_caught(rows: int, name: str) -> None:
-    found = check_attention(ByRequests(rows), DEVICE, **SMALL)
+    found = check_attention_invariance(ByRequests(rows), DEVICE, **SMALL)
     assert found == f"attention in {NAME} gives other bits for {name} than for a chunk of a prompt"
 
 
@@ -88,14 +88,14 @@ def test_every_tile_and_every_place_of_parts_is_tried(form: str) -> None:
     tried = set()
     for outputs, inputs in SHAPES:
         for rows in ROW_COUNTS:
-            tile = tile_of(form, 2, rows)
+            tile = pick_tile(form, 2, rows)
             tiles = -(-outputs // tile.bm) * -(-rows // tile.bn)
-            tried.add((tile, parts_of(tiles, tile, splits_of(outputs, inputs, form), rows)))
+            tried.add((tile, pick_split_mode(tiles, tile, num_splits(outputs, inputs, form), rows)))
     tiles = TILES["dense" if form == "dense" else "quantized"]
     assert tried >= {(tile, parts) for tile in tiles for parts in ("one", "apart")} | {(tiles[-1], "within")}
 
 
-@pytest.mark.skipif(INTERPRETED, reason="without a GPU there is nothing to check")
+@pytest.mark.skipif(IS_INTERPRETED, reason="without a GPU there is nothing to check")
 def test_this_card_is_exact() -> None:
-    assert check_rows(TritonLinear(), DEVICE) is None
-    assert check_attention(TritonOps(eager=True), DEVICE) is None
+    assert check_row_invariance(TritonLinear(), DEVICE) is None
+    assert check_attention_invariance(TritonOps(eager=True), DEVICE) is None

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from foreword.kernels.reference import Reference
-from foreword.kernels.triton.elementwise import gated, softcap
+from foreword.kernels.reference import ReferenceOps
+from foreword.kernels.triton.elementwise import gated_act, softcap
 from tests.device import DEVICE
 
 
@@ -24,8 +24,8 @@ def on_device() -> Iterator[None]:
 def test_activations_are_those_of_the_reference(activation: str, width: int, dtype: torch.dtype) -> None:
     x = (torch.randn(3, 2 * width + 2) * 4).to(dtype)[:, 1:-1]
     rounding = 1e-5 if dtype == torch.float32 else 8e-3
-    torch.testing.assert_close(gated(x, activation), Reference().gated(x, activation), atol=rounding, rtol=rounding)
-    assert gated(x[:0], activation).shape == (0, width)
+    torch.testing.assert_close(gated_act(x, activation), ReferenceOps().gated_act(x, activation), atol=rounding, rtol=rounding)
+    assert gated_act(x[:0], activation).shape == (0, width)
 
 
 @pytest.mark.parametrize("scale", [1e-6, 1e-2, 1.0, 100.0, 1e30])
@@ -39,7 +39,7 @@ def test_small_values_are_capped_as_exactly_as_large_ones(scale: float) -> None:
 
 def test_a_value_does_not_depend_on_its_place() -> None:
     x = torch.randn(9, 700)
-    together, activated = softcap(x, 3.0), gated(x, "gelu")
+    together, activated = softcap(x, 3.0), gated_act(x, "gelu")
     for row in range(9):
         assert torch.equal(softcap(x[row : row + 1], 3.0), together[row : row + 1])
-        assert torch.equal(gated(x[row : row + 1], "gelu"), activated[row : row + 1])
+        assert torch.equal(gated_act(x[row : row + 1], "gelu"), activated[row : row + 1])

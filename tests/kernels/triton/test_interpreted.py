@@ -7,9 +7,9 @@ import torch
 import triton
 import triton.language as tl
 
-from tests.kernels.triton.interpreted import INTERPRETED, exact_dots, programs_in
+from tests.kernels.triton.interpreted import IS_INTERPRETED, exact_dot, program_order
 
-pytestmark = pytest.mark.skipif(not INTERPRETED, reason="kernels are compiled here")
+pytestmark = pytest.mark.skipif(not IS_INTERPRETED, reason="kernels are compiled here")
 
 
 @triton.jit
@@ -35,7 +35,7 @@ def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 def test_products_do_not_depend_on_the_tile() -> None:
     generator = torch.Generator().manual_seed(0)
     a, b = torch.randn(16, 64, generator=generator), torch.randn(64, 64, generator=generator)
-    with exact_dots():
+    with exact_dot():
         whole = product(a, b)
         assert torch.equal(whole[:, :16], product(a, b[:16]))
     torch.testing.assert_close(whole, (a.double() @ b.double().T).float())
@@ -45,12 +45,12 @@ def test_products_do_not_depend_on_the_tile() -> None:
 def test_half_precision_is_widened(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(1)
     a, b = (torch.randn(16, 32, generator=generator).to(dtype) for _ in range(2))
-    with exact_dots():
+    with exact_dot():
         torch.testing.assert_close(product(a, b), (a.double() @ b.double().T).float())
 
 
 def test_programs_run_in_the_order_that_is_asked_for() -> None:
     counter, out = torch.zeros(1, dtype=torch.int32), torch.empty(6, dtype=torch.int32)
-    with programs_in(lambda numbers: numbers[::-1]):
+    with program_order(lambda numbers: numbers[::-1]):
         _arrivals[(2, 3)](counter, out)
     assert out.tolist() == [5, 4, 3, 2, 1, 0]

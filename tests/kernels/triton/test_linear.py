@@ -11,18 +11,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from foreword.kernels.ops import Blocks, Matrix, PackedLinear
-from foreword.kernels.reference import Reference
+from foreword.kernels.ops import QuantizedBlocks, Matrix, PackedLinear
+from foreword.kernels.reference import ReferenceOps
 from foreword.kernels.triton import linear as module
 from foreword.kernels.triton import tiles
 from foreword.kernels.triton.fast_math import TritonFastMath
 from foreword.kernels.triton.linear import TritonLinear
-from foreword.kernels.triton.packing import GROUPED, splits_of
+from foreword.kernels.triton.packing import GROUP_SCALED_FORMATS, num_splits
 from tests.device import DEVICE
-from tests.kernels.quantized import random, random_blocks
+from tests.kernels.quantized import random_weight, random_blocks
 from tests.kernels.rows import same_bits
-from tests.kernels.triton.interpreted import INTERPRETED, exact_dots, programs_in
-from tests.kernels.triton.writes import counted_writes
+from tests.kernels.triton.interpreted import IS_INTERPRETED, exact_dot, program_order
+from tests.kernels.triton.writes import track_writes
 
 COUNTS = (1, 2, 3, 7, 8, 15, 16, 17, 31, 32, 33, 63, 64, 65, 100, 128, 130, 257)
 FEW_COUNTS = (1, 17, 33, 65, 257)  # one for each tile
@@ -48,7 +48,7 @@ def matrix_of(kind: str, rows: int, columns: int, seed: int = 1) -> Matrix:
     return replace(blocks, data=blocks.data.to(DEVICE))
 
 
-def packed(ops: TritonLinear | Reference, matrix: Matrix, kind: str, bias: Tensor | None = None) -> PackedLinear:
+def packed(ops: TritonLinear | ReferenceOps, matrix: Matrix, kind: str, bias: Tensor | None = None) -> PackedLinear:
     return ops.pack_linear([matrix], "float32" if kind == "q8_0" else kind, bias)
 
 
@@ -66,10 +66,10 @@ def test_it_is_the_reference_within_rounding(
     kind: str, outputs: int, inputs: int, rows: int, has_bias: bool, has_residual: bool, seed: int
 ) -> None:
     matrix = matrix_of(kind, outputs, inputs, seed)
-    x = normal(rows, matrix.columns if isinstance(matrix, Blocks) else inputs, seed=seed + 1)
+    x = normal(rows, matrix.columns if isinstance(matrix, QuantizedBlocks) else inputs, seed=seed + 1)
     bias = normal(outputs, seed=seed + 2) if has_bias else None
     residual = normal(rows, outputs, seed=seed + 3) if has_residual else None
-    results = [ops.linear(x, packed(ops, matrix, kind, bias), None, residual) for ops in (TritonLinear(), Reference())]
+    results = [ops.linear(x, packed(ops, matrix, kind, bias), None, residual) for ops in (TritonLinear(), ReferenceOps())]
     torch.testing.assert_close(results[0], results[1], rtol=1e-5, atol=2e-5)
 
 
@@ -77,7 +77,7 @@ def test_it_is_the_reference_within_rounding(
 @given(st.sampled_from(KINDS), st.sampled_from(ACTIVATIONS), st.integers(1, 100), st.integers(1, 300), st.integers(0, 20))
 def test_the_gated_layer_is_the_reference_within_rounding(kind: str, activation: str, size: int, inputs: int, rows: int) -> None:
     gate, up, x = weights(size, inputs), weights(size, inputs, 2), normal(rows, inputs)
-    results = [ops.linear_gated(x, ops.pack_linear([gate, up], kind), activation) for ops in (TritonLinear(), Reference())]
+    results = [ops.linear_gated_act(x, ops.pack_linear([gate, up], kind), activation) for ops in (TritonLinear(), ReferenceOps())]
     torch.testing.assert_close(results[0], results[1], rtol=1e-4, atol=2e-5)
 
 
@@ -86,14 +86,14 @@ def test_the_gated_layer_is_the_reference_within_rounding(kind: str, activation:
 def test_activations_hold_at_both_ends(activation: str, value: float) -> None:
     weight = torch.eye(2, device=DEVICE)
     x = torch.tensor([[value, 1.0]], device=DEVICE)
-    results = [ops.linear_gated(x, ops.pack_linear([weight], "float32"), activation) for ops in (TritonLinear(), Reference())]
+    results = [ops.linear_gated_act(x, ops.pack_linear([weight], "float32"), activation) for ops in (TritonLinear(), ReferenceOps())]
     torch.testing.assert_close(results[0], results[1], rtol=1e-5, atol=1e-6)
 
 
 def test_the_type_of_the_result_can_be_another_one() -> None:
     ops, x = TritonLinear(), normal(3, 64)
     weight = ops.pack_linear([weights(20, 64)], "float32")
-    with exact_dots():
+    with exact_dot():
         exact = ops.linear(x, weight)
         assert torch.equal(ops.linear(x, weight, torch.float64), exact.double())
     assert ops.linear(x, weight, torch.float16).dtype == torch.float16
@@ -101,7 +101,7 @@ def test_the_type_of_the_result_can_be_another_one() -> None:
 
 def check_counts(run: Callable[[slice], Tensor], counts: Sequence[int] = COUNTS) -> None:
     """`run` over a slice of 257 rows gives each row the bits that it has alone."""
-    with exact_dots():
+    with exact_dot():
         whole = run(slice(0, max(counts)))
         for count in counts:
             assert same_bits(run(slice(0, count)), whole[:count]), count
@@ -112,7 +112,7 @@ def check_counts(run: Callable[[slice], Tensor], counts: Sequence[int] = COUNTS)
 @pytest.fixture
 def half_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tiles of half precision for values of single precision, which shows more."""
-    monkeypatch.setattr(module, "tile_of", lambda form, _, rows: tiles.tile_of(form, 2, rows))
+    monkeypatch.setattr(module, "pick_tile", lambda form, _, rows: tiles.pick_tile(form, 2, rows))
 
 
 @pytest.mark.usefixtures("half_tiles")
@@ -133,7 +133,7 @@ def test_bits_of_the_gated_layer_do_not_depend_on_the_number_of_rows(kind: str) 
     ops = TritonLinear()
     columns = 544 if kind == "q8_0" else 516
     x, weight = normal(max(COUNTS), columns), packed(ops, matrix_of(kind, 40, columns), kind)
-    check_counts(lambda rows: ops.linear_gated(x[rows], weight, "silu"), FEW_COUNTS)
+    check_counts(lambda rows: ops.linear_gated_act(x[rows], weight, "silu"), FEW_COUNTS)
 
 
 @pytest.mark.usefixtures("half_tiles")
@@ -145,7 +145,7 @@ def test_bits_do_not_depend_on_where_the_parts_are_summed(kind: str, monkeypatch
     x, weight = normal(max(COUNTS), 800), ops.pack_linear([weights(136, 800)], kind)
     assert weight.splits == 3
     check_counts(lambda rows: ops.linear(x[rows], weight), (1, 65, 257))
-    check_counts(lambda rows: ops.linear_gated(x[rows], weight, "gelu"), (257,))
+    check_counts(lambda rows: ops.linear_gated_act(x[rows], weight, "gelu"), (257,))
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [("float32", torch.float32), ("bfloat16", torch.bfloat16), ("fp8", torch.float16)])
@@ -155,25 +155,25 @@ def test_bits_hold_in_every_type(kind: str, dtype: torch.dtype) -> None:
     check_counts(lambda rows: ops.linear(x[rows], weight))
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="the order of programs is the card's")
+@pytest.mark.skipif(not IS_INTERPRETED, reason="the order of programs is the card's")
 def test_it_does_not_matter_who_comes_last() -> None:
     ops = TritonLinear()
     x, weight = normal(9, 1100), ops.pack_linear([weights(100, 1100)], "float32")
     assert weight.splits == 4
-    with exact_dots():
+    with exact_dot():
         first = ops.linear(x, weight)
         for seed in range(4):
             shuffled = torch.Generator().manual_seed(seed)
-            with programs_in(
+            with program_order(
                 lambda numbers, g=shuffled: torch.randperm(len(numbers), generator=g.manual_seed(g.initial_seed())).tolist()
             ):
                 assert same_bits(ops.linear(x, weight), first)
-        with programs_in(lambda numbers: numbers[::-1]):
+        with program_order(lambda numbers: numbers[::-1]):
             assert same_bits(ops.linear(x, weight), first)
-    assert not any(workspace.arrived.any() for workspace in ops._workspaces.values())
+    assert not any(workspace.tile_counters.any() for workspace in ops._workspaces.values())
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="only the interpreter tells what is written")
+@pytest.mark.skipif(not IS_INTERPRETED, reason="only the interpreter tells what is written")
 @pytest.mark.usefixtures("half_tiles")
 @pytest.mark.parametrize("rows", [3, 70])
 def test_only_who_comes_last_writes_the_result(rows: int) -> None:
@@ -181,15 +181,15 @@ def test_only_who_comes_last_writes_the_result(rows: int) -> None:
     ops = TritonLinear()
     x, weight = normal(rows, 516), ops.pack_linear([weights(40, 516)], "float32")
     assert weight.splits == 2
-    with counted_writes() as writes:
-        results = [ops.linear(x, weight), ops.linear_gated(x, weight, "silu")]
-    assert all(writes.once(result) for result in results)
+    with track_writes() as writes:
+        results = [ops.linear(x, weight), ops.linear_gated_act(x, weight, "silu")]
+    assert all(writes.each_written_once(result) for result in results)
 
 
 def test_a_row_that_is_not_finite_stays_alone() -> None:
     ops = TritonLinear()
     x, weight = normal(5, 70), ops.pack_linear([weights(10, 70)], "float32")
-    with exact_dots():
+    with exact_dot():
         sound = ops.linear(x, weight)
         x[2] = torch.nan
         broken = ops.linear(x, weight)
@@ -201,9 +201,9 @@ def test_float8_is_the_same_by_hardware_and_by_bits() -> None:
     x, matrix = normal(3, 200), weights(30, 200)
     weight = by_bits.pack_linear([matrix], "fp8")
     by_hardware.pack_linear([matrix], "fp8")
-    by_hardware._workspaces = {device: replace(one, float8=True) for device, one in by_hardware._workspaces.items()}
+    by_hardware._workspaces = {device: replace(one, has_float8=True) for device, one in by_hardware._workspaces.items()}
     ids = torch.arange(30, device=DEVICE)
-    with exact_dots():
+    with exact_dot():
         assert same_bits(by_bits.linear(x, weight), by_hardware.linear(x, weight))
     assert same_bits(by_bits.embedding(ids, weight, torch.float32), by_hardware.embedding(ids, weight, torch.float32))
 
@@ -211,9 +211,9 @@ def test_float8_is_the_same_by_hardware_and_by_bits() -> None:
 @settings(max_examples=20, deadline=None)
 @given(st.sampled_from((*KINDS, "bfloat16")), st.integers(1, 150), st.integers(1, 1500), st.sampled_from((1.0, 3.3)))
 def test_the_embedding_is_the_reference(kind: str, vocabulary: int, size: int, scale: float) -> None:
-    matrix = random(vocabulary, size).to(DEVICE)
+    matrix = random_weight(vocabulary, size).to(DEVICE)
     ids = torch.randint(vocabulary, (5,), generator=torch.Generator().manual_seed(size)).to(DEVICE)
-    results = [ops.embedding(ids, ops.pack_linear([matrix], kind), torch.float32, scale) for ops in (TritonLinear(), Reference())]
+    results = [ops.embedding(ids, ops.pack_linear([matrix], kind), torch.float32, scale) for ops in (TritonLinear(), ReferenceOps())]
     assert torch.equal(*results)
 
 
@@ -228,14 +228,14 @@ def test_no_ids_no_rows() -> None:
     st.integers(1, 1 << 18),
     st.integers(1, 1 << 15),
     st.integers(1, 64),
-    st.sampled_from(("dense", "int8", *GROUPED)),
+    st.sampled_from(("dense", "int8", *GROUP_SCALED_FORMATS)),
     st.sampled_from((2, 4)),
 )
 def test_few_rows_always_fit_the_workspace(outputs: int, inputs: int, rows: int, form: str, itemsize: int) -> None:
-    splits = splits_of(outputs, inputs, form)
-    tile = tiles.tile_of(form, itemsize, rows)
+    splits = num_splits(outputs, inputs, form)
+    tile = tiles.pick_tile(form, itemsize, rows)
     count = -(-outputs // tile.bm) * -(-rows // tile.bn)
-    assert tiles.parts_of(count, tile, splits, rows) == ("one" if splits == 1 else "apart")
+    assert tiles.pick_split_mode(count, tile, splits, rows) == ("one" if splits == 1 else "apart")
 
 
 @pytest.mark.parametrize("kind", ["float32", "int8"])
@@ -244,6 +244,6 @@ def test_fast_math_is_near(kind: str) -> None:
     matrix, x, bias, residual = weights(24, 96), normal(5, 96), normal(24), normal(5, 24, seed=3)
     mine, theirs = (ops.pack_linear([matrix], kind, bias) for ops in (fast, exact))
     torch.testing.assert_close(fast.linear(x, mine, None, residual), exact.linear(x, theirs, None, residual))
-    torch.testing.assert_close(fast.linear_gated(x, mine, "silu"), exact.linear_gated(x, theirs, "silu"))
+    torch.testing.assert_close(fast.linear_gated_act(x, mine, "silu"), exact.linear_gated_act(x, theirs, "silu"))
     ids = torch.arange(4, device=DEVICE)
     assert torch.equal(fast.embedding(ids, mine, torch.float32, 2.0), exact.embedding(ids, theirs, torch.float32, 2.0))

@@ -9,11 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from foreword.kernels.reference import Reference
+from foreword.kernels.reference import ReferenceOps
 from foreword.kernels.triton import norm
 from foreword.kernels.triton.norm import rms_norm
 from tests.device import DEVICE
-from tests.kernels.triton.compiling import Source, compile_all
+from tests.kernels.triton.compiling import KernelSource, compile_all
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -36,7 +36,7 @@ def test_norms_are_those_of_the_reference(rows: int, inside: int | None, width: 
     x = x if inside is None else x[:, 1:-1]
     weight = torch.randn(width)
     rounding = {torch.float32: 1e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}[dtype]
-    torch.testing.assert_close(rms_norm(x, weight, 1e-5), Reference().rms_norm(x, weight, 1e-5), atol=rounding, rtol=rounding)
+    torch.testing.assert_close(rms_norm(x, weight, 1e-5), ReferenceOps().rms_norm(x, weight, 1e-5), atol=rounding, rtol=rounding)
 
 
 def test_more_dimensions_are_rows_too() -> None:
@@ -65,7 +65,7 @@ def test_the_shape_of_a_program_follows_from_the_width(monkeypatch: pytest.Monke
         def __call__(self, *_: object, **constants: int) -> None:
             shapes.add((constants["WIDTH"], constants["ROWS"], constants["BLOCK"], constants["num_warps"]))
 
-    monkeypatch.setattr(norm, "_rms_norm", Launched())
+    monkeypatch.setattr(norm, "_rms_norm_kernel", Launched())
     for rows in (1, 2, 63, 1000):
         for width in (64, 128, 896, 4096):
             rms_norm(torch.empty(rows, width), torch.empty(width), 1e-5)
@@ -85,7 +85,7 @@ def test_norms_compile_for_cards_without_spilling() -> None:
     shapes = [(128, 16, 128, 4), (8192, 1, 8192, 16)]
     made = compile_all(
         [
-            Source(
+            KernelSource(
                 "foreword.kernels.triton.norm:_rms_norm",
                 arguments,
                 {"ROWS_INSIDE": 1, "WIDTH": width, "ROWS": rows, "BLOCK": block},

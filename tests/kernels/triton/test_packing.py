@@ -14,10 +14,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from foreword.kernels.ops import Matrix
-from foreword.kernels.quantization import dequantize, rounded
+from foreword.kernels.quantization import dequantize, fake_quantize
 from foreword.kernels.triton import packing
-from foreword.kernels.triton.packing import PackedWeight, block_of, pack, splits_of
-from tests.kernels.quantized import random, random_blocks
+from foreword.kernels.triton.packing import PackedWeight, columns_per_block, pack, num_splits
+from tests.kernels.quantized import random_weight, random_blocks
 
 KINDS = ("float32", "bfloat16", "float16", "int8", "fp8", "int4")
 
@@ -25,7 +25,7 @@ KINDS = ("float32", "bfloat16", "float16", "int8", "fp8", "int4")
 def unpacked(weight: PackedWeight) -> Tensor:
     """float32 [N, K], by the table of packing.py."""
     data = weight.data
-    values = block_of(weight.format) // data.shape[-1]
+    values = columns_per_block(weight.format) // data.shape[-1]
     bits = 16 // values
     if values > 1:
         data = torch.stack([data.to(torch.int32) >> bits * j & (1 << bits) - 1 for j in range(values)], 3)
@@ -48,11 +48,11 @@ def unpacked(weight: PackedWeight) -> Tensor:
 @settings(max_examples=40, deadline=None)
 @given(st.sampled_from(KINDS), st.lists(st.integers(1, 150), min_size=1, max_size=3), st.integers(1, 400), st.integers(0, 99))
 def test_values_come_out_again(kind: str, sizes: list[int], columns: int, seed: int) -> None:
-    matrix = random(sum(sizes), columns, seed)
+    matrix = random_weight(sum(sizes), columns, seed)
     weight = pack(torch.split(matrix, sizes), kind, None)
-    wanted = matrix.to(getattr(torch, kind)).float() if hasattr(torch, kind) and "float" in kind else rounded(matrix, kind)
+    wanted = matrix.to(getattr(torch, kind)).float() if hasattr(torch, kind) and "float" in kind else fake_quantize(matrix, kind)
     assert torch.equal(unpacked(weight), wanted)
-    assert (weight.rows, weight.columns, weight.blocks) == (*matrix.shape, -(-columns // block_of(weight.format)))
+    assert (weight.rows, weight.columns, weight.blocks) == (*matrix.shape, -(-columns // columns_per_block(weight.format)))
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_blocks_of_files_stay_what_they_are_where_they_can(kind: str, form: str)
 
 def packed_in_slices(parts: Sequence[Matrix], kind: str, values: int) -> PackedWeight:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(packing, "SLICE", values)
+        patch.setattr(packing, "MAX_SLICE_VALUES", values)
         return pack(parts, kind, None)
 
 
@@ -81,11 +81,11 @@ def packed_in_slices(parts: Sequence[Matrix], kind: str, values: int) -> PackedW
 def test_bytes_do_not_depend_on_slices(kind: str, sizes: list[int], columns: int, panels: int) -> None:
     """Of as many rows as two panels, or all at once."""
     if kind in KINDS:
-        parts: list[Matrix] = [random(size, columns, size) for size in sizes]
+        parts: list[Matrix] = [random_weight(size, columns, size) for size in sizes]
     else:
         columns = 256
         parts = [random_blocks("q5_0" if kind == "mixed" else kind, size, columns, size) for size in sizes]
-        parts += [random(70, columns)] if kind == "mixed" else []
+        parts += [random_weight(70, columns)] if kind == "mixed" else []
     stored = kind if kind in KINDS else "bfloat16"
     whole = packed_in_slices(parts, stored, 1 << 40)
     sliced = packed_in_slices(parts, stored, panels * 64 * columns)
@@ -113,14 +113,14 @@ class Largest(TorchFunctionMode):
 
 @pytest.mark.parametrize("kind", [*KINDS, "q8_0", "q4_0", "q4_k"])
 def test_what_is_made_on_the_way_is_as_large_as_a_slice(kind: str) -> None:
-    parts: list[Matrix] = [random(1500, 256).half() if kind in KINDS else random_blocks(kind, rows, 256) for rows in (1500, 600)]
+    parts: list[Matrix] = [random_weight(1500, 256).half() if kind in KINDS else random_blocks(kind, rows, 256) for rows in (1500, 600)]
     with Largest() as largest:
         packed_in_slices(parts, kind if kind in KINDS else "bfloat16", 128 * 256)
     assert 0 < largest.bytes <= 128 * 256 * 4
 
 
 def test_parts_that_differ_become_plain() -> None:
-    parts = [random_blocks("q8_0", 8, 256), random(8, 256)]
+    parts = [random_blocks("q8_0", 8, 256), random_weight(8, 256)]
     assert pack(parts, "float32", None).format == "dense"
     assert pack(parts, "int8", None).data.dtype == torch.bfloat16
     assert pack([random_blocks("q8_0", 8, 256), random_blocks("q4_0", 8, 256)], "float16", None).data.dtype == torch.float16
@@ -128,10 +128,10 @@ def test_parts_that_differ_become_plain() -> None:
 
 @pytest.mark.parametrize("kind", ["int8", "fp8", "int4"])
 def test_a_row_that_is_not_finite_stays_so(kind: str) -> None:
-    matrix = random(3, 64)
+    matrix = random_weight(3, 64)
     matrix[1, 5] = torch.inf
     values = unpacked(pack([matrix], kind, None))
-    assert values[1].isnan().any() and torch.equal(values[[0, 2]], rounded(matrix, kind)[[0, 2]])
+    assert values[1].isnan().any() and torch.equal(values[[0, 2]], fake_quantize(matrix, kind)[[0, 2]])
 
 
 # q-k-v, output, gate-up, down, head
@@ -143,11 +143,11 @@ def test_a_row_that_is_not_finite_stays_so(kind: str) -> None:
     ],
 )
 def test_parts_of_known_models(shapes: tuple[tuple[int, int], ...], splits: tuple[int, ...]) -> None:
-    assert tuple(splits_of(*shape, "dense") for shape in shapes) == splits
+    assert tuple(num_splits(*shape, "dense") for shape in shapes) == splits
 
 
 @given(st.integers(1, 1 << 18), st.integers(1, 1 << 16), st.sampled_from(("dense", "int8", "fp8", "int4", "q8_0")))
 def test_a_part_has_blocks(rows: int, columns: int, form: str) -> None:
-    splits = splits_of(rows, columns, form)
-    blocks = -(-columns // block_of(form))
-    assert 1 <= splits <= 16 and (splits == 1 or blocks // splits >= 256 // block_of(form))
+    splits = num_splits(rows, columns, form)
+    blocks = -(-columns // columns_per_block(form))
+    assert 1 <= splits <= 16 and (splits == 1 or blocks // splits >= 256 // columns_per_block(form))

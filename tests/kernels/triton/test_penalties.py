@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.kernels.rows import make_row
-from tests.kernels.triton.sampling_rows import assert_same, cycle, few_rows, mixture
+from tests.kernels.triton.sampling_rows import assert_same, repeat_to, random_few_rows, mixed_rows
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # infinite results are right here
 
@@ -17,11 +17,11 @@ pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarn
 def assert_changed(logits: Tensor, ids: list[Tensor]) -> None:
     starts = torch.tensor([0, *map(len, ids)]).cumsum(0)
     flat = torch.cat(ids)
-    assert_same("add_at", logits, starts, flat, torch.linspace(-3, 3, len(flat)))
-    assert_same("penalize", logits, starts, flat, cycle((1.3, 0.7, 1.0, 1e-30), len(logits), torch.float32))
+    assert_same("add_bias", logits, starts, flat, torch.linspace(-3, 3, len(flat)))
+    assert_same("apply_repetition_penalty", logits, starts, flat, repeat_to((1.3, 0.7, 1.0, 1e-30), len(logits), torch.float32))
 
 
-@given(few_rows(), st.data())
+@given(random_few_rows(), st.data())
 @settings(max_examples=25, deadline=None)
 def test_any_ids(logits: Tensor, data: st.DataObject) -> None:
     """Also beyond the vocabulary."""
@@ -30,7 +30,7 @@ def test_any_ids(logits: Tensor, data: st.DataObject) -> None:
 
 
 def test_rows_of_every_kind() -> None:
-    logits = mixture(75)
+    logits = mixed_rows(75)
     assert_changed(logits, [torch.arange(r * 5) for r in range(len(logits))])
 
 
@@ -39,7 +39,7 @@ def test_more_ids_than_programs_take_at_once() -> None:
     assert_changed(logits, [torch.randperm(5000, generator=torch.Generator().manual_seed(0)), torch.arange(3)])
 
 
-@given(few_rows(), st.floats(2.0**-20, 2.0**20, width=32))
+@given(random_few_rows(), st.floats(2.0**-20, 2.0**20, width=32))
 @settings(max_examples=20, deadline=None)
 def test_division_is_rounded_to_nearest(logits: Tensor, by: float) -> None:
-    assert_same("divide", logits, cycle((by, 1.0), len(logits), torch.float32))
+    assert_same("apply_temperature", logits, repeat_to((by, 1.0), len(logits), torch.float32))

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from foreword.kernels import reference_sampling as reference
-from foreword.kernels.triton.philox import coin, noise, philox, token_words
+from foreword.kernels.triton.philox import uniform, noise, philox, random_words
 from tests.kernels.rows import same_bits
 from tests.kernels.test_sampling import KNOWN_ANSWERS
 from tests.kernels.triton.sampling_rows import DEVICE
@@ -39,8 +39,8 @@ def _answer(words, out):
 def _words_and_coin(seed, position, words, coins, BLOCK: tl.constexpr):
     own = tl.load(seed + tl.program_id(0)), tl.load(position + tl.program_id(0))
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(words + place, token_words(2, own[0], own[1], BLOCK).to(tl.int64))
-    tl.store(coins + tl.program_id(0), coin(own[0], own[1]))
+    tl.store(words + place, random_words(2, own[0], own[1], BLOCK).to(tl.int64))
+    tl.store(coins + tl.program_id(0), uniform(own[0], own[1]))
 
 
 @triton.jit
@@ -66,7 +66,7 @@ def test_words_and_coins_of_keys_at_the_ends() -> None:
     _words_and_coin[(len(KEYS),)](seeds.to(DEVICE), positions.to(DEVICE), words, coins, BLOCK=32)
     assert same_bits(reference.noise(words.cpu()), reference.gumbel(seeds, positions, 40)[:, 8:])
     zero = torch.zeros_like(seeds)
-    key = seeds & reference.WORD, seeds >> 32 & reference.WORD
+    key = seeds & reference.WORD_MASK, seeds >> 32 & reference.WORD_MASK
     first = reference.philox((zero, positions, zero + reference.XTC_COIN, zero), key)[0]
     assert torch.equal(coins.cpu(), (first.double() + 0.5) * 2.0**-32)
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foreword.kernels import portable_math as plain
-from foreword.kernels.triton.portable_math import log, mass, to_whole
+from foreword.kernels.triton.portable_math import log, exp_fixed_point, round_to_int
 from tests.kernels.triton.sampling_rows import DEVICE
 
 
@@ -21,8 +21,8 @@ def _log_and_mass(x, logs, masses, whole, N, BLOCK: tl.constexpr):
     place = tl.arange(0, BLOCK)
     values = tl.load(x + place, mask=place < N, other=1.0)
     tl.store(logs + place, log(values), mask=place < N)
-    tl.store(masses + place, mass(-values), mask=place < N)
-    tl.store(whole + place, to_whole(values), mask=(place < N) & (values < 1e15))
+    tl.store(masses + place, exp_fixed_point(-values), mask=place < N)
+    tl.store(whole + place, round_to_int(values), mask=(place < N) & (values < 1e15))
 
 
 def assert_same(x: torch.Tensor) -> None:
@@ -30,7 +30,7 @@ def assert_same(x: torch.Tensor) -> None:
     on = [tensor.to(DEVICE) for tensor in (x, logs, masses, whole)]
     _log_and_mass[(1,)](*on, len(x), BLOCK=triton.next_power_of_2(len(x)), enable_fp_fusion=False)
     assert torch.equal(on[1].cpu().view(torch.int64), plain.log(x).view(torch.int64))
-    assert torch.equal(on[2].cpu(), plain.mass(-x))
+    assert torch.equal(on[2].cpu(), plain.exp_fixed_point(-x))
     assert torch.equal(on[3].cpu(), x.round())
 
 

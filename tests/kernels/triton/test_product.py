@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from foreword.kernels.triton.packing import BY_ROW, GROUPED, block_of
+from foreword.kernels.triton.packing import ROW_SCALED_FORMATS, GROUP_SCALED_FORMATS, columns_per_block
 from foreword.kernels.triton.tiles import TILES, Tile
-from tests.kernels.triton.compiling import MAX_SHARED, Compiled, Source, compile_all
+from tests.kernels.triton.compiling import MAX_SHARED, KernelBinary, KernelSource, compile_all
 
 FAMILY = {
     80: r"mma\.sync\.aligned\.m16n8k16\.row\.col\.f32\.{0}\.{0}\.f32",
@@ -20,33 +20,33 @@ COPY_OF_16_BYTES = r"cp\.async\.cg\.shared\.global.*, 0x10,"
 
 def source(
     capability: int, form: str, tile: Tile, parts: str, activation: str | None = None, even: bool = True, x: str = "bf16"
-) -> Source:
+) -> KernelSource:
     """product() as it is launched for a shape that is a multiple of 16 throughout."""
-    scales = {"scales": "*fp32"} if form in BY_ROW else {"scales": "*i32"} if form in GROUPED else {}
+    scales = {"scales": "*fp32"} if form in ROW_SCALED_FORMATS else {"scales": "*i32"} if form in GROUP_SCALED_FORMATS else {}
     residual = {"add_to": f"*{x}"} if activation is None else {}
     integers = dict.fromkeys(("T", "N", "K", "BLOCKS", "SPLITS"), "i32")
     arguments = {"x": f"*{x}", "w": f"*{x}" if form == "dense" else "*i16", **scales, "bias": "*fp32", **residual, "y": f"*{x}"}
     arguments |= {"partial": "*fp32", "arrived": "*i32", **integers}
     constants = {name: None for name in ("scales", "add_to") if name not in arguments}
     constants |= {"FORMAT": form, "FLOAT8": capability >= 89, "ACTIVATION": activation, "PARTS": parts, "EVEN": even}
-    constants |= {"BM": tile.bm, "BN": tile.bn, "BK": block_of(form), "TILES_ABREAST": 8}
+    constants |= {"BM": tile.bm, "BN": tile.bn, "BK": columns_per_block(form), "TILES_ABREAST": 8}
     divisible = [name for name, kind in arguments.items() if kind.startswith("*") or name in ("N", "K")]
     kernel = "foreword.kernels.triton.product:product"
-    return Source(kernel, arguments, constants, capability, tile.warps, tile.stages, False, divisible)
+    return KernelSource(kernel, arguments, constants, capability, tile.num_warps, tile.num_stages, False, divisible)
 
 
-def sources(capability: int) -> Iterator[Source]:
+def sources(capability: int) -> Iterator[KernelSource]:
     dense, quantized = TILES["dense"], TILES["quantized"]
     yield from (source(capability, "dense", tile, "apart") for tile in dense)
     yield source(capability, "dense", dense[-1], "within")
     yield source(capability, "dense", dense[-1], "one", "silu")
     yield source(capability, "dense", dense[0], "apart", "gelu", even=False, x="fp16")
-    for form in (*BY_ROW, *GROUPED):
+    for form in (*ROW_SCALED_FORMATS, *GROUP_SCALED_FORMATS):
         yield source(capability, form, quantized[0], "apart")
         yield source(capability, form, quantized[-1], "within", "silu")
 
 
-def check(made: Compiled, each: Source) -> None:
+def check(made: KernelBinary, each: KernelSource) -> None:
     capability, constants = each.capability, each.constants
     family = FAMILY[capability].format(each.arguments["x"].removeprefix("*").replace("fp", "f"))
     assert made.products and all(re.fullmatch(family, product.rstrip(";")) for product in made.products), made.products

@@ -10,7 +10,7 @@ import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from foreword.kernels.triton.ranks import entries, entry_id, is_sound, peaks, ranks, value_of
+from foreword.kernels.triton.ranks import sort_keys, key_to_id, is_finite_row, compute_block_maxes, ordered_bits, from_ordered_bits
 from tests.kernels.rows import make_row, same_bits
 from tests.kernels.triton.sampling_rows import DEVICE
 
@@ -20,12 +20,12 @@ FLOATS = st.floats(width=32, allow_nan=False) | st.sampled_from([0.0, -0.0, math
 @triton.jit
 def _ranks(values, found, entry, again, sound, N, BLOCK: tl.constexpr):
     place = tl.arange(0, BLOCK)
-    rank = ranks(tl.load(values + place, mask=place < N, other=0.0))
-    own = entries(rank, place)
+    rank = ordered_bits(tl.load(values + place, mask=place < N, other=0.0))
+    own = sort_keys(rank, place)
     tl.store(found + place, rank, mask=place < N)
     tl.store(entry + place, own, mask=place < N)
-    tl.store(again + place, value_of(rank), mask=(place < N) & (entry_id(own) == place) & (own >> 31 == rank))
-    tl.store(sound + place, is_sound(rank).to(tl.int64), mask=place < N)
+    tl.store(again + place, from_ordered_bits(rank), mask=(place < N) & (key_to_id(own) == place) & (own >> 31 == rank))
+    tl.store(sound + place, is_finite_row(rank).to(tl.int64), mask=place < N)
 
 
 @given(st.lists(FLOATS, min_size=2, max_size=16))
@@ -45,7 +45,7 @@ def test_order(values: list[float]) -> None:
 
 def test_peaks_of_parts() -> None:
     logits = torch.stack([make_row("plain", 40, seed) for seed in range(3)]).to(DEVICE)
-    found = peaks(logits, 16)
+    found = compute_block_maxes(logits, 16)
     assert found.shape == (3, 3)
     top = torch.empty_like(found).view(-1)
     _ranks[(1,)](logits.amax(1), top, *(torch.empty_like(top) for _ in range(1)), torch.empty(9, device=DEVICE),

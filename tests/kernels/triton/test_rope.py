@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from foreword.core.kv import KVLayer
-from foreword.kernels.ops import Axes
-from foreword.kernels.reference import Reference
+from foreword.kernels.ops import MRopeSections
+from foreword.kernels.reference import ReferenceOps
 from foreword.kernels.triton.rope import rope, rope_and_cache, write_kv
 from tests.device import DEVICE
-from tests.kernels.triton.compiling import Source, compile_all
+from tests.kernels.triton.compiling import KernelSource, compile_all
 
-REFERENCE = Reference()
-AXES = [None, Axes((4, 4, 4)), Axes((6, 4, 2)), Axes((4, 4, 4), True), Axes((6, 3, 3), True), Axes((8, 3, 1), True)]
+REFERENCE = ReferenceOps()
+AXES = [None, MRopeSections((4, 4, 4)), MRopeSections((6, 4, 2)), MRopeSections((4, 4, 4), True), MRopeSections((6, 3, 3), True), MRopeSections((8, 3, 1), True)]
 STORED = [torch.float32, torch.int8, torch.float8_e4m3fn]
 
 
@@ -48,7 +48,7 @@ def tensors(layer: KVLayer) -> list[Tensor]:
     stored=st.sampled_from(STORED),
 )
 def test_one_launch_is_the_operations_of_the_reference(
-    rows: int, heads: tuple[int, int], dim: int, axes: Axes | None, stored: torch.dtype
+    rows: int, heads: tuple[int, int], dim: int, axes: MRopeSections | None, stored: torch.dtype
 ) -> None:
     torch.manual_seed(rows)
     q_heads, kv_heads = heads
@@ -123,7 +123,7 @@ def test_it_compiles_for_cards_without_spilling() -> None:
         constants |= {"k_scale": None, "v_scale": None} if scales is None else {}
         divisible = [name for name, kind in arguments.items() if kind.startswith("*")] + strides
         sources.append(
-            Source(
+            KernelSource(
                 "foreword.kernels.triton.rope:_rope_and_cache",
                 arguments,
                 constants,
@@ -147,6 +147,6 @@ def test_what_is_not_there_is_not_compiled() -> None:
     only_q = {"Q_HEADS": 8, "KV_HEADS": 0, "ROTATE": True, **dict.fromkeys(stored)}
     only_kv = {"Q_HEADS": 0, "KV_HEADS": 8, "ROTATE": False, **dict.fromkeys(there)}
     turned, written = compile_all(
-        [Source(kernel, there | strides, constants | only_q), Source(kernel, stored | strides, constants | only_kv)]
+        [KernelSource(kernel, there | strides, constants | only_q), KernelSource(kernel, stored | strides, constants | only_kv)]
     )
     assert turned.count(r"mul\.\S*f32") and not written.count(r"mul\.\S*f32")

@@ -11,64 +11,64 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from foreword.kernels.triton.sampling import TritonSampling
-from foreword.sampling.steps import steps_of
+from foreword.sampling.steps import active_processors
 from tests.kernels.rows import make_row, same_bits
-from tests.kernels.triton.sampling_rows import DEVICE, OPS, REFERENCE, assert_same, cycle, few_rows, mixture
+from tests.kernels.triton.sampling_rows import DEVICE, OPS, REFERENCE, assert_same, repeat_to, random_few_rows, mixed_rows
 from tests.sampling.rows import VOCAB_SIZE, apply
 from tests.sampling.rows import make_row as make_sample_row
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # infinite results are right here
 WIDTH = 75
-FILTERS = ("keep_top_k", "keep_top_p", "keep_typical_p", "keep_min_p", "keep_top_n_sigma")
+FILTERS = ("apply_top_k", "apply_top_p", "apply_typical_p", "apply_min_p", "apply_top_n_sigma")
 BOUNDS: dict[str, tuple[float, ...]] = {
-    "keep_top_k": (1, 3, 40, WIDTH - 1, WIDTH, 10**6),
-    "keep_top_p": (0.5, 0.9, 1.0, 1e-300, 0.999999, 0.01),
-    "keep_typical_p": (0.5, 0.9, 1.0, 1e-300, 0.999999, 0.2),
-    "keep_min_p": (0.1, 0.0, 1.0, 1e-320, 0.5),
-    "keep_top_n_sigma": (1.0, 0.1, 3.0, 1e9),
+    "apply_top_k": (1, 3, 40, WIDTH - 1, WIDTH, 10**6),
+    "apply_top_p": (0.5, 0.9, 1.0, 1e-300, 0.999999, 0.01),
+    "apply_typical_p": (0.5, 0.9, 1.0, 1e-300, 0.999999, 0.2),
+    "apply_min_p": (0.1, 0.0, 1.0, 1e-320, 0.5),
+    "apply_top_n_sigma": (1.0, 0.1, 3.0, 1e9),
 }
-NEUTRAL = {"keep_top_k": WIDTH, "keep_top_p": 1.0, "keep_typical_p": 1.0, "keep_min_p": 0.0}
+NEUTRAL = {"apply_top_k": WIDTH, "apply_top_p": 1.0, "apply_typical_p": 1.0, "apply_min_p": 0.0}
 
 
 def bounds(operation: str, count: int, first: int = 0) -> Tensor:
     """[count], others for every row."""
     values = BOUNDS[operation][first % len(BOUNDS[operation]) :] + BOUNDS[operation]
-    return cycle(values, count, torch.int64 if operation == "keep_top_k" else torch.float64)
+    return repeat_to(values, count, torch.int64 if operation == "apply_top_k" else torch.float64)
 
 
 @pytest.mark.parametrize("operation", FILTERS)
 def test_filters_on_rows_of_every_kind(operation: str) -> None:
-    logits = mixture(WIDTH)
+    logits = mixed_rows(WIDTH)
     assert_same(operation, logits, bounds(operation, len(logits)))
 
 
 def test_the_others_on_rows_of_every_kind() -> None:
-    logits = mixture(WIDTH)
+    logits = mixed_rows(WIDTH)
     count = len(logits)
-    seeds, positions = cycle((0, 1, -(2**63), 2**63 - 1, -1), count, torch.int64), cycle((0, 2**32 - 1, 77), count, torch.int64)
+    seeds, positions = repeat_to((0, 1, -(2**63), 2**63 - 1, -1), count, torch.int64), repeat_to((0, 2**32 - 1, 77), count, torch.int64)
     assert_same("log_sum_exp", logits)
     assert_same("sample", logits, seeds, positions, torch.arange(count) % 4 == 0)
-    assert_same("divide", logits, cycle((0.7, 1.0, 1e-5, 3e38), count, torch.float32))
-    chances, thresholds = cycle((1.0, 0.5, 0.0), count, torch.float64), cycle((0.1, 0.0, 1e-3, 1.0), count, torch.float64)
-    assert_same("exclude_top", logits, seeds, positions, chances, thresholds)
+    assert_same("apply_temperature", logits, repeat_to((0.7, 1.0, 1e-5, 3e38), count, torch.float32))
+    chances, thresholds = repeat_to((1.0, 0.5, 0.0), count, torch.float64), repeat_to((0.1, 0.0, 1e-3, 1.0), count, torch.float64)
+    assert_same("apply_xtc", logits, seeds, positions, chances, thresholds)
     for k in (1, 5):
         assert_same("top_ids", logits, k)
 
 
-@given(few_rows(), st.sampled_from(FILTERS), st.integers(0, 5))
+@given(random_few_rows(), st.sampled_from(FILTERS), st.integers(0, 5))
 @settings(max_examples=12, deadline=None)
 def test_filters_on_any_rows(logits: Tensor, operation: str, first: int) -> None:
     assert_same(operation, logits, bounds(operation, len(logits), first))
 
 
-@given(few_rows(), st.integers(-(2**63), 2**63 - 7), st.integers(0, 2**32 - 1))
+@given(random_few_rows(), st.integers(-(2**63), 2**63 - 7), st.integers(0, 2**32 - 1))
 @settings(max_examples=12, deadline=None)
 def test_tokens_of_any_rows(logits: Tensor, seed: int, position: int) -> None:
     seeds, positions = torch.arange(len(logits)) + seed, torch.full((len(logits),), position)
     assert_same("sample", logits, seeds, positions, torch.arange(len(logits)) == 1)
 
 
-@given(few_rows(), st.permutations(FILTERS), st.integers(0, 5))
+@given(random_few_rows(), st.permutations(FILTERS), st.integers(0, 5))
 @settings(max_examples=4, deadline=None)
 def test_filters_in_any_order(logits: Tensor, order: list[str], first: int) -> None:
     ours, theirs = logits.to(DEVICE), logits.clone()
@@ -102,7 +102,7 @@ def test_the_whole_pipeline() -> None:
     row = make_sample_row(output=(9, 6, 9, 120), draft=(9, 40), **asked)
     theirs = make_row("plain", VOCAB_SIZE, 1)[None]
     ours = theirs.to(DEVICE, copy=True)
-    steps = steps_of(row.state.request)
+    steps = active_processors(row.state.request)
     assert len(steps) > 10
     for step in steps:
         apply(step, TritonSampling(), ours, [row])  # type: ignore[arg-type]
@@ -116,8 +116,8 @@ def test_a_large_vocabulary() -> None:
 
     logits = torch.stack([make_row("plain", 151_936, 5), make_row("ties", 151_936, 6)])
     keys = torch.tensor([7, -1]), torch.tensor([4096, 1])
-    assert_same("keep_top_k", logits, torch.tensor([50, 20_000]), ops=LargeParts())
-    assert_same("keep_top_p", logits, torch.tensor([0.95, 0.5]).double(), ops=LargeParts())
+    assert_same("apply_top_k", logits, torch.tensor([50, 20_000]), ops=LargeParts())
+    assert_same("apply_top_p", logits, torch.tensor([0.95, 0.5]).double(), ops=LargeParts())
     assert_same("sample", logits, *keys, torch.tensor([False, False]), ops=LargeParts())
     assert_same("log_sum_exp", logits, ops=LargeParts())
 
@@ -126,8 +126,8 @@ def test_rows_may_lie_apart() -> None:
     wide = torch.stack([make_row("plain", 3 * WIDTH, seed) for seed in range(2)]).to(DEVICE)
     rows, before = wide[:, WIDTH : 2 * WIDTH], wide.clone()
     wanted = rows.cpu().contiguous()
-    REFERENCE.keep_top_k(wanted, torch.tensor([4, 5]))
-    OPS.keep_top_k(rows, torch.tensor([4, 5], device=DEVICE))
+    REFERENCE.apply_top_k(wanted, torch.tensor([4, 5]))
+    OPS.apply_top_k(rows, torch.tensor([4, 5], device=DEVICE))
     assert same_bits(rows.cpu().contiguous(), wanted)
     before[:, WIDTH : 2 * WIDTH] = rows
     assert torch.equal(wide, before)
@@ -136,6 +136,6 @@ def test_rows_may_lie_apart() -> None:
 def test_bounds_of_another_type_are_our_own_bug() -> None:
     rows = torch.zeros(2, 9, device=DEVICE)
     with pytest.raises(AssertionError, match=r"torch.int64 \[2\]"):
-        OPS.keep_top_k(rows, torch.tensor([1, 2, 3]))
+        OPS.apply_top_k(rows, torch.tensor([1, 2, 3]))
     with pytest.raises(AssertionError):
         OPS.sample(rows.double(), *itertools.repeat(torch.zeros(2, dtype=torch.int64), 2), torch.zeros(2).bool())

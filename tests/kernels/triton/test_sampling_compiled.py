@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from foreword.kernels.triton import ranks, selection
-from tests.kernels.triton.compiling import MAX_SHARED, Compiled, Source, compile_all
+from tests.kernels.triton.compiling import MAX_SHARED, KernelBinary, KernelSource, compile_all
 
 PACKAGE = "foreword.kernels.triton."
 BLOCK, PARTS = 2048, 128  # of 151,936 ids and of 256,000
@@ -38,7 +38,7 @@ print(json.dumps(found))
 def kernels() -> Iterator[tuple[str, str, dict[str, Any], int]]:
     """(module:kernel, arguments, constants, warps)"""
     yield "ranks:_peaks", f"{ROWS} bounds:*fp64 peaks:*i64", {"FILTER": ranks.TOP_P.value, "BLOCK": BLOCK}, 8
-    any_row = {"FILTER": ranks.ANY_ROW.value, **SHARED_BY_PARTS}
+    any_row = {"FILTER": ranks.NO_FILTER.value, **SHARED_BY_PARTS}
     yield "ranks:_masses", f"{ROWS} bounds:*fp32 peaks:*i64 masses:*i64", any_row, 8
     keys = "seeds:*i64 positions:*i64 greedy:*u8"
     yield "sample:_best_of_parts", f"{ROWS} {keys} peaks:*i64 best:*i64", {"BLOCK": BLOCK}, 8
@@ -58,7 +58,7 @@ def kernels() -> Iterator[tuple[str, str, dict[str, Any], int]]:
     yield "filters:_exclude_top", COIN, dict(SHARED_BY_PARTS), 8
     yield "selection:_add_shares", f"{ROWS} p:*fp64 peaks:*i64 shares:*i64", dict(SHARED_BY_PARTS), 8
     for bound, kind in FILTERS.items():
-        last = {"PLACE": selection.PASSES.value - 1, "FILTER": kind, **SHARED_BY_PARTS}
+        last = {"PLACE": selection.NUM_DIGITS.value - 1, "FILTER": kind, **SHARED_BY_PARTS}
         yield "selection:_add_by_digit", f"{ROWS} bounds:*{bound} {RUN}", last, 8
         yield "selection:_keep_run", f"{ROWS} bounds:*{bound} {RUN}", {"FILTER": kind, **SHARED_BY_PARTS}, 8
     strides = "sampled:*i64 sampled_stride:i32 drafts:*i64 drafts_stride:i32 num_draft:*i64 out:*i64"
@@ -66,7 +66,7 @@ def kernels() -> Iterator[tuple[str, str, dict[str, Any], int]]:
 
 
 @pytest.fixture(scope="module", params=[80, 90])
-def compiled(request: pytest.FixtureRequest) -> list[tuple[str, Compiled]]:
+def compiled(request: pytest.FixtureRequest) -> list[tuple[str, KernelBinary]]:
     sources = []
     for kernel, arguments, constants, warps in kernels():
         if request.param != 90 and not kernel.endswith(HEAVY):
@@ -74,14 +74,14 @@ def compiled(request: pytest.FixtureRequest) -> list[tuple[str, Compiled]]:
         types = dict(argument.split(":") for argument in arguments.split())
         divisible = [name for name, kind in types.items() if kind[0] == "*" or name in ("stride", "V")]
         sources.append(
-            Source(PACKAGE + kernel, types, constants, request.param, warps, enable_fp_fusion=False, divisible=divisible)
+            KernelSource(PACKAGE + kernel, types, constants, request.param, warps, enable_fp_fusion=False, divisible=divisible)
         )
     made = compile_all(sources)
     assert all(each.shared <= MAX_SHARED[request.param] for each in made)
     return [(source.kernel, each) for source, each in zip(sources, made, strict=True)]
 
 
-def test_every_operation_rounds_to_nearest_and_none_is_fused(compiled: list[tuple[str, Compiled]]) -> None:
+def test_every_operation_rounds_to_nearest_and_none_is_fused(compiled: list[tuple[str, KernelBinary]]) -> None:
     for kernel, made in compiled:
         assert not made.count(r"\bfma\b"), kernel
         assert not made.count(r"\.ftz\b|\.approx\b|div\.full"), kernel
@@ -91,12 +91,12 @@ def test_every_operation_rounds_to_nearest_and_none_is_fused(compiled: list[tupl
         )
 
 
-def test_no_register_is_spilled(compiled: list[tuple[str, Compiled]]) -> None:
+def test_no_register_is_spilled(compiled: list[tuple[str, KernelBinary]]) -> None:
     for kernel, made in compiled:
         assert made.stack == made.spills == 0, kernel
 
 
-def test_rows_are_read_in_vectors(compiled: list[tuple[str, Compiled]]) -> None:
+def test_rows_are_read_in_vectors(compiled: list[tuple[str, KernelBinary]]) -> None:
     for kernel, made in compiled:
         if kernel.endswith(("_peaks", "_masses", "_divide", "_add_by_digit", "_best_of_parts")):
             assert made.count(r"ld\.global\.v[24]\."), kernel

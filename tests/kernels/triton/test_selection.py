@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.kernels.rows import make_row
-from tests.kernels.triton.interpreted import INTERPRETED, programs_in
+from tests.kernels.triton.interpreted import IS_INTERPRETED, program_order
 from tests.kernels.triton.sampling_rows import assert_same
 
 
@@ -16,10 +16,10 @@ def test_top_k_cuts_ties_by_id(k: int) -> None:
     row[0, 70] = -0.0
     row[0, 90] = 2.0
     row[0, 3] = -torch.inf
-    assert_same("keep_top_k", row, torch.tensor([k]))
+    assert_same("apply_top_k", row, torch.tensor([k]))
 
 
-@pytest.mark.parametrize("operation", ["keep_top_p", "keep_typical_p"])
+@pytest.mark.parametrize("operation", ["apply_top_p", "apply_typical_p"])
 def test_shares_cut_ties_by_id(operation: str) -> None:
     rows = torch.zeros(2, 70)
     rows[:, ::2] = -1.0
@@ -30,20 +30,20 @@ def test_typical_ties_of_different_weight() -> None:
     """Distances from the mean are equal on both sides of it, masses are not."""
     pair = torch.log(torch.tensor([0.5, 0.125]).double())
     row = torch.cat([pair.repeat(20), torch.full((30,), -2.0).double()]).float()[None].repeat(3, 1)
-    assert_same("keep_typical_p", row, torch.tensor([0.05, 0.4, 0.95]).double())
+    assert_same("apply_typical_p", row, torch.tensor([0.05, 0.4, 0.95]).double())
 
 
 def test_a_share_of_everything_but_the_last() -> None:
     row = torch.cat([torch.zeros(33), torch.full((33,), -29.0), torch.full((10,), -40.0)])[None]
     share = torch.tensor([1 - 2.0**-53], dtype=torch.float64)
-    assert_same("keep_top_p", row, share)
-    assert_same("keep_typical_p", row, share)
+    assert_same("apply_top_p", row, share)
+    assert_same("apply_typical_p", row, share)
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="the order of programs is the card's")
-@pytest.mark.parametrize("operation", ["keep_top_k", "keep_top_p"])
+@pytest.mark.skipif(not IS_INTERPRETED, reason="the order of programs is the card's")
+@pytest.mark.parametrize("operation", ["apply_top_k", "apply_top_p"])
 def test_the_order_of_programs_changes_nothing(operation: str) -> None:
     row = make_row("ties", 120, 4)[None]
-    bound = torch.tensor([17]) if operation == "keep_top_k" else torch.tensor([0.8]).double()
-    with programs_in(lambda numbers: numbers[::-1]):
+    bound = torch.tensor([17]) if operation == "apply_top_k" else torch.tensor([0.8]).double()
+    with program_order(lambda numbers: numbers[::-1]):
         assert_same(operation, row, bound)

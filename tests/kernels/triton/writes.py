@@ -11,16 +11,16 @@ import pytest
 from torch import Tensor
 from triton.runtime.interpreter import InterpreterBuilder
 
-__all__ = ["Writes", "counted_writes"]
+__all__ = ["WriteTracker", "track_writes"]
 
 
-class Writes:
+class WriteTracker:
     """Addresses in the order in which they were written."""
 
     def __init__(self) -> None:
         self.addresses: list[np.ndarray] = []
 
-    def once(self, values: Tensor) -> bool:
+    def each_written_once(self, values: Tensor) -> bool:
         """Whether each value of a contiguous tensor was written exactly once."""
         every = np.concatenate(self.addresses)
         places = (every - np.uint64(values.data_ptr())) // np.uint64(values.itemsize)  # of addresses below it: far above
@@ -28,8 +28,8 @@ class Writes:
 
 
 @contextmanager
-def counted_writes() -> Iterator[Writes]:
-    writes, store = Writes(), InterpreterBuilder.create_masked_store
+def track_writes() -> Iterator[WriteTracker]:
+    writes, store = WriteTracker(), InterpreterBuilder.create_masked_store
 
     def noted(self: Any, pointers: Any, values: Any, mask: Any, *options: Any) -> Any:
         writes.addresses.append(pointers.data[mask.data].astype(np.uint64).ravel())

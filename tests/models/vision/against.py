@@ -12,20 +12,20 @@ import torch
 import transformers
 from torch import Tensor
 
-from foreword.core.pictures import Picture, placed
+from foreword.core.pictures import PromptImage, expand_placeholders
 from foreword.kernels.cpu.backend import CpuOps
-from foreword.kernels.cpu.library import isas
+from foreword.kernels.cpu.library import supported_isas
 from foreword.kernels.ops import Ops
-from foreword.kernels.reference import Reference
-from tests.models.driving import Driver
-from tests.vision_checkpoints import IMAGE_TOKEN_ID, random_picture
+from foreword.kernels.reference import ReferenceOps
+from tests.models.driving import ForwardHelper
+from tests.vision_checkpoints import IMAGE_TOKEN_ID, random_image
 
-__all__ = ["SIZES", "Peer", "backends", "check_chunks", "prompt_of"]
+__all__ = ["SIZES", "TransformersReference", "backends", "check_chunked_prefill", "prompt_of"]
 
 SIZES = ((33, 77), (90, 20), (50, 50))  # of pictures, before they are prepared
 
 
-class Peer:
+class TransformersReference:
     """The model of transformers in `path`, float32, that gets pictures as ours does."""
 
     def __init__(self, path: Path) -> None:
@@ -40,15 +40,15 @@ class Peer:
     def num_parameters(self) -> int:
         return sum(item.numel() for item in self.model.parameters())
 
-    def features(self, pictures: Sequence[Picture]) -> list[Tensor]:
+    def features(self, images: Sequence[PromptImage]) -> list[Tensor]:
         with torch.inference_mode():
-            return list(self.model.get_image_features(**self._inputs(pictures)).pooler_output)
+            return list(self.model.get_image_features(**self._inputs(images)).pooler_output)
 
-    def logits(self, ids: Sequence[int], pictures: Sequence[Picture]) -> Tensor:
+    def logits(self, ids: Sequence[int], images: Sequence[PromptImage]) -> Tensor:
         with torch.inference_mode():
-            return self.model(torch.tensor([ids]), **self._inputs(pictures)).logits[0]
+            return self.model(torch.tensor([ids]), **self._inputs(images)).logits[0]
 
-    def greedy(self, ids: Sequence[int], count: int, pictures: Sequence[Picture]) -> list[int]:
+    def greedy(self, ids: Sequence[int], count: int, images: Sequence[PromptImage]) -> list[int]:
         known = torch.tensor([ids])
         with torch.inference_mode():
             made = self.model.generate(
@@ -57,37 +57,37 @@ class Peer:
                 max_new_tokens=count,
                 do_sample=False,
                 eos_token_id=None,
-                **self._inputs(pictures),
+                **self._inputs(images),
             )
         return made[0, len(ids) :].tolist()
 
-    def _inputs(self, pictures: Sequence[Picture]) -> dict[str, Tensor]:
+    def _inputs(self, images: Sequence[PromptImage]) -> dict[str, Tensor]:
         """Tiles beyond those of a picture are zeros, as transformers' own processor fills them up."""
-        each = [self._normalized(picture) for picture in pictures]
+        each = [self._normalize(picture) for picture in images]
         if self.model.config.model_type == "llava":
             return {"pixel_values": torch.cat(each)}
         most = max(map(len, each))
         full = [torch.cat((one, one.new_zeros(most - len(one), *one.shape[1:]))) for one in each]
-        return {"pixel_values": torch.stack(full), "image_sizes": torch.tensor([picture.size for picture in pictures])}
+        return {"pixel_values": torch.stack(full), "image_sizes": torch.tensor([picture.original_size for picture in images])}
 
-    def _normalized(self, picture: Picture) -> Tensor:
-        assert picture.pixels is not None
-        pixels = torch.frombuffer(bytearray(picture.pixels), dtype=torch.uint8).view(picture.shape)
+    def _normalize(self, image: PromptImage) -> Tensor:
+        assert image.pixels is not None
+        pixels = torch.frombuffer(bytearray(image.pixels), dtype=torch.uint8).view(image.shape)
         return (pixels / 255 - self._mean) / self._std
 
 
 def backends() -> list[Ops]:
     """The specification, and the best native kernels that this processor runs, if there are any."""
-    return [Reference(), *(CpuOps(isa, threads=1) for isa in isas()[-1:])]
+    return [ReferenceOps(), *(CpuOps(isa, threads=1) for isa in supported_isas()[-1:])]
 
 
-def prompt_of(path: Path, seed: int = 0) -> tuple[tuple[int, ...], tuple[Picture, ...]]:
+def prompt_of(path: Path, seed: int = 0) -> tuple[tuple[int, ...], tuple[PromptImage, ...]]:
     """Three pictures of odd sizes within a text, two of them side by side."""
     text = [1, 2, 3, IMAGE_TOKEN_ID, 7, 8, 9, IMAGE_TOKEN_ID, IMAGE_TOKEN_ID, 10, 11, 12]
-    return placed(text, IMAGE_TOKEN_ID, [random_picture(path, seed + index, *size) for index, size in enumerate(SIZES)])
+    return expand_placeholders(text, IMAGE_TOKEN_ID, [random_image(path, seed + index, *size) for index, size in enumerate(SIZES)])
 
 
-def check_chunks(ours: Driver, path: Path) -> None:
+def check_chunked_prefill(ours: ForwardHelper, path: Path) -> None:
     """Chunks that end within pictures, and rows one by one, have the bits of the whole."""
     ids, pictures = prompt_of(path)
     whole = ours.logits(ids, 0, pictures)

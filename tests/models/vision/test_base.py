@@ -5,17 +5,17 @@ import re
 import pytest
 import torch
 
-from foreword.core.pictures import Picture
+from foreword.core.pictures import PromptImage
 from foreword.errors import CheckpointError
 from foreword.models.vision.base import read_normalization
-from foreword.models.weights import CountedWeights, PartWeights
+from foreword.models.weights import MetaWeights, MultipartWeights
 
 CLIP = {"image_mean": [0.5, 0.25, 0.125], "image_std": [0.5, 0.25, 1], "rescale_factor": 1 / 255}
 
 
 def test_normalization() -> None:
-    picture = Picture(b"", 1, (1, 1, 1), (1, 2), (1, 3, 1, 2), bytes([0, 255, 51, 102, 153, 204]))
-    values = read_normalization(CLIP).tensor(picture, "cpu")
+    picture = PromptImage(b"", 1, (1, 1, 1), (1, 2), (1, 3, 1, 2), bytes([0, 255, 51, 102, 153, 204]))
+    values = read_normalization(CLIP).normalize(picture, "cpu")
     expected = torch.tensor([[[[-1.0, 1.0]], [[-0.2, 0.6]], [[0.475, 0.675]]]])
     assert values.dtype == torch.float32 and torch.allclose(values, expected, atol=1e-6)
 
@@ -35,28 +35,28 @@ def test_normalization_that_makes_no_sense(key: str, value: object, told: str) -
         read_normalization({**CLIP, key: value})
 
 
-class Named(CountedWeights):
+class Named(MetaWeights):
     """Notes what it is asked for."""
 
     def __init__(self) -> None:
         super().__init__()
         self.asked: list[str] = []
 
-    def take(self, name: str, *shape: int) -> torch.Tensor:
+    def tensor(self, name: str, *shape: int) -> torch.Tensor:
         self.asked.append(name)
-        return super().take(name, *shape)
+        return super().tensor(name, *shape)
 
 
 def test_names_of_parts() -> None:
     """Parts are found under the name that the files have for them; the first that is there holds."""
     files = Named()
     prefixes = {"model.": ("model.language_model.", "language_model.model."), "lm_head.": ("lm_head.", "language_model.lm_head.")}
-    weights = PartWeights(files, frozenset({"language_model.model.norm.weight", "language_model.lm_head.weight"}), prefixes)
-    weights.take("model.norm.weight", 2)
-    weights.within("model.").within("layers.0.").take("norm.weight", 2)
-    with weights.matrices({"lm_head.weight": 3}, 2):
+    weights = MultipartWeights(files, frozenset({"language_model.model.norm.weight", "language_model.lm_head.weight"}), prefixes)
+    weights.tensor("model.norm.weight", 2)
+    weights.prefixed("model.").prefixed("layers.0.").tensor("norm.weight", 2)
+    with weights.weights({"lm_head.weight": 3}, 2):
         pass
-    weights.take("image_newline", 2)
+    weights.tensor("image_newline", 2)
     assert files.asked == [
         "language_model.model.norm.weight",
         "language_model.model.layers.0.norm.weight",

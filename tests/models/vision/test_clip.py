@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from foreword.errors import CheckpointError
-from foreword.kernels.reference import Reference
+from foreword.kernels.reference import ReferenceOps
 from foreword.models.config import ConfigReader
 from foreword.models.vision.clip import CLIP
-from foreword.models.vision.parts import ATTENTION_PACE
-from foreword.models.weights import CountedWeights, FileWeights
-from tests.models.vision.against import Peer
+from foreword.models.vision.parts import ATTENTION_COST_FACTOR
+from foreword.models.weights import MetaWeights, FileWeights
+from tests.models.vision.against import TransformersReference
 from tests.vision_checkpoints import write_vision_checkpoint
 
 
@@ -22,39 +22,39 @@ from tests.vision_checkpoints import write_vision_checkpoint
 def test_every_layer(tmp_path: Path, image_size: int) -> None:
     """Also where patches do not fill a tile: what is left at its right and below is not seen."""
     path = write_vision_checkpoint(tmp_path, vision_config={"image_size": image_size})
-    theirs = Peer(path).model.model.vision_tower
-    weights = FileWeights(path).within("vision_tower.vision_model.")
-    config = CLIP.read(ConfigReader(theirs.config.to_dict(), "config.json"))
-    ours = CLIP(config, Reference(), "float32", torch.float32, weights, layers=3)
+    theirs = TransformersReference(path).model.model.vision_tower
+    weights = FileWeights(path).prefixed("vision_tower.vision_model.")
+    config = CLIP.read_config(ConfigReader(theirs.config.to_dict(), "config.json"))
+    ours = CLIP(config, ReferenceOps(), "float32", torch.float32, weights, num_layers=3)
     tile = torch.randn(3, image_size, image_size, generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
         expected = torch.cat(theirs(tile[None], output_hidden_states=True).hidden_states, -1)[0]
-        work, pieces = ours.see(tile, range(4)), []
+        work, pieces = ours.encode_tile(tile, range(4)), []
         try:
             while True:
                 pieces.append(next(work))
         except StopIteration as done:
             torch.testing.assert_close(done.value, expected, atol=1e-4, rtol=0)
     rows, hidden, size = 17, 32, 48
-    assert pieces == [rows * (4 * hidden**2 + 2 * hidden * size) + ATTENTION_PACE * 2 * rows**2 * hidden] * 3
+    assert pieces == [rows * (4 * hidden**2 + 2 * hidden * size) + ATTENTION_COST_FACTOR * 2 * rows**2 * hidden] * 3
 
 
 def test_defaults() -> None:
     """An empty config is OpenAI's ViT-B/32."""
-    config = CLIP.read(ConfigReader({}, "config.json"))
-    assert (config.hidden, config.layers, config.heads, config.side, config.rows) == (768, 12, 12, 7, 50)
+    config = CLIP.read_config(ConfigReader({}, "config.json"))
+    assert (config.hidden_size, config.num_layers, config.num_heads, config.patches_per_side, config.num_positions) == (768, 12, 12, 7, 50)
     assert (config.activation, config.eps) == ("quick_gelu", 1e-5)
-    weights = CountedWeights()
-    CLIP(config, Reference(), "float32", torch.float32, weights, layers=0)
-    assert weights.parameters == 768 + 768 * 3 * 32 * 32 + 50 * 768 + 2 * 768
+    weights = MetaWeights()
+    CLIP(config, ReferenceOps(), "float32", torch.float32, weights, num_layers=0)
+    assert weights.num_parameters == 768 + 768 * 3 * 32 * 32 + 50 * 768 + 2 * 768
 
 
 def test_options_of_old_versions() -> None:
     """Which wrote out the defaults of everything."""
     old = {"is_decoder": False, "num_beams": 1, "repetition_penalty": 1.0, "tie_word_embeddings": True, "vocab_size": 32000}
     reader = ConfigReader(old, "config.json")
-    CLIP.read(reader)
-    reader.finish()
+    CLIP.read_config(reader)
+    reader.check_all_read()
     reader = ConfigReader({**old, "is_decoder": True}, "config.json")
     with pytest.raises(CheckpointError, match=re.escape("`is_decoder` = true is not supported")):
-        reader.finish()
+        reader.check_all_read()

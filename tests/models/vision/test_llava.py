@@ -14,13 +14,13 @@ import transformers
 
 from foreword.errors import CheckpointError
 from foreword.kernels.cpu.backend import CpuOps
-from foreword.kernels.cpu.library import isas
+from foreword.kernels.cpu.library import supported_isas
 from foreword.models.architectures import ARCHITECTURES
-from foreword.models.loader import read_facts
+from foreword.models.loader import read_model_info
 from tests.checkpoints import VOCAB_SIZE
-from tests.models.driving import Driver
-from tests.models.vision.against import Peer, backends, check_chunks, prompt_of
-from tests.vision_checkpoints import IMAGE_TOKEN_ID, random_picture, write_vision_checkpoint
+from tests.models.driving import ForwardHelper
+from tests.models.vision.against import TransformersReference, backends, check_chunked_prefill, prompt_of
+from tests.vision_checkpoints import IMAGE_TOKEN_ID, random_image, write_vision_checkpoint
 
 FULL = {"vision_feature_select_strategy": "full"}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -49,7 +49,7 @@ def test_equal_to_transformers(case: str, tmp_path: Path) -> None:
     family, overrides = CASES[case]
     path = write_vision_checkpoint(tmp_path, family, **overrides)
     ids, pictures = prompt_of(path)
-    theirs, drivers = Peer(path), [Driver(path, ops=ops) for ops in backends()]
+    theirs, drivers = TransformersReference(path), [ForwardHelper(path, ops=ops) for ops in backends()]
     for expected, picture in zip(theirs.features(pictures), pictures, strict=True):
         for driver in drivers:
             torch.testing.assert_close(driver.encode(picture), expected, atol=1e-4, rtol=0)
@@ -61,38 +61,38 @@ def test_equal_to_transformers(case: str, tmp_path: Path) -> None:
 
 
 def test_outputs_depend_on_the_pictures(tmp_path: Path) -> None:
-    ours = Driver(write_vision_checkpoint(tmp_path))
+    ours = ForwardHelper(write_vision_checkpoint(tmp_path))
     one, other = (ours.greedy(ids, 16, pictures) for ids, pictures in (prompt_of(tmp_path), prompt_of(tmp_path, seed=9)))
     assert one != other
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("isa", [None, *isas()])
+@pytest.mark.parametrize("isa", [None, *supported_isas()])
 def test_chunks_give_the_same_bits(isa: str | None, dtype: str, tmp_path: Path) -> None:
     path = write_vision_checkpoint(tmp_path, dtype=dtype)
-    check_chunks(Driver(path, dtype=dtype, ops=isa and CpuOps(isa, threads=1), block_size=4), path)
+    check_chunked_prefill(ForwardHelper(path, dtype=dtype, ops=isa and CpuOps(isa, threads=1), block_size=4), path)
 
 
 @pytest.mark.parametrize("options", [{"dtype": "bfloat16"}, {"quantization": "int8"}, {"quantization": "int4"}], ids=str)
-@pytest.mark.parametrize("isa", [None, *isas()])
+@pytest.mark.parametrize("isa", [None, *supported_isas()])
 def test_features_of_every_precision(isa: str | None, options: dict[str, str], tmp_path: Path) -> None:
     """Weights of the tower are never quantized: it sees the same whatever the decoder holds."""
     path = write_vision_checkpoint(tmp_path)
-    picture = random_picture(path)
-    expected = Driver(path).encode(picture)
-    features = Driver(path, ops=isa and CpuOps(isa, threads=1), **options).encode(picture)
+    picture = random_image(path)
+    expected = ForwardHelper(path).encode(picture)
+    features = ForwardHelper(path, ops=isa and CpuOps(isa, threads=1), **options).encode(picture)
     assert features.dtype == getattr(torch, options.get("dtype", "float32"))
     assert (features - expected).norm() < (0.02 if "dtype" in options else 1e-4) * expected.norm()
 
 
-@pytest.mark.parametrize("isa", [None, *isas()])
+@pytest.mark.parametrize("isa", [None, *supported_isas()])
 def test_features_do_not_depend_on_what_else_is_encoded(isa: str | None, tmp_path: Path) -> None:
     """Also where pieces of two pictures take turns, and on other threads."""
     path = write_vision_checkpoint(tmp_path, "llava_next")
-    alone, ours = (Driver(path, ops=isa and CpuOps(isa, threads)) for threads in (1, 3))
-    pictures = [random_picture(path, seed) for seed in range(2)]
-    assert ours.model.tower is not None
-    works, done = [ours.model.tower.encode(picture) for picture in pictures], {}
+    alone, ours = (ForwardHelper(path, ops=isa and CpuOps(isa, threads)) for threads in (1, 3))
+    pictures = [random_image(path, seed) for seed in range(2)]
+    assert ours.model.vision_encoder is not None
+    works, done = [ours.model.vision_encoder.encode(picture) for picture in pictures], {}
     with torch.inference_mode():
         while len(done) < len(works):
             for index, work in enumerate(works):
@@ -105,21 +105,21 @@ def test_features_do_not_depend_on_what_else_is_encoded(isa: str | None, tmp_pat
 
 def test_facts(tmp_path: Path) -> None:
     """Layers that are not read are not counted: they are not loaded."""
-    facts, whole = read_facts(write_vision_checkpoint(tmp_path)), Peer(tmp_path).num_parameters
+    facts, whole = read_model_info(write_vision_checkpoint(tmp_path)), TransformersReference(tmp_path).num_parameters
     layer, norm = 4 * (32 * 32 + 32) + 2 * 32 * 48 + 48 + 32 + 4 * 32, 2 * 32
-    assert facts.parameters == Driver(tmp_path).model.facts.parameters == whole - layer - norm
-    assert facts.tower_parameters == Driver(tmp_path).model.facts.tower_parameters
+    assert facts.parameters == ForwardHelper(tmp_path).model.info.parameters == whole - layer - norm
+    assert facts.vision_parameters == ForwardHelper(tmp_path).model.info.vision_parameters
     assert (facts.architecture, facts.image_token_id, facts.vocab_size) == ("llava", IMAGE_TOKEN_ID, VOCAB_SIZE)
 
 
 @pytest.mark.parametrize("family", ["llava", "llava_siglip", "llava_next"])
 def test_a_checkpoint_that_transformers_wrote(family: str, tmp_path: Path) -> None:
     path = write_vision_checkpoint(tmp_path / "ours", family)
-    theirs, (ids, pictures) = Peer(path), prompt_of(path)
+    theirs, (ids, pictures) = TransformersReference(path), prompt_of(path)
     theirs.model.save_pretrained(tmp_path / "theirs")
     values = json.loads((path / "preprocessor_config.json").read_text(encoding="utf-8"))
     (tmp_path / "theirs" / "processor_config.json").write_text(json.dumps({"image_processor": values}), encoding="utf-8")
-    assert torch.equal(Driver(tmp_path / "theirs").logits(ids, 0, pictures), Driver(path).logits(ids, 0, pictures))
+    assert torch.equal(ForwardHelper(tmp_path / "theirs").logits(ids, 0, pictures), ForwardHelper(path).logits(ids, 0, pictures))
 
 
 HUB: dict[str, Any] = {
@@ -216,9 +216,9 @@ def test_a_config_as_on_the_hub(tmp_path: Path, config: dict[str, Any], skipped:
     with torch.device("meta"):
         theirs = transformers.AutoModelForImageTextToText.from_config(transformers.AutoConfig.from_pretrained(tmp_path))
     needed = [item.numel() for name, item in theirs.named_parameters() if not any(part in name for part in skipped)]
-    read = read_facts(tmp_path)
+    read = read_model_info(tmp_path)
     assert read.parameters == sum(needed)
-    assert (read.context, read.dtype, read.vocab_size, read.image_token_id) == facts
+    assert (read.context_len, read.dtype, read.vocab_size, read.image_token_id) == facts
 
 
 @pytest.mark.parametrize(
@@ -254,14 +254,14 @@ def test_configs_that_are_refused(tmp_path: Path, overrides: dict[str, Any], tol
         config[key] = {**config[key], **value} if isinstance(value, dict) else value
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     with pytest.raises(CheckpointError, match=re.escape(told)):
-        read_facts(tmp_path)
+        read_model_info(tmp_path)
 
 
 def test_a_preprocessor_that_is_missing(tmp_path: Path) -> None:
     write_vision_checkpoint(tmp_path)
     (tmp_path / "preprocessor_config.json").unlink()
     with pytest.raises(CheckpointError, match=re.escape("lacks preprocessor_config.json")):
-        read_facts(tmp_path)
+        read_model_info(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -279,4 +279,4 @@ def test_tensors_that_do_not_fit_the_config(tmp_path: Path, overrides: dict[str,
     config["vision_config"] |= overrides
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     with pytest.raises(CheckpointError, match=re.escape(told)):
-        Driver(tmp_path)
+        ForwardHelper(tmp_path)

@@ -13,12 +13,12 @@ import transformers
 
 from foreword.errors import CheckpointError
 from foreword.kernels.cpu.backend import CpuOps
-from foreword.kernels.cpu.library import isas
-from foreword.models.loader import read_facts
+from foreword.kernels.cpu.library import supported_isas
+from foreword.models.loader import read_model_info
 from tests.llava_checkpoints import SIGLIP
-from tests.models.driving import Driver
-from tests.models.vision.against import Peer, backends, check_chunks, prompt_of
-from tests.vision_checkpoints import random_picture, write_vision_checkpoint
+from tests.models.driving import ForwardHelper
+from tests.models.vision.against import TransformersReference, backends, check_chunked_prefill, prompt_of
+from tests.vision_checkpoints import random_image, write_vision_checkpoint
 
 FINE = [[30, 60], [60, 30], [60, 60], [30, 90]]
 CASES: dict[str, dict[str, Any]] = {
@@ -36,7 +36,7 @@ ODD_SIZES = [(1, 1), (28, 28), (28, 29), (56, 57), (27, 500), (500, 3), (1, 400)
 def test_equal_to_transformers(case: str, tmp_path: Path) -> None:
     path = write_vision_checkpoint(tmp_path, "llava_next", **CASES[case])
     ids, pictures = prompt_of(path)
-    theirs, drivers = Peer(path), [Driver(path, ops=ops) for ops in backends()]
+    theirs, drivers = TransformersReference(path), [ForwardHelper(path, ops=ops) for ops in backends()]
     for expected, picture in zip(theirs.features(pictures), pictures, strict=True):
         for driver in drivers:
             torch.testing.assert_close(driver.encode(picture), expected, atol=1e-4, rtol=0)
@@ -49,18 +49,18 @@ def test_equal_to_transformers(case: str, tmp_path: Path) -> None:
 
 def test_pictures_of_odd_sizes(tmp_path: Path) -> None:
     path = write_vision_checkpoint(tmp_path, "llava_next")
-    pictures = [random_picture(path, index, *size) for index, size in enumerate(ODD_SIZES)]
-    theirs, ours = Peer(path).features(pictures), Driver(path)
+    pictures = [random_image(path, index, *size) for index, size in enumerate(ODD_SIZES)]
+    theirs, ours = TransformersReference(path).features(pictures), ForwardHelper(path)
     assert len({picture.num_tokens for picture in pictures}) > 4
     for expected, picture in zip(theirs, pictures, strict=True):
         torch.testing.assert_close(ours.encode(picture), expected, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("isa", [None, *isas()])
+@pytest.mark.parametrize("isa", [None, *supported_isas()])
 def test_chunks_give_the_same_bits(isa: str | None, dtype: str, tmp_path: Path) -> None:
     path = write_vision_checkpoint(tmp_path, "llava_next", dtype=dtype)
-    check_chunks(Driver(path, dtype=dtype, ops=isa and CpuOps(isa, threads=1), block_size=4), path)
+    check_chunked_prefill(ForwardHelper(path, dtype=dtype, ops=isa and CpuOps(isa, threads=1), block_size=4), path)
 
 
 def test_a_config_as_on_the_hub(tmp_path: Path) -> None:
@@ -108,9 +108,9 @@ def test_a_config_as_on_the_hub(tmp_path: Path) -> None:
         theirs = transformers.AutoModelForImageTextToText.from_config(transformers.AutoConfig.from_pretrained(tmp_path))
     skipped = [item.numel() for name, item in theirs.named_parameters() if "layers.23." in name and "vision" in name]
     skipped += [item.numel() for name, item in theirs.named_parameters() if "post_layernorm" in name]
-    facts = read_facts(tmp_path)
+    facts = read_model_info(tmp_path)
     assert facts.parameters == sum(item.numel() for item in theirs.parameters()) - sum(skipped)
-    assert (facts.architecture, facts.context, facts.dtype) == ("llava_next", 32768, "float16")
+    assert (facts.architecture, facts.context_len, facts.dtype) == ("llava_next", 32768, "float16")
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_a_config_as_on_the_hub(tmp_path: Path) -> None:
 def test_configs_that_are_refused(tmp_path: Path, overrides: dict[str, Any], told: str) -> None:
     write_vision_checkpoint(tmp_path, "llava_next", **overrides)
     with pytest.raises(CheckpointError, match=re.escape(told)):
-        read_facts(tmp_path)
+        read_model_info(tmp_path)
 
 
 def test_a_newline_that_is_missing(tmp_path: Path) -> None:
@@ -139,4 +139,4 @@ def test_a_newline_that_is_missing(tmp_path: Path) -> None:
     config = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
     (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": "llava_next"}), encoding="utf-8")
     with pytest.raises(CheckpointError, match="image_newline` \\[64\\] is missing"):
-        Driver(tmp_path)
+        ForwardHelper(tmp_path)

@@ -14,13 +14,13 @@ import transformers
 from PIL import Image
 from torch import Tensor
 
-from foreword.core.pictures import Picture, placed
-from foreword.kernels.reference import Reference
+from foreword.core.pictures import PromptImage, expand_placeholders
+from foreword.kernels.reference import ReferenceOps
 from foreword.media.processor import read_processor
 from foreword.models.base import Precision
-from foreword.models.loader import load_model, read_facts
-from tests.models.driving import Driver
-from tests.vision_checkpoints import IMAGE_TOKEN_ID, VISION_FAMILIES, random_picture, write_vision_checkpoint
+from foreword.models.loader import load_model, read_model_info
+from tests.models.driving import ForwardHelper
+from tests.vision_checkpoints import IMAGE_TOKEN_ID, VISION_FAMILIES, random_image, write_vision_checkpoint
 
 START, END = 271, 272
 SIZES = ((40, 30), (9, 70), (64, 64), (23, 8))  # odd sizes; in 8 x 8 pixels a token: 5 x 4, 1 x 9, 8 x 8, 3 x 1
@@ -60,7 +60,7 @@ def peer(path: Path) -> Any:
     return transformers.AutoModelForImageTextToText.from_pretrained(path, **kinds).eval()
 
 
-def prompt_of(pictures: Sequence[Picture]) -> tuple[list[int], tuple[Picture, ...]]:
+def prompt_of(pictures: Sequence[PromptImage]) -> tuple[list[int], tuple[PromptImage, ...]]:
     """A few tokens of text, a picture, a few more, and so on; the pictures where they stand."""
     generator = torch.Generator().manual_seed(7)
 
@@ -70,7 +70,7 @@ def prompt_of(pictures: Sequence[Picture]) -> tuple[list[int], tuple[Picture, ..
     ids = text(5)
     for number, _ in enumerate(pictures):
         ids += [START, IMAGE_TOKEN_ID, END, *text(3 + number)]
-    prompt, found = placed(ids, IMAGE_TOKEN_ID, pictures)
+    prompt, found = expand_placeholders(ids, IMAGE_TOKEN_ID, pictures)
     return list(prompt), found
 
 
@@ -85,9 +85,9 @@ class Peer:
         self.colours = [torch.tensor(one)[:, None, None] for one in (colours.image_mean, colours.image_std)]
         self.processor = colours
 
-    def inputs(self, prompt: Sequence[int], pictures: Sequence[Picture]) -> dict[str, Tensor]:
+    def inputs(self, prompt: Sequence[int], pictures: Sequence[PromptImage]) -> dict[str, Tensor]:
         ids = torch.tensor([prompt])
-        grids = [[1, rows * self.merge, columns * self.merge] for _, rows, columns in (one.grid for one in pictures)]
+        grids = [[1, rows * self.merge, columns * self.merge] for _, rows, columns in (one.grid_thw for one in pictures)]
         return {
             "input_ids": ids,
             "attention_mask": torch.ones_like(ids),
@@ -96,14 +96,14 @@ class Peer:
             "image_grid_thw": torch.tensor(grids),
         }
 
-    def patches(self, picture: Picture) -> Tensor:
+    def patches(self, picture: PromptImage) -> Tensor:
         assert picture.pixels is not None
         pixels = torch.frombuffer(bytearray(picture.pixels), dtype=torch.uint8).view(picture.shape)[0]
         mean, std = self.colours
         wide = ((pixels.float() / 255 - mean) / std).numpy()
         return torch.from_numpy(self.processor.patchify(wide, self.patch, self.merge, self.frames)[0])
 
-    def features(self, picture: Picture) -> Tensor:
+    def features(self, picture: PromptImage) -> Tensor:
         """Side by side those that go into the embedding and those that go deeper."""
         inputs = self.inputs([IMAGE_TOKEN_ID], [picture])
         found = self.model.model.get_image_features(inputs["pixel_values"], inputs["image_grid_thw"])
@@ -116,9 +116,9 @@ class Peer:
 def test_equal_to_transformers(case: str, tmp_path: Path):
     family, layout, overrides = CASES[case]
     path = write_vision_checkpoint(tmp_path / family, family, layout=layout, **overrides)
-    theirs, ours = Peer(path), Driver(path)
-    assert sum(item.numel() for item in theirs.model.parameters()) == ours.model.facts.parameters == read_facts(path).parameters
-    prompt, pictures = prompt_of([random_picture(path, seed, *size) for seed, size in enumerate(SIZES)])
+    theirs, ours = Peer(path), ForwardHelper(path)
+    assert sum(item.numel() for item in theirs.model.parameters()) == ours.model.info.parameters == read_model_info(path).parameters
+    prompt, pictures = prompt_of([random_image(path, seed, *size) for seed, size in enumerate(SIZES)])
     with torch.inference_mode():
         for picture in pictures:
             torch.testing.assert_close(ours.encode(picture), theirs.features(picture), atol=1e-4, rtol=0)
@@ -134,8 +134,8 @@ def test_equal_to_transformers(case: str, tmp_path: Path):
 def test_places_of_pictures_matter(tmp_path: Path):
     """The comparison would notice positions that are mere indices."""
     path = write_vision_checkpoint(tmp_path, "qwen2_vl")
-    ours = Driver(path)
-    prompt, pictures = prompt_of([random_picture(path)])
+    ours = ForwardHelper(path)
+    prompt, pictures = prompt_of([random_image(path)])
     flat = [replace(one, grid=(1, 1, one.num_tokens)) for one in pictures]
     seen = ours.logits(prompt, 0, pictures)
     assert (ours.logits(prompt, 0, flat) - seen).abs().amax() > 0.1
@@ -145,32 +145,32 @@ def test_places_of_pictures_matter(tmp_path: Path):
 def test_a_picture_out_of_a_file(family: str, tmp_path: Path):
     """Prepared by our processor and by theirs: rows, columns and features are the same."""
     path = write_vision_checkpoint(tmp_path / family, family)
-    theirs, ours, processor = Peer(path), Driver(path), read_processor(path)
+    theirs, ours, processor = Peer(path), ForwardHelper(path), read_processor(path)
     assert processor is not None
     for height, width in ((37, 91), (130, 33), (5, 9)):
         y, x = numpy.mgrid[0:height, 0:width]
         image = Image.fromarray(numpy.stack([x * 5 % 256, y * 7 % 256, (x + y) * 3 % 256], -1).astype(numpy.uint8))
-        picture, prepared = processor.prepare(image), theirs.processor(images=[image], return_tensors="pt")
-        assert prepared["image_grid_thw"].tolist() == [[1, picture.grid[1] * theirs.merge, picture.grid[2] * theirs.merge]]
+        picture, prepared = processor.preprocess(image), theirs.processor(images=[image], return_tensors="pt")
+        assert prepared["image_grid_thw"].tolist() == [[1, picture.grid_thw[1] * theirs.merge, picture.grid_thw[2] * theirs.merge]]
         torch.testing.assert_close(theirs.patches(picture), prepared["pixel_values"], atol=1e-5, rtol=0)
         with torch.inference_mode():
             torch.testing.assert_close(ours.encode(picture), theirs.features(picture), atol=1e-4, rtol=0)
 
 
-class Meta(Reference):
+class Meta(ReferenceOps):
     """On a device that computes nothing, but refuses tensors of another one."""
 
-    def _place_matters(self, layout: Any) -> bool:
+    def _position_changes_bits(self, weight: Any) -> bool:
         return False
 
 
 @pytest.mark.parametrize("family", VISION_FAMILIES)
 def test_everything_is_computed_on_the_engines_device(family: str, tmp_path: Path):
     path = write_vision_checkpoint(tmp_path, family)
-    model, picture = load_model(path, Meta(), Precision.of("float32"), "meta", 64), random_picture(path)
-    assert model.tower is not None
-    work = model.tower.encode(picture)
+    model, picture = load_model(path, Meta(), Precision.from_dtypes("float32"), "meta", 64), random_image(path)
+    assert model.vision_encoder is not None
+    work = model.vision_encoder.encode(picture)
     with torch.inference_mode(), pytest.raises(StopIteration) as done:
         while True:
             next(work)
-    assert done.value.value.device.type == "meta" and done.value.value.shape == (picture.num_tokens, model.tower.width)
+    assert done.value.value.device.type == "meta" and done.value.value.shape == (picture.num_tokens, model.vision_encoder.feature_size)

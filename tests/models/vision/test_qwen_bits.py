@@ -10,34 +10,34 @@ import pytest
 import torch
 from torch import Tensor
 
-from foreword.core.pictures import Picture
+from foreword.core.pictures import PromptImage
 from foreword.kernels.cpu.backend import CpuOps
-from foreword.kernels.cpu.library import isas
-from foreword.kernels.reference import Packed, Reference, sizes_of
+from foreword.kernels.cpu.library import supported_isas
+from foreword.kernels.reference import ReferenceWeight, ReferenceOps, cu_seqlens_to_lens
 from foreword.models.vision import qwen_block
-from foreword.models.vision.parts import ATTENTION_PACE
-from tests.kernels.cpu_helpers import machines
-from tests.models.driving import Driver
+from foreword.models.vision.parts import ATTENTION_COST_FACTOR
+from tests.kernels.cpu_helpers import cpu_ops_by_threads
+from tests.models.driving import ForwardHelper
 from tests.models.vision.test_qwen import SIZES, prompt_of
-from tests.vision_checkpoints import random_picture, write_vision_checkpoint
+from tests.vision_checkpoints import random_image, write_vision_checkpoint
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
-BACKENDS = ("reference", *isas())
+BACKENDS = ("reference", *supported_isas())
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_chunks_and_single_tokens_give_the_same_bits(family: str, dtype: str, tmp_path: Path):
     path = write_vision_checkpoint(tmp_path / family, family, dtype=dtype)
-    check_chunks(Driver(path, dtype=dtype, block_size=4), path)
+    check_chunks(ForwardHelper(path, dtype=dtype, block_size=4), path)
 
 
-@pytest.mark.parametrize("isa", isas())
+@pytest.mark.parametrize("isa", supported_isas())
 @pytest.mark.parametrize("family", FAMILIES)
 def test_native_kernels_agree_with_the_reference_and_with_themselves(family: str, isa: str, tmp_path: Path):
     path = write_vision_checkpoint(tmp_path / family, family)
-    ours, plain = Driver(path, ops=CpuOps(isa, threads=1), block_size=4), Driver(path)
-    prompt, pictures = prompt_of([random_picture(path, seed, *size) for seed, size in enumerate(SIZES)])
+    ours, plain = ForwardHelper(path, ops=CpuOps(isa, threads=1), block_size=4), ForwardHelper(path)
+    prompt, pictures = prompt_of([random_image(path, seed, *size) for seed, size in enumerate(SIZES)])
     for picture in pictures:
         torch.testing.assert_close(ours.encode(picture), plain.encode(picture), atol=1e-4, rtol=0)
     torch.testing.assert_close(ours.logits(prompt, 0, pictures), plain.logits(prompt, 0, pictures), atol=1e-3, rtol=0)
@@ -49,18 +49,18 @@ def test_native_kernels_agree_with_the_reference_and_with_themselves(family: str
 def test_bfloat16_is_near(family: str, tmp_path: Path):
     """Every backend within a tenth of the logits' spread, and each by bits whatever the chunks."""
     path = write_vision_checkpoint(tmp_path / family, family)
-    prompt, pictures = prompt_of([random_picture(path, seed, *size) for seed, size in enumerate(SIZES)])
-    expected = Driver(path).logits(prompt, 0, pictures)
-    for ops in (Reference(), *(CpuOps(isa, threads=1) for isa in isas())):
-        ours = Driver(path, dtype="bfloat16", ops=ops, block_size=4)
+    prompt, pictures = prompt_of([random_image(path, seed, *size) for seed, size in enumerate(SIZES)])
+    expected = ForwardHelper(path).logits(prompt, 0, pictures)
+    for ops in (ReferenceOps(), *(CpuOps(isa, threads=1) for isa in supported_isas())):
+        ours = ForwardHelper(path, dtype="bfloat16", ops=ops, block_size=4)
         assert ours.encode(pictures[0]).dtype == torch.bfloat16
         assert (ours.logits(prompt, 0, pictures) - expected).norm() < 0.1 * expected.norm()
         check_chunks(ours, path)
 
 
-def check_chunks(ours: Driver, path: Path) -> None:
+def check_chunks(ours: ForwardHelper, path: Path) -> None:
     """Chunks begin and end within pictures; behind the prompt rows go through what is compiled, and without features."""
-    prompt, pictures = prompt_of([random_picture(path, seed, *size) for seed, size in enumerate(SIZES)])
+    prompt, pictures = prompt_of([random_image(path, seed, *size) for seed, size in enumerate(SIZES)])
     whole = ours.logits(prompt, 0, pictures)
     bounds = [
         0,
@@ -86,11 +86,11 @@ def check_chunks(ours: Driver, path: Path) -> None:
 def test_features_depend_on_the_picture_alone(family: str, name: str, tmp_path: Path):
     """Not on threads, nor on what is encoded meanwhile, nor on how large a piece is."""
     path = write_vision_checkpoint(tmp_path / family, family)
-    first, second = random_picture(path, 1, 48, 40), random_picture(path, 2, 30, 90)
-    drivers = [Driver(path, ops=ops) for ops in ([Reference()] if name == "reference" else machines(name))]
+    first, second = random_image(path, 1, 48, 40), random_image(path, 2, 30, 90)
+    drivers = [ForwardHelper(path, ops=ops) for ops in ([ReferenceOps()] if name == "reference" else cpu_ops_by_threads(name))]
     expected = drivers[0].encode(first)
     for driver in drivers:
-        tower = driver.model.tower
+        tower = driver.model.vision_encoder
         assert tower is not None
         found = []
         work = [tower.encode(picture) for picture in (second, first, first)]
@@ -110,47 +110,47 @@ def test_features_depend_on_the_picture_alone(family: str, name: str, tmp_path: 
 def test_a_piece_may_be_small(family: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Attention and layers cut finer: the bits of native kernels stay, and torch's are near."""
     path = write_vision_checkpoint(tmp_path / family, family)
-    driver = Driver(path, ops=Reference() if name == "reference" else machines(name)[1])
-    picture = random_picture(path, 3, 90, 70)
+    driver = ForwardHelper(path, ops=ReferenceOps() if name == "reference" else cpu_ops_by_threads(name)[1])
+    picture = random_image(path, 3, 90, 70)
     whole, pieces = driver.encode(picture), count_pieces(driver, picture)
-    for bound in ("PAIRS", "ROWS", "CELLS"):
-        monkeypatch.setattr(qwen_block, bound, {"PAIRS": 3000, "ROWS": 20, "CELLS": 3}[bound])
+    for bound in ("ATTN_CHUNK_PAIRS", "LINEAR_CHUNK_ROWS", "MERGE_CHUNK_CELLS"):
+        monkeypatch.setattr(qwen_block, bound, {"ATTN_CHUNK_PAIRS": 3000, "LINEAR_CHUNK_ROWS": 20, "MERGE_CHUNK_CELLS": 3}[bound])
     finer = driver.encode(picture)
     assert torch.equal(whole, finer) if name != "reference" else (whole - finer).abs().max() < 1e-5
     assert count_pieces(driver, picture) > 3 * pieces
 
 
-def count_pieces(driver: Driver, picture: Picture) -> int:
-    assert driver.model.tower is not None
+def count_pieces(driver: ForwardHelper, picture: PromptImage) -> int:
+    assert driver.model.vision_encoder is not None
     with torch.inference_mode():
-        return len(list(driver.model.tower.encode(picture)))
+        return len(list(driver.model.vision_encoder.encode(picture)))
 
 
-class Counting(Reference):
+class Counting(ReferenceOps):
     """Counts multiply-adds."""
 
     def __init__(self) -> None:
         super().__init__()
         self.products = 0
 
-    def linear(self, x: Tensor, weight: Packed, dtype: torch.dtype | None = None, add_to: Tensor | None = None) -> Tensor:
+    def linear(self, x: Tensor, weight: ReferenceWeight, dtype: torch.dtype | None = None, add_to: Tensor | None = None) -> Tensor:
         self.products += len(x) * weight.values.numel()
         return super().linear(x, weight, dtype, add_to)
 
-    def attend_sections(self, q: Tensor, k: Tensor, v: Tensor, *starts_and_scale: Any) -> Tensor:
+    def varlen_attention(self, q: Tensor, k: Tensor, v: Tensor, *starts_and_scale: Any) -> Tensor:
         q_starts, kv_starts, _ = starts_and_scale
-        pairs = sum(q * k for q, k in zip(sizes_of(q_starts), sizes_of(kv_starts), strict=True))
-        self.products += ATTENTION_PACE * 2 * pairs * q[0].numel()
-        return super().attend_sections(q, k, v, *starts_and_scale)
+        pairs = sum(q * k for q, k in zip(cu_seqlens_to_lens(q_starts), cu_seqlens_to_lens(kv_starts), strict=True))
+        self.products += ATTENTION_COST_FACTOR * 2 * pairs * q[0].numel()
+        return super().varlen_attention(q, k, v, *starts_and_scale)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_a_picture_costs_is_told_piece_by_piece(family: str, tmp_path: Path):
     ops = Counting()
-    driver = Driver(write_vision_checkpoint(tmp_path, family), ops=ops)
-    tower, told = driver.model.tower, 0
+    driver = ForwardHelper(write_vision_checkpoint(tmp_path, family), ops=ops)
+    tower, told = driver.model.vision_encoder, 0
     assert tower is not None
     with torch.inference_mode():
-        for products in tower.encode(random_picture(tmp_path, 0, 90, 70)):
+        for products in tower.encode(random_image(tmp_path, 0, 90, 70)):
             told += products
             assert told == ops.products

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from foreword.errors import CheckpointError
-from foreword.kernels.ops import Axes
-from foreword.kernels.reference import Reference
+from foreword.kernels.ops import MRopeSections
+from foreword.kernels.reference import ReferenceOps
 from foreword.models.base import Precision
 from foreword.models.config import ConfigReader
-from foreword.models.loader import load_model, read_facts
+from foreword.models.loader import load_model, read_model_info
 from foreword.models.rope import read_rope
 from tests.vision_checkpoints import write_vision_checkpoint
 
@@ -121,9 +121,9 @@ def write(path: Path, config: dict[str, Any]) -> Path:
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_models_have_as_many_parameters_as_their_files(name: str, tmp_path: Path):
     parameters, config = PUBLISHED[name]
-    facts = read_facts(write(tmp_path, config))
+    facts = read_model_info(write(tmp_path, config))
     assert facts.parameters == parameters
-    assert facts.tower_parameters > 5e8 and facts.image_token_id == TOKENS["image_token_id"]
+    assert facts.vision_parameters > 5e8 and facts.image_token_id == TOKENS["image_token_id"]
     assert facts.architecture == config["model_type"] and facts.dtype == "bfloat16"
 
 
@@ -133,10 +133,10 @@ def test_a_writer_may_repeat_the_text_at_the_top(tmp_path: Path):
     text |= {"model_type": "qwen2_5_vl_text", "image_token_id": None, "vision_start_token_id": 151652}
     rope = {"type": "default", "rope_type": "default", "mrope_section": [16, 24, 24]}
     whole = {**FLAT, "model_type": "qwen2_5_vl", "vision_config": QWEN2_5_TOWER}
-    facts = read_facts(write(tmp_path, {**whole, "rope_scaling": rope, "text_config": {**text, "rope_scaling": rope}}))
-    assert facts == read_facts(write(tmp_path, whole))
+    facts = read_model_info(write(tmp_path, {**whole, "rope_scaling": rope, "text_config": {**text, "rope_scaling": rope}}))
+    assert facts == read_model_info(write(tmp_path, whole))
     with pytest.raises(CheckpointError, match="`hidden_size` = 999 is not supported"):
-        read_facts(write(tmp_path, {**whole, "hidden_size": 999, "text_config": text}))
+        read_model_info(write(tmp_path, {**whole, "hidden_size": 999, "text_config": text}))
 
 
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
@@ -171,53 +171,53 @@ def test_what_is_not_honoured_is_refused(case: str, tmp_path: Path):
         config[key] = {**config[key], **value} if isinstance(value, dict) else value
     (path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     with pytest.raises(CheckpointError, match=message):
-        read_facts(path)
+        read_model_info(path)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_tower_is_not_quantized(family: str, tmp_path: Path):
     path = write_vision_checkpoint(tmp_path, family)
     ops = Kinds()
-    load_model(path, ops, Precision.of("float32", quantization="int4"), "cpu", 64)
+    load_model(path, ops, Precision.from_dtypes("float32", quantization="int4"), "cpu", 64)
     assert ops.kinds["float32"] > 6 and set(ops.kinds) == {"float32", "int4", "int8"}
 
 
-class Kinds(Reference):
+class Kinds(ReferenceOps):
     """Counts how weights are packed."""
 
     def __init__(self) -> None:
         super().__init__()
         self.kinds: dict[str, int] = {}
 
-    def pack_linear(self, parts: Any, kind: str, bias: Any = None) -> Any:
-        self.kinds[kind] = self.kinds.get(kind, 0) + 1
-        return super().pack_linear(parts, kind, bias)
+    def pack_linear(self, parts: Any, weight_format: str, bias: Any = None) -> Any:
+        self.kinds[weight_format] = self.kinds.get(weight_format, 0) + 1
+        return super().pack_linear(parts, weight_format, bias)
 
 
 @pytest.mark.parametrize(
     ("options", "axes", "expected"),
     [
-        ({"type": "mrope", "mrope_section": [1, 2, 5]}, Axes((2, 3, 3)), Axes((1, 2, 5))),
-        ({"rope_type": "default", "type": "mrope", "mrope_section": [1, 2, 5]}, Axes((2, 3, 3)), Axes((1, 2, 5))),
-        ({}, Axes((2, 3, 3)), Axes((2, 3, 3))),
-        ({"mrope_interleaved": True, "mrope_section": [4, 2, 2]}, Axes((2, 3, 3), True), Axes((4, 2, 2), True)),
+        ({"type": "mrope", "mrope_section": [1, 2, 5]}, MRopeSections((2, 3, 3)), MRopeSections((1, 2, 5))),
+        ({"rope_type": "default", "type": "mrope", "mrope_section": [1, 2, 5]}, MRopeSections((2, 3, 3)), MRopeSections((1, 2, 5))),
+        ({}, MRopeSections((2, 3, 3)), MRopeSections((2, 3, 3))),
+        ({"mrope_interleaved": True, "mrope_section": [4, 2, 2]}, MRopeSections((2, 3, 3), True), MRopeSections((4, 2, 2), True)),
     ],
 )
-def test_directions_are_read(options: dict[str, Any], axes: Axes, expected: Axes):
-    assert read_rope(ConfigReader({"rope_scaling": options}, "x"), 16, 64, axes=axes).axes == expected
+def test_directions_are_read(options: dict[str, Any], axes: MRopeSections, expected: MRopeSections):
+    assert read_rope(ConfigReader({"rope_scaling": options}, "x"), 16, 64, mrope_sections=axes).mrope_sections == expected
 
 
 @pytest.mark.parametrize(
     ("options", "axes"),
     [
-        ({"type": "mrope", "mrope_section": [1, 2]}, Axes((2, 3, 3))),
-        ({"type": "mrope", "mrope_section": [1, 2, -1]}, Axes((2, 3, 3))),
-        ({"mrope_interleaved": True, "mrope_section": [4, 2, 2]}, Axes((2, 3, 3))),
-        ({"mrope_interleaved": False, "mrope_section": [4, 2, 2]}, Axes((2, 3, 3), True)),
+        ({"type": "mrope", "mrope_section": [1, 2]}, MRopeSections((2, 3, 3))),
+        ({"type": "mrope", "mrope_section": [1, 2, -1]}, MRopeSections((2, 3, 3))),
+        ({"mrope_interleaved": True, "mrope_section": [4, 2, 2]}, MRopeSections((2, 3, 3))),
+        ({"mrope_interleaved": False, "mrope_section": [4, 2, 2]}, MRopeSections((2, 3, 3), True)),
         ({"type": "mrope", "mrope_section": [2, 3, 3]}, None),
         ({"type": "linear", "rope_type": "default"}, None),
     ],
 )
-def test_directions_that_are_not_honoured_are_refused(options: dict[str, Any], axes: Axes | None):
+def test_directions_that_are_not_honoured_are_refused(options: dict[str, Any], axes: MRopeSections | None):
     with pytest.raises(CheckpointError, match=r"mrope|type"):
-        read_rope(ConfigReader({"rope_scaling": options}, "x"), 16, 64, axes=axes)
+        read_rope(ConfigReader({"rope_scaling": options}, "x"), 16, 64, mrope_sections=axes)

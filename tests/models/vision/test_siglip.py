@@ -7,25 +7,25 @@ from pathlib import Path
 import pytest
 import torch
 
-from foreword.kernels.reference import Reference
+from foreword.kernels.reference import ReferenceOps
 from foreword.models.config import ConfigReader
 from foreword.models.vision.siglip import Siglip
-from foreword.models.weights import CountedWeights, FileWeights
-from tests.models.vision.against import Peer
+from foreword.models.weights import MetaWeights, FileWeights
+from tests.models.vision.against import TransformersReference
 from tests.vision_checkpoints import write_vision_checkpoint
 
 
 @pytest.mark.parametrize("image_size", [28, 34])
 def test_every_layer(tmp_path: Path, image_size: int) -> None:
     path = write_vision_checkpoint(tmp_path, "llava_siglip", vision_config={"image_size": image_size})
-    theirs = Peer(path).model.model.vision_tower
-    weights = FileWeights(path).within("vision_tower.vision_model.")
-    config = Siglip.read(ConfigReader(theirs.config.to_dict(), "config.json"))
-    ours = Siglip(config, Reference(), "float32", torch.float32, weights, layers=2)
+    theirs = TransformersReference(path).model.model.vision_tower
+    weights = FileWeights(path).prefixed("vision_tower.vision_model.")
+    config = Siglip.read_config(ConfigReader(theirs.config.to_dict(), "config.json"))
+    ours = Siglip(config, ReferenceOps(), "float32", torch.float32, weights, num_layers=2)
     tile = torch.randn(3, image_size, image_size, generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
         expected = torch.cat(theirs(tile[None], output_hidden_states=True).hidden_states, -1)[0]
-        work = ours.see(tile, range(3))
+        work = ours.encode_tile(tile, range(3))
         try:
             while next(work):
                 pass
@@ -35,9 +35,9 @@ def test_every_layer(tmp_path: Path, image_size: int) -> None:
 
 def test_defaults() -> None:
     """An empty config is Google's B/16."""
-    config = Siglip.read(ConfigReader({}, "config.json"))
-    assert (config.hidden, config.layers, config.heads, config.side, config.rows) == (768, 12, 12, 14, 196)
+    config = Siglip.read_config(ConfigReader({}, "config.json"))
+    assert (config.hidden_size, config.num_layers, config.num_heads, config.patches_per_side, config.num_positions) == (768, 12, 12, 14, 196)
     assert (config.activation, config.eps) == ("gelu_tanh", 1e-6)
-    weights = CountedWeights()
-    Siglip(config, Reference(), "float32", torch.float32, weights, layers=0)
-    assert weights.parameters == 768 + 768 * 3 * 16 * 16 + 196 * 768
+    weights = MetaWeights()
+    Siglip(config, ReferenceOps(), "float32", torch.float32, weights, num_layers=0)
+    assert weights.num_parameters == 768 + 768 * 3 * 16 * 16 + 196 * 768

@@ -1,0 +1,26 @@
+"""Build the native library with one compiler process per core; everything else is in pyproject.toml."""
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+
+class ParallelBuildExt(build_ext):
+    """setuptools compiles the sources of one extension one after the other; this compiles them side by side."""
+
+    def build_extension(self, ext: Extension) -> None:
+        compile_source = self.compiler.compile
+
+        def compile_all(sources: list[str], **options: Any) -> list[str]:
+            with ThreadPoolExecutor(os.cpu_count()) as pool:
+                objects = pool.map(lambda source: compile_source([source], **options), sources)
+                return [path for paths in objects for path in paths]
+
+        self.compiler.compile = compile_all
+        super().build_extension(ext)
+
+
+setup(cmdclass={"build_ext": ParallelBuildExt})
