@@ -19,7 +19,7 @@ import time
 from collections.abc import Sequence
 
 from foreword import LLM, SamplingParams, StructuredOutput
-from foreword.cli.bench_common import rotate, print_table, print_json
+from foreword.bench.common import print_json, print_table, rotate
 
 SCHEMA = {
     "type": "array",
@@ -48,7 +48,12 @@ CONSTRAINTS = {
 def main(arguments: Sequence[str] | None = None) -> int:
     args = _arguments(arguments)
     llm = LLM(
-        args.model, speculate="off", dtype=args.dtype, max_model_len=1024, kv_cache_memory="40000tokens", prefix_caching=False
+        args.model,
+        speculate="off",
+        dtype=args.dtype,
+        max_model_len=1024,
+        kv_cache_memory="40000tokens",
+        prefix_caching=False,
     )
     rows: list[list[str]] = []
     results = []
@@ -87,7 +92,9 @@ def _token_times(llm: LLM, concurrent: int, tokens: int, rounds: int) -> dict[st
 
 def _seconds(llm: LLM, structured: StructuredOutput | None, concurrent: int, tokens: int, seed: int) -> float:
     params = [
-        SamplingParams(temperature=1.0, seed=100 * seed + i, max_tokens=tokens, min_tokens=tokens, structured=structured)
+        SamplingParams(
+            temperature=1.0, seed=100 * seed + i, max_tokens=tokens, min_tokens=tokens, structured=structured
+        )
         for i in range(concurrent)
     ]
     prompts = [{"prompt_token_ids": [40 + i, 41, 42, 43]} for i in range(concurrent)]

@@ -24,13 +24,23 @@ import torch
 import transformers
 from transformers.utils import logging as transformers_logging
 
-from foreword.config import Config
-from foreword.encoders.local import load_local_encoder
-from tests.encoders.checkpoints import wordpiece, write_tokenizer
+from foreword.config.options import Config
+from foreword.embedding.local import load_local_encoder
+from tests.support.embedding_checkpoints import wordpiece, write_tokenizer
 
 SHAPES = {
-    "mini": {"hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 12, "intermediate_size": 1536},
-    "base": {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 3072},
+    "mini": {
+        "hidden_size": 384,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 12,
+        "intermediate_size": 1536,
+    },
+    "base": {
+        "hidden_size": 768,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+        "intermediate_size": 3072,
+    },
 }
 VOCABULARY = 30522
 BATCHES = {1: 16, 32: 32}  # texts at once: texts in all
@@ -57,15 +67,23 @@ def main() -> None:
         vocab_size = ours.info.vocab_size
         rows = [_measure(sides, vocab_size, batch, count, options.rounds) for batch, count in BATCHES.items()]
     _print_table(rows)
-    print(json.dumps({"backend": ours.info.backend, "threads": options.threads, "shape": options.shape, "rows": rows}))
+    print(
+        json.dumps(
+            {"backend": ours.info.backend, "threads": options.threads, "shape": options.shape, "rows": rows}
+        )
+    )
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model", nargs="?", type=Path)
     parser.add_argument("--shape", choices=SHAPES, default="mini")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--torch-threads", type=int, default=1, help="of torch within ours; served, it is one")
+    parser.add_argument(
+        "--torch-threads", type=int, default=1, help="of torch within ours; served, it is one"
+    )
     parser.add_argument("--rounds", type=int, default=5)
     return parser.parse_args()
 
@@ -73,12 +91,16 @@ def _options() -> argparse.Namespace:
 def _random_checkpoint(path: Path, shape: str) -> Path:
     transformers_logging.disable_progress_bar()
     torch.manual_seed(0)
-    transformers.BertModel(transformers.BertConfig(vocab_size=VOCABULARY, **SHAPES[shape])).save_pretrained(path)
+    transformers.BertModel(transformers.BertConfig(vocab_size=VOCABULARY, **SHAPES[shape])).save_pretrained(
+        path
+    )
     write_tokenizer(path, "wordpiece", wordpiece())
     return path
 
 
-def _measure(sides: Mapping[str, BenchSide], vocab_size: int, batch: int, count: int, rounds: int) -> dict[str, float]:
+def _measure(
+    sides: Mapping[str, BenchSide], vocab_size: int, batch: int, count: int, rounds: int
+) -> dict[str, float]:
     texts = _texts(count, vocab_size)
     tokens = sum(map(len, texts))
     best = dict.fromkeys(sides, float("inf"))

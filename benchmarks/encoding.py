@@ -23,16 +23,16 @@ from random import Random
 from types import MappingProxyType
 from typing import Any
 
-from foreword.cli.bench_common import percentile, print_table, print_json
+from foreword.bench.common import percentile, print_json, print_table
 from foreword.cli.terminal import track_progress
-from foreword.config import Config
-from foreword.core.events import TokenEvent
+from foreword.config.options import Config
+from foreword.core.images import PromptImage, expand_placeholders
+from foreword.core.outputs import TokenEvent
 from foreword.core.params import SamplingParams
-from foreword.core.pictures import PromptImage, expand_placeholders
 from foreword.core.request import Request
 from foreword.engine.engine import Engine
-from foreword.engine.load import load
-from tests.vision_checkpoints import random_image, write_vision_checkpoint
+from foreword.engine.loader import load
+from tests.support.vision_checkpoints import random_image, write_vision_checkpoint
 
 TEXT_TOKENS = 16  # around a picture
 CONTEXT = 32  # tokens of a stream when it begins
@@ -41,11 +41,21 @@ KINDS = ("nothing", "text", "pictures")
 SHAPES: Mapping[str, Mapping[str, Mapping[str, Any]]] = MappingProxyType(
     {
         "tiny": {
-            "text_config": {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 4},
+            "text_config": {
+                "hidden_size": 256,
+                "intermediate_size": 1024,
+                "num_hidden_layers": 4,
+                "num_attention_heads": 4,
+            },
             "vision_config": {"embed_dim": 160, "hidden_size": 256, "depth": 4, "num_heads": 4},
         },
         "small": {  # a tower as large, beside its decoder, as that of the 7B model
-            "text_config": {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14},
+            "text_config": {
+                "hidden_size": 896,
+                "intermediate_size": 4864,
+                "num_hidden_layers": 24,
+                "num_attention_heads": 14,
+            },
             "vision_config": {"embed_dim": 480, "hidden_size": 896, "depth": 16, "num_heads": 8},
         },
     }
@@ -78,7 +88,10 @@ class StreamTraffic:
         self._num_prompts = 0
         for name in self._streams:
             engine.submit(self._request(name, self._text(CONTEXT), None))
-        while any(not state.is_decoding for state in engine.scheduler.states.values()) or not engine.scheduler.running:
+        while (
+            any(not state.is_decoding for state in engine.scheduler.states.values())
+            or not engine.scheduler.running
+        ):
             engine.step()
 
     def run_baseline(self, steps: int) -> StreamTimings:
@@ -112,7 +125,9 @@ class StreamTraffic:
         measured.seconds += seconds
         measured.encode_s += report.stats.stage_seconds.get("encode", 0.0)
 
-    def _request(self, name: str, ids: Sequence[int], max_tokens: int | None, images: Sequence[PromptImage] = ()) -> Request:
+    def _request(
+        self, name: str, ids: Sequence[int], max_tokens: int | None, images: Sequence[PromptImage] = ()
+    ) -> Request:
         params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True, on_runaway="off")
         return Request(name, tuple(ids), params, 0, images=tuple(images))
 
@@ -127,7 +142,9 @@ def main() -> None:
         engine = _engine(path, options)
         rows = [_measure(engine, path, side, options) for side in options.sides]
     _show(rows)
-    print_json({"shape": options.shape, "streams": options.streams, "rows_per_step": options.rows, "sides": rows})
+    print_json(
+        {"shape": options.shape, "streams": options.streams, "rows_per_step": options.rows, "sides": rows}
+    )
 
 
 def _measure(engine: Engine, path: Path, side: int, options: argparse.Namespace) -> dict[str, Any]:
@@ -150,11 +167,15 @@ def _measure(engine: Engine, path: Path, side: int, options: argparse.Namespace)
     return {"side": side, "tokens": num_tokens, **{kind: _figures(found[kind]) for kind in KINDS}}
 
 
-def _prompt(engine: Engine, path: Path, side: int, seed: int) -> tuple[tuple[int, ...], tuple[PromptImage, ...]]:
+def _prompt(
+    engine: Engine, path: Path, side: int, seed: int
+) -> tuple[tuple[int, ...], tuple[PromptImage, ...]]:
     placeholder = engine.info.image_token_id
     assert placeholder is not None
     half = [1 + seed % 200] * (TEXT_TOKENS // 2)
-    return expand_placeholders([*half, placeholder, *half], placeholder, [random_image(path, seed, side, side)])
+    return expand_placeholders(
+        [*half, placeholder, *half], placeholder, [random_image(path, seed, side, side)]
+    )
 
 
 def _add(found: Mapping[str, StreamTimings], pieces: Mapping[str, StreamTimings]) -> None:
@@ -180,8 +201,13 @@ def _show(rows: Sequence[Mapping[str, Any]]) -> None:
         lines = []
         for kind in KINDS:
             one, text = row[kind], row["text"]
-            times = [f"{one[name]:.1f} ms" if name in one else "" for name in ("p50_ms", "p99_ms", "max_ms", "prompt_ms")]
-            ratios = [f"{one[name] / text[name]:.2f}" if name in one else "" for name in ("max_ms", "prompt_ms")]
+            times = [
+                f"{one[name]:.1f} ms" if name in one else ""
+                for name in ("p50_ms", "p99_ms", "max_ms", "prompt_ms")
+            ]
+            ratios = [
+                f"{one[name] / text[name]:.2f}" if name in one else "" for name in ("max_ms", "prompt_ms")
+            ]
             lines.append([kind, *times, f"{one['encoding']:.0%}", *ratios])
         print_table(f"{row['side']} x {row['side']} pixels, {row['tokens']} tokens", columns, lines)
 
@@ -202,9 +228,13 @@ def _engine(path: Path, options: argparse.Namespace) -> Engine:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shape", choices=sorted(SHAPES), default="small")
-    parser.add_argument("--sides", type=lambda text: [int(one) for one in text.split(",")], default=[224, 560, 1120])
+    parser.add_argument(
+        "--sides", type=lambda text: [int(one) for one in text.split(",")], default=[224, 560, 1120]
+    )
     parser.add_argument("--streams", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--rows", type=int, default=512)

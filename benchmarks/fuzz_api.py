@@ -30,16 +30,21 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import seed as seeded
 from schemathesis import GenerationMode
 
-from foreword.cli.bench_common import print_table, print_json
-from foreword.cli.server_process import ServerProcess
-from foreword.config import Config
+from foreword.bench.common import print_json, print_table
+from foreword.bench.server import ServerProcess
+from foreword.config.options import Config
 
 __all__ = ["Findings", "fuzz"]
 
 WORKERS, TIMEOUT_S = 4, 60.0
 IDLE_S = 2.5  # the engine checks its own bookkeeping when it has had nothing to do for a second
 SERVER_CONFIG = Config(max_model_len=256, kv_cache_memory="20000tokens", log_level="error", log_interval=0)
-PROBE = {"messages": [{"role": "user", "content": "What is a draft?"}], "temperature": 1.0, "seed": 7, "max_tokens": 60}
+PROBE = {
+    "messages": [{"role": "user", "content": "What is a draft?"}],
+    "temperature": 1.0,
+    "seed": 7,
+    "max_tokens": 60,
+}
 
 
 def _numbers(low: float, high: float) -> dict[str, Any]:
@@ -55,7 +60,12 @@ def _one_of(*values: Any) -> dict[str, Any]:
     return {"enum": [None, *values]}
 
 
-SMALL = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
+SMALL = {
+    "type": "object",
+    "properties": {"a": {"type": "integer"}},
+    "required": ["a"],
+    "additionalProperties": False,
+}
 IDS = {"type": "array", "items": {"enum": [*range(300)]}, "minItems": 1, "maxItems": 9}
 TEXT = {"type": "string", "minLength": 1, "maxLength": 40}
 TEXTS = {"type": "array", "items": TEXT, "minItems": 1, "maxItems": 3}
@@ -63,7 +73,12 @@ TEXTS = {"type": "array", "items": TEXT, "minItems": 1, "maxItems": 3}
 NARROWED_FIELDS: Mapping[str, dict[str, Any]] = {
     "role": {"enum": ["system", "developer", "user", "assistant"]},
     "content": TEXT,
-    "messages": {"type": "array", "items": {"$ref": "#/components/schemas/Message"}, "minItems": 1, "maxItems": 3},
+    "messages": {
+        "type": "array",
+        "items": {"$ref": "#/components/schemas/Message"},
+        "minItems": 1,
+        "maxItems": 3,
+    },
     "prompt": {"anyOf": [TEXT, IDS, TEXTS]},
     "input": {"anyOf": [TEXT, IDS, TEXTS, {"type": "array", "items": IDS, "minItems": 1, "maxItems": 3}]},
     "tokens": IDS,
@@ -91,7 +106,9 @@ NARROWED_FIELDS: Mapping[str, dict[str, Any]] = {
     "dimensions": _integers(1, 8),
     "top_n": _integers(1, 3),
     "stop": {"anyOf": [{"type": "string", "minLength": 1, "maxLength": 3}, {"type": "null"}]},
-    "bad_words": {"anyOf": [{"type": "array", "items": {"enum": ["a", "the", "."]}, "maxItems": 2}, {"type": "null"}]},
+    "bad_words": {
+        "anyOf": [{"type": "array", "items": {"enum": ["a", "the", "."]}, "maxItems": 2}, {"type": "null"}]
+    },
     "stream": _one_of(True, False),
     "echo": _one_of(True, False),
     "metrics": _one_of(True, False),
@@ -101,7 +118,9 @@ NARROWED_FIELDS: Mapping[str, dict[str, Any]] = {
     "speculation": _one_of({"method": "off"}, {"method": "auto", "max_tokens": 3}, {"method": "suffix"}),
     "prediction": _one_of({"type": "content", "content": "a draft is a guess"}),
     "response_format": _one_of(
-        {"type": "text"}, {"type": "json_object"}, {"type": "json_schema", "json_schema": {"name": "x", "schema": SMALL}}
+        {"type": "text"},
+        {"type": "json_object"},
+        {"type": "json_schema", "json_schema": {"name": "x", "schema": SMALL}},
     ),
 }
 # What the document cannot say: fields that are needed, and fields that those exclude.
@@ -137,14 +156,19 @@ def fuzz(url: str, requests: int, seed: int = 0) -> Findings:
         (narrow_schema(document), GenerationMode.POSITIVE),
     ]
     jobs = [
-        (op, mode) for doc, mode in kinds for op in _operations(doc) if op.method == "post" or mode is GenerationMode.POSITIVE
+        (op, mode)
+        for doc, mode in kinds
+        for op in _operations(doc)
+        if op.method == "post" or mode is GenerationMode.POSITIVE
     ]
     posts = sum(op.method == "post" for op, _ in jobs)
     findings = Findings()
     with ThreadPoolExecutor(WORKERS) as threads:  # only asking is for threads: bodies are made up in this one
         for number, (operation, mode) in enumerate(jobs):
             count = -(-requests // posts) if operation.method == "post" else 5
-            _generate_requests(operation, mode, count, seed + number, partial(threads.submit, _ask, url, findings), findings)
+            _generate_requests(
+                operation, mode, count, seed + number, partial(threads.submit, _ask, url, findings), findings
+            )
     return findings
 
 
@@ -152,10 +176,14 @@ def narrow_schema(document: Mapping[str, Any]) -> dict[str, Any]:
     """The document with the values of NARROW; bodies keep the fields named there, and those that they must have."""
     narrow = copy.deepcopy(dict(document))
     for kind, schema in narrow["components"]["schemas"].items():
-        schema["required"] = list(dict.fromkeys((*schema.get("required", ()), *REQUIRED_FIELDS.get(kind, ()))))
+        schema["required"] = list(
+            dict.fromkeys((*schema.get("required", ()), *REQUIRED_FIELDS.get(kind, ())))
+        )
         kept = {*NARROWED_FIELDS, *schema["required"]} - {*EXCLUDED_FIELDS.get(kind, ())}
         schema["properties"] = {
-            name: NARROWED_FIELDS.get(name, value) for name, value in schema.get("properties", {}).items() if name in kept
+            name: NARROWED_FIELDS.get(name, value)
+            for name, value in schema.get("properties", {}).items()
+            if name in kept
         }
     return narrow
 
@@ -164,12 +192,20 @@ def _operations(document: Mapping[str, Any]) -> list[Any]:
     return [found.ok() for found in schemathesis.openapi.from_dict(dict(document)).get_all_operations()]
 
 
-def _generate_requests(operation: Any, mode: GenerationMode, count: int, seed: int, ask: Callable[[Any], Any], findings: Findings) -> None:
+def _generate_requests(
+    operation: Any, mode: GenerationMode, count: int, seed: int, ask: Callable[[Any], Any], findings: Findings
+) -> None:
     """`count` requests of one route, each handed to `ask`."""
     phases = [Phase.generate]
 
     @seeded(seed)
-    @settings(max_examples=count, deadline=None, database=None, phases=phases, suppress_health_check=list(HealthCheck))
+    @settings(
+        max_examples=count,
+        deadline=None,
+        database=None,
+        phases=phases,
+        suppress_health_check=list(HealthCheck),
+    )
     @given(case=operation.as_strategy(generation_mode=mode))
     def make_up(case: Any) -> None:
         ask(case)
@@ -213,7 +249,11 @@ def find_damage(url: str, before: str) -> str | None:
     """What is wrong with the engine afterwards, or None."""
     time.sleep(IDLE_S)
     lines = httpx.get(f"{url}/metrics").text.splitlines()
-    open_ = [line for line in lines if line.startswith(("foreword_requests_running ", "foreword_requests_waiting "))]
+    open_ = [
+        line
+        for line in lines
+        if line.startswith(("foreword_requests_running ", "foreword_requests_waiting "))
+    ]
     if len(open_) != 2 or not all(line.endswith(" 0.0") for line in open_):
         return f"requests are open that nobody waits for: {open_}"
     if httpx.get(f"{url}/health").status_code != 200:
@@ -245,7 +285,14 @@ def _show(findings: Findings, seconds: float) -> None:
     rows = [[path, *(str(findings.statuses[path, status]) for status in statuses)] for path in paths]
     print_table("Requests made up from the OpenAPI document", ("route", *map(str, statuses)), rows)
     total = sum(findings.statuses.values())
-    print_json({"bench": "fuzz_api", "requests": total, "failures": len(findings.failures), "seconds": round(seconds, 1)})
+    print_json(
+        {
+            "bench": "fuzz_api",
+            "requests": total,
+            "failures": len(findings.failures),
+            "seconds": round(seconds, 1),
+        }
+    )
 
 
 if __name__ == "__main__":

@@ -14,12 +14,59 @@ __all__ = ["Mutate", "change_bytes", "change_json", "change_lines", "change_safe
 
 Mutate = Callable[[Random, bytes, bytes], bytes]  # (source of chance, an input, another one) -> a third
 
-NUMBERS = (0, 1, 2, 3, 7, 8, 31, 32, 127, 128, 255, 256, 65535, 65536, 2**24 + 1, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**62)
+NUMBERS = (
+    0,
+    1,
+    2,
+    3,
+    7,
+    8,
+    31,
+    32,
+    127,
+    128,
+    255,
+    256,
+    65535,
+    65536,
+    2**24 + 1,
+    2**31 - 1,
+    2**31,
+    2**32 - 1,
+    2**32,
+    2**62,
+)
 LARGE = (2**63 - 1, 2**63, 2**64 - 1)
-TOKENS = (b"[", b"{", b'"', b"\\", b"(", b"<", b"\x00", b"\xff", b"\xed\xa0\x80", b"\n", b"\r", b"\xe2\x80\xa8", b" ")
+TOKENS = (
+    b"[",
+    b"{",
+    b'"',
+    b"\\",
+    b"(",
+    b"<",
+    b"\x00",
+    b"\xff",
+    b"\xed\xa0\x80",
+    b"\n",
+    b"\r",
+    b"\xe2\x80\xa8",
+    b" ",
+)
 VALUES: tuple[Any, ...] = (
     *(None, True, False, 0, 1, 2, -1, 3, 64, 1000, 0.0, -0.0, 0.5, 1e-45, 1e308, -1e308),
-    *(2**24 + 1, 2**31, 2**53 + 1, 2**63, 2**64, -(2**63), 10**30, 10**400, float("nan"), float("inf"), float("-inf")),
+    *(
+        2**24 + 1,
+        2**31,
+        2**53 + 1,
+        2**63,
+        2**64,
+        -(2**63),
+        10**30,
+        10**400,
+        float("nan"),
+        float("inf"),
+        float("-inf"),
+    ),
     *("", " ", "x", "\x00", "\ud800", "ü", "a" * 5000, "1", "true", "none", "../x", "/", "<s>", "$ref", "\n"),
     *([], {}, [[]], [{}], [None], [1, "x"], {"": None}, {"a": {"b": []}}, {"type": "x"}, {"content": 1}),
 )
@@ -47,7 +94,9 @@ def change_json(random: Random, data: bytes, other: bytes) -> bytes:
     for _ in range(random.choice((1, 1, 2, 3))):
         _change_value(random, root, donor)
     try:
-        return json.dumps(root[0], ensure_ascii=random.random() < 0.5).encode("utf-8", "surrogatepass")[:MAX_BYTES]
+        return json.dumps(root[0], ensure_ascii=random.random() < 0.5).encode("utf-8", "surrogatepass")[
+            :MAX_BYTES
+        ]
     except (ValueError, RecursionError):  # a number too long to be written, or a value too deep
         return change_bytes(random, data, other)
 
@@ -96,7 +145,10 @@ def _parts(data: bytes) -> tuple[bytes, bytes]:
 
 def _random_offset(random: Random, data: bytes) -> int:
     """Anywhere, or rather near the beginning, where headers are."""
-    return min(int(len(data) ** random.random()) if random.random() < 0.5 else random.randrange(len(data) + 1), len(data))
+    return min(
+        int(len(data) ** random.random()) if random.random() < 0.5 else random.randrange(len(data) + 1),
+        len(data),
+    )
 
 
 def _set_byte(random: Random, data: bytes, other: bytes) -> bytes:
@@ -106,7 +158,11 @@ def _set_byte(random: Random, data: bytes, other: bytes) -> bytes:
 
 def _flip(random: Random, data: bytes, other: bytes) -> bytes:
     place = _random_offset(random, data)
-    return data[:place] + bytes(byte ^ 1 << random.randrange(8) for byte in data[place : place + 1]) + data[place + 1 :]
+    return (
+        data[:place]
+        + bytes(byte ^ 1 << random.randrange(8) for byte in data[place : place + 1])
+        + data[place + 1 :]
+    )
 
 
 def _set_number(random: Random, data: bytes, other: bytes) -> bytes:
@@ -129,7 +185,9 @@ def _set_digits(random: Random, data: bytes, other: bytes) -> bytes:
         return _set_number(random, data, other)
     match = random.choice(found)
     number = random.choice((*NUMBERS, *LARGE, -1, 10**25)) if random.random() < 0.9 else 10**5000 // 7
-    return data[: match.start()] + (b"%d" % number if number < 10**4000 else b"9" * 5000) + data[match.end() :]
+    return (
+        data[: match.start()] + (b"%d" % number if number < 10**4000 else b"9" * 5000) + data[match.end() :]
+    )
 
 
 def _cut_out(random: Random, data: bytes, other: bytes) -> bytes:
@@ -203,11 +261,17 @@ def _change_slightly(random: Random, value: Any) -> Any:
     if isinstance(value, bool) or value is None:
         return not value
     if isinstance(value, int | float):
-        return random.choice((value + 1, value - 1, -value, value * 2, float(value) if abs(value) < 1e300 else 0, str(value)))
+        return random.choice(
+            (value + 1, value - 1, -value, value * 2, float(value) if abs(value) < 1e300 else 0, str(value))
+        )
     if isinstance(value, str):
-        return random.choice((value[:-1], value + value[-1:], value[1:], value.upper(), [value], value + "\ud800", value * 3))
+        return random.choice(
+            (value[:-1], value + value[-1:], value[1:], value.upper(), [value], value + "\ud800", value * 3)
+        )
     if isinstance(value, list):
-        return random.choice((value * 2, value[:-1], value[::-1], [value], {str(i): item for i, item in enumerate(value)}))
+        return random.choice(
+            (value * 2, value[:-1], value[::-1], [value], {str(i): item for i, item in enumerate(value)})
+        )
     return random.choice((list(value), list(value.values()), [value], str(list(value))))
 
 

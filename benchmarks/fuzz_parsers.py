@@ -29,7 +29,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from benchmarks.fuzz_mutate import shrink
-from foreword.cli.bench_common import print_table, print_json
+from foreword.bench.common import print_json, print_table
 
 WORKER = (sys.executable, "-m", "benchmarks.fuzz_worker")
 INPUT_TIMEOUT_S = 120.0  # for one input, on a machine that others use too
@@ -73,7 +73,11 @@ def fuzz(name: str, args: argparse.Namespace) -> ParserTally:
     """Workers for one parser, one after the other, until all inputs were tried or the time is over."""
     tally, ends = ParserTally(), time.monotonic() + (args.seconds or float("inf"))
     seed = args.seed
-    while (left := args.inputs - tally.inputs) > 0 and time.monotonic() < ends and seed < args.seed + args.deaths:
+    while (
+        (left := args.inputs - tally.inputs) > 0
+        and time.monotonic() < ends
+        and seed < args.seed + args.deaths
+    ):
         seconds = None if args.seconds is None else ends - time.monotonic()
         with TemporaryDirectory(prefix="fuzz-") as folder:
             report, why = _run_worker(name, left, seed, seconds, Path(folder))
@@ -89,18 +93,27 @@ def fuzz(name: str, args: argparse.Namespace) -> ParserTally:
     return tally
 
 
-def _run_worker(name: str, inputs: int, seed: int, seconds: float | None, folder: Path) -> tuple[dict[str, Any] | None, str]:
+def _run_worker(
+    name: str, inputs: int, seed: int, seconds: float | None, folder: Path
+) -> tuple[dict[str, Any] | None, str]:
     """The worker's report, or None and what became of it."""
     limit = [] if seconds is None else ["--seconds", str(seconds)]
     command = [*WORKER, name, "--inputs", str(inputs), "--seed", str(seed), "--folder", str(folder), *limit]
     with (folder / "log").open("wb") as log, (folder / "report").open("wb") as report:
         # A panic of the tokenizers library would load its symbols, once, which looks like a leak.
-        process = subprocess.Popen(command, stdout=report, stderr=log, env={**os.environ, "RUST_BACKTRACE": "0"})
+        process = subprocess.Popen(
+            command, stdout=report, stderr=log, env={**os.environ, "RUST_BACKTRACE": "0"}
+        )
         hung = not _wait_for_end(process, folder)
     if process.returncode == 0:
         return json.loads((folder / "report").read_bytes()), ""
     last = (folder / "log").read_text(errors="replace").strip().splitlines()[-1:]
-    return None, f"no end within {INPUT_TIMEOUT_S:g} s" if hung else f"the process ended with {process.returncode}: {last}"
+    return (
+        None,
+        f"no end within {INPUT_TIMEOUT_S:g} s"
+        if hung
+        else f"the process ended with {process.returncode}: {last}",
+    )
 
 
 def _wait_for_end(process: subprocess.Popen[bytes], folder: Path) -> bool:
@@ -132,7 +145,10 @@ def _crashes(name: str, data: bytes) -> bool:
         file.write_bytes(data)
         command = [*WORKER, name, "--replay", str(file), "--folder", folder]
         try:
-            return subprocess.run(command, capture_output=True, timeout=INPUT_TIMEOUT_S).returncode not in (0, 1)
+            return subprocess.run(command, capture_output=True, timeout=INPUT_TIMEOUT_S).returncode not in (
+                0,
+                1,
+            )
         except subprocess.TimeoutExpired:
             return True
 
@@ -152,7 +168,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with ThreadPoolExecutor(args.jobs) as threads:
         for name, tally in zip(names, threads.map(lambda name: fuzz(name, args), names), strict=True):
             tallies[name] = tally
-            print(f"{name}: {tally.inputs} inputs, {len(tally.findings)} findings", file=sys.stderr, flush=True)
+            print(
+                f"{name}: {tally.inputs} inputs, {len(tally.findings)} findings", file=sys.stderr, flush=True
+            )
     _show(tallies, time.perf_counter() - began)
     for line in _findings(tallies, args.findings):
         print(line, file=sys.stderr)
@@ -160,14 +178,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("names", nargs="*", metavar="NAME", help="parsers (default: all)")
-    parser.add_argument("--inputs", type=int, default=10_000, metavar="N", help="for each parser; slow ones get fewer")
+    parser.add_argument(
+        "--inputs", type=int, default=10_000, metavar="N", help="for each parser; slow ones get fewer"
+    )
     parser.add_argument("--seconds", type=float, default=None, metavar="X", help="for each parser, at most")
     parser.add_argument("--seed", type=int, default=0, metavar="N")
     parser.add_argument("--jobs", type=int, default=2, metavar="N", help="parsers at once")
-    parser.add_argument("--deaths", type=int, default=20, metavar="N", help="of a parser's process, then it is given up")
-    parser.add_argument("--findings", type=Path, default=None, metavar="FOLDER", help="write the inputs there")
+    parser.add_argument(
+        "--deaths", type=int, default=20, metavar="N", help="of a parser's process, then it is given up"
+    )
+    parser.add_argument(
+        "--findings", type=Path, default=None, metavar="FOLDER", help="write the inputs there"
+    )
     parser.add_argument("--replay", default=None, metavar="FILE", help="try this one input")
     return parser.parse_args(arguments)
 
@@ -186,7 +212,10 @@ def _show(tallies: Mapping[str, ParserTally], seconds: float) -> None:
     rows = [
         [
             name,
-            *map(str, (tally.inputs, tally.accepted, tally.refused, len(tally.findings), tally.kept, tally.lines)),
+            *map(
+                str,
+                (tally.inputs, tally.accepted, tally.refused, len(tally.findings), tally.kept, tally.lines),
+            ),
             f"{tally.slowest_s:.2f}",
             " ".join(str(size >> 20) for size in tally.memory),
         ]

@@ -17,19 +17,20 @@ from PIL.Image import Resampling
 from benchmarks.fuzz_mutate import change_json
 from benchmarks.fuzz_targets import FuzzTarget
 from foreword.errors import CheckpointError, InvalidRequest, Overloaded
-from foreword.media.decode import ImageError, decode
-from foreword.media.fetch import Fetcher
-from foreword.media.limits import MediaLimits
-from foreword.media.llava_next import LlavaNextProcessor
-from foreword.media.processor import read_processor
-from foreword.media.source import ImageSource
-from foreword.media.tower import VisionTowerInfo
-from foreword.media.workers import ImageDecodePool
+from foreword.multimodal.decode import ImageError, decode
+from foreword.multimodal.decode_pool import ImageDecodePool
+from foreword.multimodal.fetch import Fetcher, ImageSource
+from foreword.multimodal.limits import MediaLimits
+from foreword.multimodal.llava import LlavaNextProcessor
+from foreword.multimodal.preprocessor_config import VisionTowerInfo
+from foreword.multimodal.processor import read_processor
 
 __all__ = ["image_targets"]
 
 MAX_PIXELS = 1 << 20
-PROCESSOR = LlavaNextProcessor(7, "<picture>", VisionTowerInfo(28, 4, 0), ((28, 56), (56, 28), (56, 56)), Resampling.BICUBIC)
+PROCESSOR = LlavaNextProcessor(
+    7, "<picture>", VisionTowerInfo(28, 4, 0), ((28, 56), (56, 28), (56, 56)), Resampling.BICUBIC
+)
 SIZES = ((1, 1), (30, 40), (200, 1), (1, 200), (777, 333))
 FILES = ("config.json", "preprocessor_config.json", "processor_config.json", "tokenizer.json")
 
@@ -60,14 +61,20 @@ def _image_worker_target() -> FuzzTarget:
     def run(data: bytes, folder: Path) -> None:
         workers.preprocess(data, "x")
 
-    return FuzzTarget(_seeds(), run, (InvalidRequest, Overloaded), ("media/",), share=0.3, close=workers.close)
+    return FuzzTarget(
+        _seeds(), run, (InvalidRequest, Overloaded), ("media/",), share=0.3, close=workers.close
+    )
 
 
 def _image_url_target() -> FuzzTarget:
     """Addresses: nothing is resolved or connected to."""
     patch = mock.patch.object(socket, "getaddrinfo", side_effect=socket.gaierror)
     patch.start()
-    fetcher = Fetcher(MediaLimits(max_bytes=10_000, allowed_hosts=("a.test", ".b.test", "::1"), local_path=Path(__file__).parent))
+    fetcher = Fetcher(
+        MediaLimits(
+            max_bytes=10_000, allowed_hosts=("a.test", ".b.test", "::1"), local_path=Path(__file__).parent
+        )
+    )
 
     def run(data: bytes, folder: Path) -> None:
         fetcher.fetch(ImageSource("x", data.decode("utf-8", "surrogateescape")))
@@ -77,9 +84,17 @@ def _image_url_target() -> FuzzTarget:
         patch.stop()
 
     image = base64.b64encode(_encode_image(Image.new("RGB", (2, 2)), "PNG")).decode()
-    urls = [f"data:image/png;base64,{image}", "data:,%41b", f"file://{__file__}", "https://a.test/x?y#z", "http://x.b.test:80"]
+    urls = [
+        f"data:image/png;base64,{image}",
+        "data:,%41b",
+        f"file://{__file__}",
+        "https://a.test/x?y#z",
+        "http://x.b.test:80",
+    ]
     more = ["http://[::1]:8/", "http://u:p@a.test/", "http://A.TEST./%00", "http://ä.b.test/"]
-    return FuzzTarget([url.encode() for url in (*urls, *more)], run, (InvalidRequest,), ("media/",), close=close)
+    return FuzzTarget(
+        [url.encode() for url in (*urls, *more)], run, (InvalidRequest,), ("media/",), close=close
+    )
 
 
 def _image_options_target() -> FuzzTarget:
@@ -105,7 +120,11 @@ def _image_options_target() -> FuzzTarget:
 
 def _options() -> list[bytes]:
     tokenizer = {"added_tokens": [{"id": 3, "content": "<image>"}]}
-    clip = {"size": {"shortest_edge": 28}, "crop_size": {"height": 28, "width": 28}, "image_processor_type": "CLIPImageProcessor"}
+    clip = {
+        "size": {"shortest_edge": 28},
+        "crop_size": {"height": 28, "width": 28},
+        "image_processor_type": "CLIPImageProcessor",
+    }
     pad = {
         **clip,
         "do_pad": True,
@@ -115,7 +134,13 @@ def _options() -> list[bytes]:
     }
     siglip = {"size": {"height": 28, "width": 28}, "image_processor_type": "SiglipImageProcessor"}
     points = [[28, 56], [56, 28]]
-    qwen = {"min_pixels": 3136, "max_pixels": 9999, "patch_size": 14, "merge_size": 2, "temporal_patch_size": 2}
+    qwen = {
+        "min_pixels": 3136,
+        "max_pixels": 9999,
+        "patch_size": 14,
+        "merge_size": 2,
+        "temporal_patch_size": 2,
+    }
     tower = {"image_size": 28, "patch_size": 14, "model_type": "clip_vision_model"}
     kinds: list[tuple[dict[str, Any], dict[str, Any]]] = [
         ({"model_type": "llava", "vision_config": tower}, clip),
@@ -129,9 +154,14 @@ def _options() -> list[bytes]:
         ({"model_type": "qwen3_vl"}, {"size": {"shortest_edge": 10, "longest_edge": 99999}}),
     ]
     return [
-        json.dumps({"config.json": {"image_token_id": 3, **config}, name: made, "tokenizer.json": tokenizer}).encode()
+        json.dumps(
+            {"config.json": {"image_token_id": 3, **config}, name: made, "tokenizer.json": tokenizer}
+        ).encode()
         for config, options in kinds
-        for name, made in (("preprocessor_config.json", options), ("processor_config.json", {"image_processor": options}))
+        for name, made in (
+            ("preprocessor_config.json", options),
+            ("processor_config.json", {"image_processor": options}),
+        )
     ]
 
 
@@ -147,8 +177,14 @@ def _seeds() -> list[bytes]:
     return [
         *(_encode_image(image.convert(mode), "PNG") for mode in ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")),
         *(_encode_image(clear, kind, exif=turned) for kind in ("PNG", "WEBP")),
-        *(_encode_image(image, "PNG", **options) for options in ({"interlace": 1}, {"icc_profile": bytes(99)}, frames)),
-        *(_encode_image(image.convert(mode), "JPEG", progressive=mode == "L", exif=turned) for mode in ("L", "RGB", "CMYK")),
+        *(
+            _encode_image(image, "PNG", **options)
+            for options in ({"interlace": 1}, {"icc_profile": bytes(99)}, frames)
+        ),
+        *(
+            _encode_image(image.convert(mode), "JPEG", progressive=mode == "L", exif=turned)
+            for mode in ("L", "RGB", "CMYK")
+        ),
         *(_encode_image(image, kind, **frames) for kind in ("MPO", "WEBP", "GIF")),
         *(_encode_image(clear, "WEBP", **options) for options in ({"lossless": True}, {"quality": 10})),
         _encode_image(palette, "GIF", transparency=2),

@@ -15,31 +15,35 @@ import tokenizers
 from tokenizers import decoders, models
 
 from benchmarks.fuzz_mutate import Mutate, change_bytes, change_json, change_lines, change_safetensors
+from foreword.checkpoint import read_tokenizer
 from foreword.cli.options import read_config
-from foreword.core.structured import StructuredOutput
-from foreword.core.vocabulary import Vocabulary
-from foreword.encoders.loader import load_encoder
-from foreword.encoders.recipe import read_pooling_config
+from foreword.core.structured import StructuredOutput, Vocabulary
+from foreword.embedding.loader import load_encoder
+from foreword.embedding.sentence_transformers import read_pooling_config
 from foreword.errors import CheckpointError, ConfigError, InvalidRequest, Overloaded
 from foreword.grammar.check import GrammarChecker
-from foreword.grammar.compile import to_llguidance
-from foreword.kernels.reference import ReferenceOps
+from foreword.grammar.compiler import to_llguidance
+from foreword.kernels.reference.backend import ReferenceOps
 from foreword.models.base import Precision
 from foreword.models.gguf.reader import open_gguf
 from foreword.models.loader import load_model, read_model_info
 from foreword.models.safetensors import SafetensorsFile
 from foreword.models.weights import FileWeights
-from foreword.prepare import read_tokenizer
-from foreword.serve.key_file import read_key_file
-from foreword.text.gguf import build_gguf_tokenizer
-from foreword.text.template import ChatTemplate
-from foreword.text.tokenizer import Tokenizer
-from tests.checkpoints import write_checkpoint
-from tests.gguf_files import RawGGUF, write_gguf
+from foreword.server.auth.key_file import read_key_file
+from foreword.tokenizer.chat_template import ChatTemplate
+from foreword.tokenizer.gguf import build_gguf_tokenizer
+from foreword.tokenizer.tokenizer import Tokenizer
+from tests.support.checkpoints import write_checkpoint
+from tests.support.gguf_files import RawGGUF, write_gguf
 
 __all__ = ["FuzzTarget", "file_targets"]
 
-SMALL: Mapping[str, Any] = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_key_value_heads": 2}
+SMALL: Mapping[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_key_value_heads": 2,
+}
 POSITIONS = 16  # of models that are loaded
 MESSAGES = [{"role": "user", "content": "Hello ü"}]
 UNICODE = ("utf-8", "surrogateescape")
@@ -97,9 +101,15 @@ def _safetensors() -> FuzzTarget:
         "a": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]},
         "b": {"dtype": "BF16", "shape": [4], "data_offsets": [24, 32]},
     }
-    more = {"__metadata__": {"format": "pt"}, **entries, "c": {"dtype": "F16", "shape": [], "data_offsets": [32, 34]}}
+    more = {
+        "__metadata__": {"format": "pt"},
+        **entries,
+        "c": {"dtype": "F16", "shape": [], "data_offsets": [32, 34]},
+    }
     seeds = [_with_header(json.dumps(header).encode(), 34) for header in (entries, more, {})]
-    return FuzzTarget(seeds, run, (CheckpointError,), ("models/safetensors.py", "models/mapped.py"), change_safetensors)
+    return FuzzTarget(
+        seeds, run, (CheckpointError,), ("models/safetensors.py", "models/mmap_file.py"), change_safetensors
+    )
 
 
 def _index() -> FuzzTarget:
@@ -115,7 +125,9 @@ def _index() -> FuzzTarget:
 
     sound = _with_header(b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}', 8)
     seeds = [b'{"metadata": {"total_size": 8}, "weight_map": {"a": "one.safetensors"}}']
-    return FuzzTarget(seeds, run, (CheckpointError,), ("models/weights.py", "models/safetensors.py"), change_json)
+    return FuzzTarget(
+        seeds, run, (CheckpointError,), ("models/weights.py", "models/safetensors.py"), change_json
+    )
 
 
 def _gguf() -> FuzzTarget:
@@ -127,7 +139,9 @@ def _gguf() -> FuzzTarget:
         read_tokenizer(path)
         read_model_info(path, gguf_dequantize=True)
         if gguf.tensors:
-            load_model(path, ReferenceOps(), Precision.from_dtypes("float32"), "cpu", POSITIONS, gguf_dequantize=True)
+            load_model(
+                path, ReferenceOps(), Precision.from_dtypes("float32"), "cpu", POSITIONS, gguf_dequantize=True
+            )
 
     seeds = [RawGGUF.sample().bytes()]
     with TemporaryDirectory() as folder:
@@ -146,7 +160,9 @@ def _gguf_metadata() -> FuzzTarget:
         except (ValueError, RecursionError):
             return
         metadata = {str(key): value for key, value in values.items()} if isinstance(values, dict) else {}
-        tokenizer = build_gguf_tokenizer({key: kept for key, value in metadata.items() if (kept := _to_gguf_value(value)) is not None}, "x")
+        tokenizer = build_gguf_tokenizer(
+            {key: kept for key, value in metadata.items() if (kept := _to_gguf_value(value)) is not None}, "x"
+        )
         _exercise(tokenizer)
 
     seeds = []
@@ -156,7 +172,12 @@ def _gguf_metadata() -> FuzzTarget:
             metadata = dict(open_gguf(write_gguf(checkpoint, Path(folder) / f"{family}.gguf")).metadata)
             seeds.append(json.dumps(metadata).encode())
     pieces = ["<unk>", "<s>", "</s>", "<0x41>", "▁", "a", "b", "ab", "▁a", "▁ab"]
-    spm = {"model": "llama", "tokens": pieces, "scores": [float(-i) for i in range(10)], "token_type": [2, 3, 3, 6] + [1] * 6}
+    spm = {
+        "model": "llama",
+        "tokens": pieces,
+        "scores": [float(-i) for i in range(10)],
+        "token_type": [2, 3, 3, 6] + [1] * 6,
+    }
     seeds.append(json.dumps({f"tokenizer.ggml.{key}": value for key, value in spm.items()}).encode())
     return FuzzTarget(seeds, run, (CheckpointError, InvalidRequest), ("text/",), change_json)
 
@@ -164,7 +185,9 @@ def _gguf_metadata() -> FuzzTarget:
 def _to_gguf_value(value: Any) -> Any:
     """The value if the format can say it, lists with what is like their first element; None if not."""
     if isinstance(value, list):
-        kept = [item for item in map(_to_gguf_value, value) if item is not None and not isinstance(item, list)]
+        kept = [
+            item for item in map(_to_gguf_value, value) if item is not None and not isinstance(item, list)
+        ]
         return [item for item in kept if type(item) is type(kept[0])]
     if isinstance(value, str):
         return value.encode("utf-8", "replace").decode()
@@ -189,7 +212,9 @@ def _config() -> FuzzTarget:
         for family in ("phi3", "gemma2", "gemma3_text", "mistral", "qwen2", "qwen3", "llama"):
             checkpoint = write_checkpoint(Path(folder) / family, family, **SMALL)
             seeds.append((checkpoint / "config.json").read_bytes())
-        scaled = json.loads(seeds[-1]) | {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}}
+        scaled = json.loads(seeds[-1]) | {
+            "rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}
+        }
         scaled["rope_scaling"] |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 128}
         seeds.append(json.dumps(scaled).encode())
         weights = (checkpoint / "model.safetensors").read_bytes()
@@ -210,11 +235,22 @@ def _tokenizer() -> FuzzTarget:
         checkpoint = write_checkpoint(Path(folder) / "x", **SMALL)
         names = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
         files = {name: json.loads((checkpoint / name).read_text()) for name in names}
-    special = {"special_tokens_map.json": {"eos_token": {"content": "<eos>"}, "additional_special_tokens": ["<|im_end|>"]}}
+    special = {
+        "special_tokens_map.json": {
+            "eos_token": {"content": "<eos>"},
+            "additional_special_tokens": ["<|im_end|>"],
+        }
+    }
     added = {"0": {"content": "<extra>", "lstrip": False, "rstrip": True, "special": True}}
     more = {**files["tokenizer_config.json"], "added_tokens_decoder": added}
-    jinja = {"chat_template.jinja": "{% for m in messages %}{{ m.content | trim }}{{ bos_token }}{% endfor %}"}
-    seeds += [files, files | special | {"tokenizer_config.json": more}, files | jinja | {"config.json": {"eos_token_id": [1, 2]}}]
+    jinja = {
+        "chat_template.jinja": "{% for m in messages %}{{ m.content | trim }}{{ bos_token }}{% endfor %}"
+    }
+    seeds += [
+        files,
+        files | special | {"tokenizer_config.json": more},
+        files | jinja | {"config.json": {"eos_token_id": [1, 2]}},
+    ]
     wordpiece = models.WordPiece(vocab={"[UNK]": 0, "he": 1, "##llo": 2}, unk_token="[UNK]")
     unigram = models.Unigram([("<unk>", 0.0), ("▁", -1.0), ("He", -2.0), ("<0xC3>", -3.0)], 0, True)
     for model in (wordpiece, unigram):
@@ -243,20 +279,39 @@ def _encoder() -> FuzzTarget:
         with suppress(CheckpointError):  # it has no weights
             load_encoder(folder, ReferenceOps())
 
-    config = {"model_type": "bert", "vocab_size": 30, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config |= {"intermediate_size": 8, "max_position_embeddings": 16, "type_vocab_size": 2, "layer_norm_eps": 1e-12}
+    config = {
+        "model_type": "bert",
+        "vocab_size": 30,
+        "hidden_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
+    config |= {
+        "intermediate_size": 8,
+        "max_position_embeddings": 16,
+        "type_vocab_size": 2,
+        "layer_norm_eps": 1e-12,
+    }
     config |= {"hidden_act": "gelu"}
-    modules = [{"type": f"sentence_transformers.models.{name}", "path": path} for name, path in (("Pooling", "1_Pooling"),)]
+    modules = [
+        {"type": f"sentence_transformers.models.{name}", "path": path}
+        for name, path in (("Pooling", "1_Pooling"),)
+    ]
     files = {
         "config.json": config,
         "modules.json": modules,
         "1_Pooling/config.json": {"word_embedding_dimension": 8, "pooling_mode_mean_tokens": True},
-        "config_sentence_transformers.json": {"prompts": {"query": "query: "}, "default_prompt_name": "query"},
+        "config_sentence_transformers.json": {
+            "prompts": {"query": "query: "},
+            "default_prompt_name": "query",
+        },
         "sentence_bert_config.json": {"max_seq_length": 16, "do_lower_case": False},
     }
     kinds = ("bert", "roberta", "distilbert", "mpnet", "modernbert")
     seeds = [json.dumps(files | {"config.json": config | {"model_type": kind}}).encode() for kind in kinds]
-    return FuzzTarget(seeds, run, (CheckpointError,), ("encoders/", "models/config.py"), change_json, share=0.5)
+    return FuzzTarget(
+        seeds, run, (CheckpointError,), ("encoders/", "models/config.py"), change_json, share=0.5
+    )
 
 
 def _options() -> FuzzTarget:
@@ -265,9 +320,19 @@ def _options() -> FuzzTarget:
     def run(data: bytes, folder: Path) -> None:
         read_config(Namespace(config=str(_write(folder / "x.yaml", data))), environ={})
 
-    values = {"max-model-len": 64, "kv-cache-memory": "1GiB", "log_interval": 1.5, "enforce_eager": True, "api_key": "a,b"}
+    values = {
+        "max-model-len": 64,
+        "kv-cache-memory": "1GiB",
+        "log_interval": 1.5,
+        "enforce_eager": True,
+        "api_key": "a,b",
+    }
     vllm = {"speculative_config": '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}'}
-    seeds = [json.dumps(values).encode(), json.dumps(vllm).encode(), b"max-num-seqs: 3\nspeculate: suffix,ngram\nseed: 0x10\n"]
+    seeds = [
+        json.dumps(values).encode(),
+        json.dumps(vllm).encode(),
+        b"max-num-seqs: 3\nspeculate: suffix,ngram\nseed: 0x10\n",
+    ]
     return FuzzTarget(seeds, run, (ConfigError,), ("config.py", "cli/options.py"), change_json)
 
 
@@ -278,16 +343,26 @@ def _keys() -> FuzzTarget:
         read_key_file(_write(folder / "keys.yaml", data))
 
     hash_ = f"sha256:{'a' * 32}:{'b' * 64}"
-    key: dict[str, Any] = {"name": "alice", "hash": hash_, "admin": True, "models": ["a"], "expires": "2027-01-01T00:00:00Z"}
+    key: dict[str, Any] = {
+        "name": "alice",
+        "hash": hash_,
+        "admin": True,
+        "models": ["a"],
+        "expires": "2027-01-01T00:00:00Z",
+    }
     key |= {"requests_per_minute": 60, "tokens_per_minute": 1000, "max_concurrency": 2, "priority": 1}
     seeds = [json.dumps({"keys": [key, {"name": "bob", "hash": hash_.replace("b", "c")}]}).encode()]
     seeds.append(f"keys:\n  - name: x\n    hash: {hash_}\n    expires: 2027-01-01\n".encode())
-    return FuzzTarget(seeds, run, (ConfigError,), ("serve/key_file.py",), change_json, share=0.5)
+    return FuzzTarget(seeds, run, (ConfigError,), ("server/auth/key_file.py",), change_json, share=0.5)
 
 
 def _grammar() -> FuzzTarget:
     return FuzzTarget(
-        _grammar_seeds(), lambda data, _: _check_text(data), (InvalidRequest,), ("grammar/", "core/structured"), change_lines
+        _grammar_seeds(),
+        lambda data, _: _check_text(data),
+        (InvalidRequest,),
+        ("grammar/", "core/structured"),
+        change_lines,
     )
 
 
@@ -300,7 +375,9 @@ def _grammar_worker() -> FuzzTarget:
         kind, _, text = data.decode(*UNICODE).partition("\n")
         checker.check_sync(StructuredOutput(kind, text))
 
-    return FuzzTarget(_grammar_seeds(), run, (InvalidRequest, Overloaded), ("grammar/",), change_lines, 0.05, checker.close)
+    return FuzzTarget(
+        _grammar_seeds(), run, (InvalidRequest, Overloaded), ("grammar/",), change_lines, 0.05, checker.close
+    )
 
 
 def _check_text(data: bytes) -> None:
@@ -309,14 +386,30 @@ def _check_text(data: bytes) -> None:
 
 
 def _grammar_seeds() -> list[bytes]:
-    schema = {"type": "object", "properties": {"a": {"type": "integer", "minimum": 0}, "b": {"$ref": "#/$defs/x"}}}
-    schema |= {"$defs": {"x": {"anyOf": [{"enum": ["y", 1]}, {"type": "array", "items": {"type": "string", "maxLength": 9}}]}}}
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "integer", "minimum": 0}, "b": {"$ref": "#/$defs/x"}},
+    }
+    schema |= {
+        "$defs": {
+            "x": {
+                "anyOf": [{"enum": ["y", 1]}, {"type": "array", "items": {"type": "string", "maxLength": 9}}]
+            }
+        }
+    }
     tag = {"begin": "<f>", "schema": {"type": "object"}, "end": "</f>"}
-    inner = {"type": "sequence", "elements": [{"type": "const_string", "value": "a"}, {"type": "regex", "pattern": "b+"}]}
+    inner = {
+        "type": "sequence",
+        "elements": [{"type": "const_string", "value": "a"}, {"type": "regex", "pattern": "b+"}],
+    }
     tags = [{"type": "tag", "begin": "<g>", "content": inner, "end": ["</g>"]}]
     format_ = {"format": {"type": "triggered_tags", "triggers": ["<"], "tags": tags, "excludes": ["no"]}}
     texts = {
-        "json_schema": [json.dumps(schema), '{"type": "string", "pattern": "^a{2,5}$", "format": "date"}', "true"],
+        "json_schema": [
+            json.dumps(schema),
+            '{"type": "string", "pattern": "^a{2,5}$", "format": "date"}',
+            "true",
+        ],
         "regex": [r"^(a|b[^c-e]){2,7}\d+\.$", r"\p{L}+(?i:x)"],
         "choice": ['["yes", "no", "ü\\n"]'],
         "lark": ['start: A | b\nA: /[a-z]+/\nb: "x" start? "y"\n%ignore " "'],
@@ -356,8 +449,20 @@ def _write_files(data: bytes, folder: Path, needed: Sequence[str]) -> None:
 
 NAMES = frozenset(
     (
-        *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json", "config.json"),
-        *("chat_template.jinja", "chat_template.json", "modules.json", "1_Pooling/config.json", "sentence_bert_config.json"),
+        *(
+            "tokenizer.json",
+            "tokenizer_config.json",
+            "special_tokens_map.json",
+            "generation_config.json",
+            "config.json",
+        ),
+        *(
+            "chat_template.jinja",
+            "chat_template.json",
+            "modules.json",
+            "1_Pooling/config.json",
+            "sentence_bert_config.json",
+        ),
         "config_sentence_transformers.json",
     )
 )

@@ -14,20 +14,20 @@ import httpx
 
 from benchmarks.fuzz_mutate import change_bytes, change_lines
 from benchmarks.fuzz_targets import FuzzTarget
-from foreword.cli.answers import HTTPBackend
+from foreword.bench.serve import measure_repetition
+from foreword.bench.speculate.remote import run_conversation
+from foreword.bench.speculate.types import AUTO
+from foreword.bench.speculate.workloads import Conversation
 from foreword.cli.batch_file import BatchLine, BatchOutput, read_lines
-from foreword.cli.bench_serve import measure_repetition
-from foreword.cli.bench_speculate_prompts import Conversation
-from foreword.cli.bench_speculate_remote import run_conversation
-from foreword.cli.bench_speculate_round import AUTO
+from foreword.cli.client import HTTPBackend
 from foreword.cli.run_batch import BatchClient, BatchSummary, answer_all
-from foreword.config import Config
+from foreword.config.options import Config
 from foreword.core.params import SamplingParams
 from foreword.errors import ConfigError, ForewordError
 from foreword.metrics.recorder import MetricsRecorder
-from foreword.serve.app import create_app
-from tests.fakes import FakeEngineClient
-from tests.pictures import image_part, png, image_processor, image_tokenizer
+from foreword.server.app import create_app
+from tests.support.fakes import FakeEngineClient
+from tests.support.images import image_part, image_processor, image_tokenizer, png
 
 __all__ = ["traffic_targets"]
 
@@ -48,7 +48,9 @@ class _Application:
         self.client = FakeEngineClient()
         config = Config(max_body_mb=1)
         recorder = MetricsRecorder(config.drafter_names())
-        self.app = create_app(config, self.client, image_tokenizer(), recorder, "fake", processor=image_processor())
+        self.app = create_app(
+            config, self.client, image_tokenizer(), recorder, "fake", processor=image_processor()
+        )
         self.loop = asyncio.new_event_loop()
         self.http = httpx.AsyncClient(base_url=URL, transport=httpx.ASGITransport(self.app))
         self.loop.run_until_complete(self.client.start())
@@ -91,19 +93,68 @@ def _bodies() -> FuzzTarget:
     picture = image_part(png(size=(3, 2)))
     other = {"type": "image_url", "image_url": "file:///x.png", "video_url": {"url": "http://127.0.0.1/"}}
     tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
-    chat: dict[str, Any] = {"messages": [message], "max_tokens": 3, "stream": True, "stream_options": {"include_usage": True}}
+    chat: dict[str, Any] = {
+        "messages": [message],
+        "max_tokens": 3,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
     bodies: list[tuple[str, dict[str, Any]]] = [
         (CHAT, chat),
-        (CHAT, {"messages": [message], "n": 2, "logprobs": True, "top_logprobs": 2, "stop": ["o"], "seed": 1, "top_k": 3}),
         (
             CHAT,
-            {"messages": [message], "tools": [tool], "chat_template_kwargs": {"a": 1}, "metrics": True, "logit_bias": {"5": 1}},
+            {
+                "messages": [message],
+                "n": 2,
+                "logprobs": True,
+                "top_logprobs": 2,
+                "stop": ["o"],
+                "seed": 1,
+                "top_k": 3,
+            },
         ),
-        (CHAT, {"messages": [{"role": "user", "content": [picture, {"type": "text", "text": "?"}]}], "n": 2, "max_tokens": 2}),
-        (CHAT, {"messages": [{"role": "user", "content": [picture, other]}, message], "stream": True, "max_tokens": 2}),
-        (CHAT, {"messages": [message], "prediction": {"type": "content", "content": "x"}, "speculation": {"method": "off"}}),
-        ("/v1/completions", {"prompt": ["a", "b"], "echo": True, "logprobs": 1, "max_tokens": 2, "suffix": None}),
-        ("/v1/completions", {"prompt": [1, 2, 3], "min_p": 0.1, "bad_words": ["x"], "prompt_logprobs": 1, "stream": True}),
+        (
+            CHAT,
+            {
+                "messages": [message],
+                "tools": [tool],
+                "chat_template_kwargs": {"a": 1},
+                "metrics": True,
+                "logit_bias": {"5": 1},
+            },
+        ),
+        (
+            CHAT,
+            {
+                "messages": [{"role": "user", "content": [picture, {"type": "text", "text": "?"}]}],
+                "n": 2,
+                "max_tokens": 2,
+            },
+        ),
+        (
+            CHAT,
+            {
+                "messages": [{"role": "user", "content": [picture, other]}, message],
+                "stream": True,
+                "max_tokens": 2,
+            },
+        ),
+        (
+            CHAT,
+            {
+                "messages": [message],
+                "prediction": {"type": "content", "content": "x"},
+                "speculation": {"method": "off"},
+            },
+        ),
+        (
+            "/v1/completions",
+            {"prompt": ["a", "b"], "echo": True, "logprobs": 1, "max_tokens": 2, "suffix": None},
+        ),
+        (
+            "/v1/completions",
+            {"prompt": [1, 2, 3], "min_p": 0.1, "bad_words": ["x"], "prompt_logprobs": 1, "stream": True},
+        ),
         ("/tokenize", {"prompt": "Hi", "add_special_tokens": False}),
         ("/tokenize", {"messages": [message], "return_token_strs": True}),
         ("/detokenize", {"tokens": [72, 105]}),
@@ -128,7 +179,12 @@ def _batch() -> FuzzTarget:
             sum(answers.contains(item) for item in items)
 
     line = {"custom_id": "a", "method": "POST", "url": CHAT, "body": {"messages": []}}
-    answer = {"id": "x", "custom_id": "a", "response": {"status_code": 200, "request_id": "r", "body": {}}, "error": None}
+    answer = {
+        "id": "x",
+        "custom_id": "a",
+        "response": {"status_code": 200, "request_id": "r", "body": {}},
+        "error": None,
+    }
     bad = {"id": "x", "custom_id": None, "response": None, "error": {"code": "c", "message": "m", "line": 2}}
     seeds = [
         b"".join(json.dumps(one).encode() + b"\n" for one in lines)
@@ -150,15 +206,30 @@ def _stream() -> FuzzTarget:
             except ForewordError as error:
                 assert str(error)
 
-    ours = [{"choices": [{"index": 0, "delta": {"content": "ü"}, "tokens": [["ü", True], ["x", False]], "token_ids": [1, 2]}]}]
+    ours = [
+        {
+            "choices": [
+                {
+                    "index": 0,
+                    "delta": {"content": "ü"},
+                    "tokens": [["ü", True], ["x", False]],
+                    "token_ids": [1, 2],
+                }
+            ]
+        }
+    ]
     ours.append({"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]})
     ours.append({"choices": [], "usage": {"completion_tokens": 2}})
-    text = [{"choices": [{"text": "a", "token_ids": [3], "finish_reason": "length"}]}, {"error": {"message": "gone"}}]
+    text = [
+        {"choices": [{"text": "a", "token_ids": [3], "finish_reason": "length"}]},
+        {"error": {"message": "gone"}},
+    ]
     seeds = [
-        "".join(f"data: {json.dumps(chunk, ensure_ascii=False)}\n\n" for chunk in of) + "data: [DONE]\n\n" for of in (ours, text)
+        "".join(f"data: {json.dumps(chunk, ensure_ascii=False)}\n\n" for chunk in of) + "data: [DONE]\n\n"
+        for of in (ours, text)
     ]
     seeds += [seeds[0].replace("\n", "\r\n"), ": hello\nevent: x\nid: 1\ndata:{\ndata: }\n\n"]
-    modules = ("cli/stream.py", "cli/answers.py", "cli/bench_serve.py", "cli/bench_speculate_remote.py")
+    modules = ("cli/sse_reader.py", "cli/client.py", "bench/serve.py", "bench/speculate/remote.py")
     return FuzzTarget([seed.encode() for seed in seeds], run, (), modules, change_bytes, 0.5, loop.close)
 
 
@@ -217,12 +288,16 @@ def _reply() -> FuzzTarget:
         {"data": [{"id": "m"}]},
         {"error": {"message": "no"}},
     ]
-    seeds = [f"{200 if number < 2 else 400}\n{json.dumps(body)}".encode() for number, body in enumerate(bodies)]
-    return FuzzTarget(seeds, run, (), ("cli/answers.py", "cli/run_batch.py"), change_lines, 0.5, loop.close)
+    seeds = [
+        f"{200 if number < 2 else 400}\n{json.dumps(body)}".encode() for number, body in enumerate(bodies)
+    ]
+    return FuzzTarget(seeds, run, (), ("cli/client.py", "cli/run_batch.py"), change_lines, 0.5, loop.close)
 
 
 async def _ask_batch(transport: httpx.MockTransport, output: Path) -> None:
     output.unlink(missing_ok=True)
     async with httpx.AsyncClient(base_url=URL, transport=transport) as http:
         with BatchOutput(output) as answers:
-            await answer_all(BatchClient(http), iter([BatchLine(1, "a", CHAT, {})]), answers, BatchSummary(), 1)
+            await answer_all(
+                BatchClient(http), iter([BatchLine(1, "a", CHAT, {})]), answers, BatchSummary(), 1
+            )

@@ -80,7 +80,9 @@ class LineCoverage:
         return self._line
 
 
-def fuzz(target: FuzzTarget, inputs: int, seed: int, folder: Path, seconds: float = float("inf")) -> tuple[Report, LineCoverage]:
+def fuzz(
+    target: FuzzTarget, inputs: int, seed: int, folder: Path, seconds: float = float("inf")
+) -> tuple[Report, LineCoverage]:
     """Try changed inputs; `folder` holds the current one, so that whoever outlives this process knows it."""
     report, lines, random = Report(), LineCoverage(target.modules), Random(seed)
     ends = time.monotonic() + seconds
@@ -146,7 +148,9 @@ def _describe(error: BaseException) -> str:
     if isinstance(error, OutOfTime):  # wherever it was just then
         return f"more than {INPUT_CPU_S:g} s of processor time"
     return (
-        f"{type(error).__name__}{where}: {ADDRESS.sub('0x', str(error)):.80}" if not place else f"{type(error).__name__}{where}"
+        f"{type(error).__name__}{where}: {ADDRESS.sub('0x', str(error)):.80}"
+        if not place
+        else f"{type(error).__name__}{where}"
     )
 
 

@@ -29,18 +29,17 @@ from typing import Any, Protocol
 import torch
 from llguidance import LLExecutor, LLMatcher
 
-from foreword.cli.bench_common import print_table, print_json
+from foreword.bench.common import print_json, print_table
+from foreword.core.batch import SampleRow
 from foreword.core.params import SamplingParams
 from foreword.core.request import Request, RequestState
-from foreword.core.rows import SampleRow
-from foreword.core.structured import StructuredOutput
-from foreword.core.vocabulary import Vocabulary
+from foreword.core.structured import StructuredOutput, Vocabulary
 from foreword.errors import InvalidRequest
-from foreword.grammar.compiled import CompiledGrammar
-from foreword.grammar.grammars import GrammarManager
+from foreword.grammar.compiler import CompiledGrammar
+from foreword.grammar.manager import GrammarManager
 from foreword.grammar.masks import compute_masks
-from foreword.grammar.tokens import GrammarVocab
-from foreword.text.tokenizer import Tokenizer
+from foreword.grammar.vocab import GrammarVocab
+from foreword.tokenizer.tokenizer import Tokenizer
 
 PERSON = {
     "type": "object",
@@ -54,7 +53,13 @@ PERSON = {
     "required": ["name", "age", "email", "tags", "role"],
     "additionalProperties": False,
 }
-PERSON_VALUE = {"name": "Clara Meier", "age": 31, "email": "clara@example.com", "tags": ["red", "likes tea"], "role": "editor"}
+PERSON_VALUE = {
+    "name": "Clara Meier",
+    "age": 31,
+    "email": "clara@example.com",
+    "tags": ["red", "likes tea"],
+    "role": "editor",
+}
 LARGE = {"type": "array", "items": {"anyOf": [{**PERSON, "title": str(n)} for n in range(3)]}}
 WIDE = {
     "type": "object",
@@ -63,7 +68,10 @@ WIDE = {
     "additionalProperties": False,
 }
 WIDE_VALUE = {f"field_{n}": f"value {n}" for n in range(0, 300, 10)}
-OBJECT_VALUE = {"title": "A list of things", "items": [{"id": n, "text": "some words here", "ok": True} for n in range(6)]}
+OBJECT_VALUE = {
+    "title": "A list of things",
+    "items": [{"id": n, "text": "some words here", "ok": True} for n in range(6)],
+}
 GBNF = r"""root ::= "{" ws (pair ("," ws pair)*)? "}"
 pair ::= string ":" ws value ws
 value ::= root | string | number | "true" | "false" | "null" | "[" ws (value ws ("," ws value ws)*)? "]"
@@ -84,8 +92,14 @@ class Case:
 
 CASES = (
     Case("schema", StructuredOutput("json_schema", json.dumps(PERSON)), json.dumps(PERSON_VALUE)),
-    Case("schema, indented", StructuredOutput("json_schema", json.dumps(PERSON)), json.dumps(PERSON_VALUE, indent=2)),
-    Case("union of schemas", StructuredOutput("json_schema", json.dumps(LARGE)), json.dumps([PERSON_VALUE] * 4)),
+    Case(
+        "schema, indented",
+        StructuredOutput("json_schema", json.dumps(PERSON)),
+        json.dumps(PERSON_VALUE, indent=2),
+    ),
+    Case(
+        "union of schemas", StructuredOutput("json_schema", json.dumps(LARGE)), json.dumps([PERSON_VALUE] * 4)
+    ),
     Case("300 properties", StructuredOutput("json_schema", json.dumps(WIDE)), json.dumps(WIDE_VALUE)),
     Case("any object", StructuredOutput("json_object"), json.dumps(OBJECT_VALUE)),
     Case(
@@ -192,7 +206,9 @@ class XGrammar:
             case "json_schema":
                 return compiler.compile_json_schema(text, any_whitespace=True, max_whitespace_cnt=64)
             case "json_object":
-                return compiler.compile_json_schema('{"type": "object"}', any_whitespace=True, max_whitespace_cnt=64)
+                return compiler.compile_json_schema(
+                    '{"type": "object"}', any_whitespace=True, max_whitespace_cnt=64
+                )
             case "regex":
                 return compiler.compile_regex(text)
             case "choice":
@@ -259,7 +275,9 @@ def time_masks(engine: Engine, compiled: Any, ids: Sequence[int], rows: int, rep
     return MaskTimings(tuple(warm), max(passes[0]), statistics.median(asked))
 
 
-def _spread_over_text(engine: Engine, compiled: Any, ids: Sequence[int], rows: int) -> Iterator[tuple[Any, int]]:
+def _spread_over_text(
+    engine: Engine, compiled: Any, ids: Sequence[int], rows: int
+) -> Iterator[tuple[Any, int]]:
     for row in range(rows):
         place = row * len(ids) // rows
         matcher = engine.matcher(compiled)
@@ -277,7 +295,13 @@ def measure(engine: Engine, case: Case, ids: Sequence[int], rows: int, repeats: 
     compile_ms = (time.perf_counter() - begin) * 1e3
     one = time_masks(engine, compiled, ids, 1, repeats)
     many = time_masks(engine, compiled, ids, rows, repeats)
-    return {"case": case.name, "engine": engine.name, "compile_ms": round(compile_ms, 2), "one": one, "many": many}
+    return {
+        "case": case.name,
+        "engine": engine.name,
+        "compile_ms": round(compile_ms, 2),
+        "one": one,
+        "many": many,
+    }
 
 
 def memory_mb() -> float:
@@ -290,8 +314,13 @@ def forced_token_agreement(vocabulary: Vocabulary, tokenizer: Tokenizer) -> list
     grammars.set_vocabulary(vocabulary)
     lines: list[list[str]] = []
     for case in CASES:
-        request = Request("r", (0,), SamplingParams(structured=case.structured), 0, eos_token_ids=vocabulary.eos_ids)
-        grammar, ids = grammars.compile(request).result(), tokenizer.encode(case.text, add_special_tokens=False)
+        request = Request(
+            "r", (0,), SamplingParams(structured=case.structured), 0, eos_token_ids=vocabulary.eos_ids
+        )
+        grammar, ids = (
+            grammars.compile(request).result(),
+            tokenizer.encode(case.text, add_special_tokens=False),
+        )
         drafted = accepted = place = 0
         while place < len(ids):
             forced = grammar.forced(8)
@@ -317,19 +346,27 @@ ADVERSARIAL = {
     "(a{1,100}){1,100} thrice": StructuredOutput("regex", "(((a{1,100}){1,100}){1,100}){1,100}"),
     "a{1,1000000}": StructuredOutput("regex", "a{1,1000000}"),
     "(a|b)*a(a|b){20}": StructuredOutput("regex", "(a|b)*a(a|b){20}"),
-    "schema, 10,000 deep": StructuredOutput("json_schema", '{"properties":{"a":' * 10_000 + "{}" + "}}" * 10_000),
+    "schema, 10,000 deep": StructuredOutput(
+        "json_schema", '{"properties":{"a":' * 10_000 + "{}" + "}}" * 10_000
+    ),
     "schema, 2,000 optional properties": StructuredOutput(
-        "json_schema", json.dumps({"type": "object", "properties": {f"p{n}": {"type": "string"} for n in range(2_000)}})
+        "json_schema",
+        json.dumps({"type": "object", "properties": {f"p{n}": {"type": "string"} for n in range(2_000)}}),
     ),
     "schema, circle of $ref": StructuredOutput(
-        "json_schema", json.dumps({"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"})
+        "json_schema",
+        json.dumps({"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}),
     ),
-    "10,000 values of an enum": StructuredOutput("json_schema", json.dumps({"enum": [f"value {n}" for n in range(10_000)]})),
+    "10,000 values of an enum": StructuredOutput(
+        "json_schema", json.dumps({"enum": [f"value {n}" for n in range(10_000)]})
+    ),
 }
 ADVERSARIAL_TIMEOUT_S = 10.0
 
 
-def run_adversarial(engine: Callable[[Vocabulary, int], Engine], name: str, vocabulary: Vocabulary, vocab_size: int) -> str:
+def run_adversarial(
+    engine: Callable[[Vocabulary, int], Engine], name: str, vocabulary: Vocabulary, vocab_size: int
+) -> str:
     """What becomes of a process that compiles it and computes a mask."""
     ours, theirs = multiprocessing.Pipe()
     process = multiprocessing.get_context("fork").Process(
@@ -339,7 +376,9 @@ def run_adversarial(engine: Callable[[Vocabulary, int], Engine], name: str, voca
     theirs.close()
     try:
         ours.recv()  # it has read the vocabulary
-        outcome = str(ours.recv()) if ours.poll(ADVERSARIAL_TIMEOUT_S) else f"more than {ADVERSARIAL_TIMEOUT_S:g} s"
+        outcome = (
+            str(ours.recv()) if ours.poll(ADVERSARIAL_TIMEOUT_S) else f"more than {ADVERSARIAL_TIMEOUT_S:g} s"
+        )
     except EOFError:
         process.join()
         outcome = f"the process dies ({process.exitcode})"
@@ -348,7 +387,9 @@ def run_adversarial(engine: Callable[[Vocabulary, int], Engine], name: str, voca
     return outcome
 
 
-def _compile_alone(engine: Callable[[Vocabulary, int], Engine], name: str, vocabulary: Vocabulary, size: int, pipe: Any) -> None:
+def _compile_alone(
+    engine: Callable[[Vocabulary, int], Engine], name: str, vocabulary: Vocabulary, size: int, pipe: Any
+) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))
     made = engine(vocabulary, size)
     pipe.send("ready")
@@ -364,11 +405,15 @@ def _compile_alone(engine: Callable[[Vocabulary, int], Engine], name: str, vocab
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("tokenizer", type=Path)
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--rates", action="store_true", help="also: how often forced tokens are the tokenizer's own")
+    parser.add_argument(
+        "--rates", action="store_true", help="also: how often forced tokens are the tokenizer's own"
+    )
     parser.add_argument("--hostile", action="store_true", help="also: grammars that nobody means well with")
     options = parser.parse_args(arguments)
     tokenizer = Tokenizer.from_directory(options.tokenizer)
@@ -378,11 +423,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         engines.append(XGrammar)
     results = _masks(engines, tokenizer, vocabulary, options)
     if options.rates:
-        print_table("Tokens that are forced", ("constraint", "tokens of the text", "forced", "right"), forced_token_agreement(vocabulary, tokenizer))
+        print_table(
+            "Tokens that are forced",
+            ("constraint", "tokens of the text", "forced", "right"),
+            forced_token_agreement(vocabulary, tokenizer),
+        )
     if options.hostile:
         names = [engine.name for engine in engines if engine is not ForewordMasks]  # type: ignore[attr-defined]
         table = [
-            [name, *(run_adversarial(engine, name, vocabulary, tokenizer.vocab_size) for engine in engines if engine is not ForewordMasks)]
+            [
+                name,
+                *(
+                    run_adversarial(engine, name, vocabulary, tokenizer.vocab_size)
+                    for engine in engines
+                    if engine is not ForewordMasks
+                ),
+            ]
             for name in ADVERSARIAL
         ]
         print_table("Hostile, each in a process of its own", ("constraint", *names), table)
@@ -390,7 +446,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _masks(engines: Sequence[Callable[..., Engine]], tokenizer: Tokenizer, vocabulary: Vocabulary, options: Any) -> list[Any]:
+def _masks(
+    engines: Sequence[Callable[..., Engine]], tokenizer: Tokenizer, vocabulary: Vocabulary, options: Any
+) -> list[Any]:
     before = memory_mb()
     made: list[Engine] = []
     for engine in engines:
@@ -411,7 +469,15 @@ def _masks(engines: Sequence[Callable[..., Engine]], tokenizer: Tokenizer, vocab
                 lines.append([case.name, engine_made.name, found["error"], *[""] * 12])
                 results.append(found)
                 continue
-            lines.append([case.name, engine_made.name, f"{found['compile_ms']:.1f}", *found["one"].row(), *found["many"].row()])
+            lines.append(
+                [
+                    case.name,
+                    engine_made.name,
+                    f"{found['compile_ms']:.1f}",
+                    *found["one"].row(),
+                    *found["many"].row(),
+                ]
+            )
             results.append({**found, "one": found["one"].numbers(), "many": found["many"].numbers()})
     places = ("mean", "p50", "p99", "max", "cold", "asked")
     columns = (

@@ -32,18 +32,25 @@ from typing import Any
 
 import httpx
 
-from foreword.cli.bench_common import percentile, print_table, print_json
+from foreword.bench.common import percentile, print_json, print_table
+from foreword.bench.server import ServerProcess
 from foreword.cli.options import ENGINE_GROUPS, add_config_options, read_config
-from foreword.cli.server_process import ServerProcess
 from foreword.cli.terminal import loading_bar
 
-SPAWNER = b"foreword.engine.spawner"
+SPAWNER = b"foreword.engine_client.forkserver"
 POLL_S = 0.01
 KILL_LOADING_EVERY = 8  # kills, of which one does not wait until the engine is ready
-COUNTS = ("prompt_tokens", "completion_tokens", "total_tokens")  # what was found in a cache depends on who came before
+COUNTS = (
+    "prompt_tokens",
+    "completion_tokens",
+    "total_tokens",
+)  # what was found in a cache depends on who came before
 SCHEMA = {
     "type": "object",
-    "properties": {"name": {"type": "string", "maxLength": 60}, "tags": {"type": "array", "items": {"type": "string"}}},
+    "properties": {
+        "name": {"type": "string", "maxLength": 60},
+        "tags": {"type": "array", "items": {"type": "string"}},
+    },
     "required": ["name", "tags"],
 }
 REQUEST_KINDS: tuple[Mapping[str, Any], ...] = (
@@ -53,10 +60,22 @@ REQUEST_KINDS: tuple[Mapping[str, Any], ...] = (
     {"temperature": 1.0, "n": 4},
     {"temperature": 0, "frequency_penalty": 0.5, "presence_penalty": 0.3},
     {"temperature": 0.9, "top_p": 0.9, "top_k": 40},
-    {"temperature": 0, "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}},
+    {
+        "temperature": 0,
+        "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}},
+    },
     {"temperature": 0.7, "response_format": {"type": "json_object"}},
 )
-TOPICS = ("the sea", "a railway", "two sisters", "the market", "a long winter", "an old clock", "bread", "the observatory")
+TOPICS = (
+    "the sea",
+    "a railway",
+    "two sisters",
+    "the market",
+    "a long winter",
+    "an old clock",
+    "bread",
+    "the observatory",
+)
 
 
 @dataclass(slots=True)
@@ -133,7 +152,9 @@ class Clients:
     async def _ask(self, case: int) -> Answer:
         answer = Answer()
         try:
-            async with self.http.stream("POST", "/v1/chat/completions", json=request_body(case, self.args.max_tokens)) as response:
+            async with self.http.stream(
+                "POST", "/v1/chat/completions", json=request_body(case, self.args.max_tokens)
+            ) as response:
                 if response.status_code != 200:
                     answer.error = f"{response.status_code} {(await response.aread())[:200]!r}"
                 async for line in response.aiter_lines():
@@ -149,7 +170,12 @@ def request_body(case: int, max_tokens: int) -> dict[str, Any]:
     """The request of one case; the same number is the same request."""
     topic = TOPICS[case // len(REQUEST_KINDS) % len(TOPICS)]
     messages = [{"role": "user", "content": f"Tell me a story about {topic}, part {case}."}]
-    common = {"stream": True, "stream_options": {"include_usage": True}, "max_tokens": max_tokens, "seed": case}
+    common = {
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "max_tokens": max_tokens,
+        "seed": case,
+    }
     return {"messages": messages, "model": "demo", **common, **REQUEST_KINDS[case % len(REQUEST_KINDS)]}
 
 
@@ -225,7 +251,11 @@ async def _run(server: ServerProcess, args: argparse.Namespace) -> tuple[KillFin
         clients.over = True
         await asking
         scrape = (await http.get("/metrics")).text
-    restarts = next(float(line.split()[1]) for line in scrape.splitlines() if line.startswith("foreword_engine_restarts_total "))
+    restarts = next(
+        float(line.split()[1])
+        for line in scrape.splitlines()
+        if line.startswith("foreword_engine_restarts_total ")
+    )
     return clients.findings, restarts
 
 
@@ -240,10 +270,18 @@ def main() -> int:
 
 
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--kills", type=int, default=200, metavar="N")
     parser.add_argument("--streams", type=int, default=32, metavar="N")
-    parser.add_argument("--pause", type=float, default=1.0, metavar="X", help="an engine lives up to so many seconds once ready")
+    parser.add_argument(
+        "--pause",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="an engine lives up to so many seconds once ready",
+    )
     parser.add_argument("--max-tokens", type=int, default=200, metavar="N")
     parser.add_argument("--random-seed", type=int, default=0, metavar="N")
     add_config_options(parser, ENGINE_GROUPS)
@@ -264,7 +302,9 @@ def _report(args: argparse.Namespace, findings: KillFindings, restarts: float) -
         "pause_p95_s": percentile(silences, 95),
         "pause_max_s": max(silences, default=None),
     }
-    rows = [[name, f"{value:.3g}" if isinstance(value, float) else str(value)] for name, value in figures.items()]
+    rows = [
+        [name, f"{value:.3g}" if isinstance(value, float) else str(value)] for name, value in figures.items()
+    ]
     print_table(f"kills under {args.streams} streams", ("figure", "value"), rows)
     for error, count in findings.errors.most_common():
         print(f"error, {count} times: {error}", file=sys.stderr)

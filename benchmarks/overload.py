@@ -33,13 +33,13 @@ from urllib.parse import urlsplit
 
 from benchmarks.raw_http import ConnectionBroken, RawConnection, RawResponse
 from benchmarks.soak import SoakReading, memory_growth
-from foreword.cli.bench_common import percentile, print_table, print_json
-from foreword.cli.bench_speculate_remote import RemoteTarget
+from foreword.bench.common import percentile, print_json, print_table
+from foreword.bench.server import ServerProcess
+from foreword.bench.speculate.remote import RemoteTarget
 from foreword.cli.options import ENGINE_GROUPS, add_config_options, read_config
-from foreword.cli.server_process import ServerProcess
-from foreword.cli.stream import EventReader, choices_of, text_of
+from foreword.cli.sse_reader import EventReader, choices_of, text_of
 from foreword.cli.terminal import loading_bar
-from foreword.config import Config
+from foreword.config.options import Config
 from foreword.errors import ForewordError
 
 WARM_S, MEASURED_S = 3.0, 10.0  # of what the server can do
@@ -51,7 +51,20 @@ HEALTH_S = 5.0  # for /health to answer
 DISCONNECT_AFTER_S = 0.3  # of a client that goes away in the middle
 READINGS = 60
 GROWTH = 1.05
-WORDS = ("draft", "token", "model", "guess", "cache", "engine", "answer", "step", "queue", "prompt", "row", "block")
+WORDS = (
+    "draft",
+    "token",
+    "model",
+    "guess",
+    "cache",
+    "engine",
+    "answer",
+    "step",
+    "queue",
+    "prompt",
+    "row",
+    "block",
+)
 PATH = "/v1/chat/completions"
 
 
@@ -108,7 +121,9 @@ class LoadGenerator:
         found, body, leaves = self._findings, _body(self._model, number), number % 20 == 19
         found.asked += 1
         try:
-            async with asyncio.timeout(DISCONNECT_AFTER_S if leaves else self._config.queue_timeout + ANSWER_S):
+            async with asyncio.timeout(
+                DISCONNECT_AFTER_S if leaves else self._config.queue_timeout + ANSWER_S
+            ):
                 await self._answer(connection, body)
                 return
         except TimeoutError:
@@ -154,7 +169,9 @@ class LoadGenerator:
     async def _read(self, seconds: float) -> None:
         for _ in range(READINGS):
             await asyncio.sleep(seconds / READINGS)
-            self._findings.readings.append(SoakReading(await asyncio.to_thread(proportional_bytes, self._pid), 0, 0))
+            self._findings.readings.append(
+                SoakReading(await asyncio.to_thread(proportional_bytes, self._pid), 0, 0)
+            )
 
 
 async def _streamed(reply: RawResponse) -> float | None:
@@ -178,7 +195,10 @@ def _body(model: str, number: int) -> dict[str, Any]:
     """What client request `number` asks."""
     random = Random(number)
     prompt = " ".join(random.choice(WORDS) for _ in range(random.choice((3, 8, 20, 60))))
-    body: dict[str, Any] = {"model": model, "messages": [{"role": "user", "content": f"Say something of {prompt}."}]}
+    body: dict[str, Any] = {
+        "model": model,
+        "messages": [{"role": "user", "content": f"Say something of {prompt}."}],
+    }
     body |= {"max_tokens": random.choice((32, 96, 256)), "stream": number % 2 == 0, "seed": number}
     body |= {"temperature": random.choice((0.0, 0.8, 1.0)), "ignore_eos": number % 3 == 0}
     if number % 25 == 7:
@@ -199,17 +219,31 @@ def proportional_bytes(pid: int) -> int:
     return own + sum(proportional_bytes(int(child)) for child in children.split())
 
 
-def verdicts(findings: OverloadFindings, factor: float, capacity: float, queue_s: float) -> dict[str, tuple[bool, str]]:
+def verdicts(
+    findings: OverloadFindings, factor: float, capacity: float, queue_s: float
+) -> dict[str, tuple[bool, str]]:
     """What was demanded: whether it holds, and by which figure."""
-    growth, load = memory_growth(findings.readings), findings.asked / max(findings.seconds, 1e-9) / max(capacity, 1e-9)
+    growth, load = (
+        memory_growth(findings.readings),
+        findings.asked / max(findings.seconds, 1e-9) / max(capacity, 1e-9),
+    )
     longest = max(findings.first_s, default=math.inf)
     wrong = sum(findings.wrong.values())
     return {
         "load": (load >= 0.8 * factor, f"{load:.1f}x of {capacity:.1f} requests/s"),
-        "answered or refused with 429": (not wrong and findings.answered > 0 and findings.refused > 0, f"{wrong} were not"),
-        "first token in time": (longest <= queue_s + MAX_TTFT_S, f"{longest:.1f} s of {queue_s + MAX_TTFT_S:g} s"),
+        "answered or refused with 429": (
+            not wrong and findings.answered > 0 and findings.refused > 0,
+            f"{wrong} were not",
+        ),
+        "first token in time": (
+            longest <= queue_s + MAX_TTFT_S,
+            f"{longest:.1f} s of {queue_s + MAX_TTFT_S:g} s",
+        ),
         "/health says yes": (not sum(findings.unhealthy.values()), f"{len(findings.health_s)} times"),
-        "memory flat": (growth is not None and growth <= GROWTH, "too short" if growth is None else f"{growth:.3f}x"),
+        "memory flat": (
+            growth is not None and growth <= GROWTH,
+            "too short" if growth is None else f"{growth:.3f}x",
+        ),
     }
 
 
@@ -237,10 +271,14 @@ def main() -> int:
 
 
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--minutes", type=float, default=10.0, metavar="X")
     parser.add_argument("--connections", type=int, default=512, metavar="N")
-    parser.add_argument("--factor", type=float, default=10.0, metavar="X", help="how many times more than it can do is asked")
+    parser.add_argument(
+        "--factor", type=float, default=10.0, metavar="X", help="how many times more than it can do is asked"
+    )
     add_config_options(parser, ENGINE_GROUPS)
     return parser.parse_args()
 
@@ -249,7 +287,11 @@ def _report(args: argparse.Namespace, config: Config, findings: OverloadFindings
     checks = verdicts(findings, args.factor, capacity, config.queue_timeout)
     rows = [[name, "yes" if good else "NO", figure] for name, (good, figure) in checks.items()]
     rows += [[name, "", figure] for name, figure in _figures(findings).items()]
-    print_table(f"overload: {args.minutes:g} minutes, {args.connections} connections", ("demand", "holds", "figure"), rows)
+    print_table(
+        f"overload: {args.minutes:g} minutes, {args.connections} connections",
+        ("demand", "holds", "figure"),
+        rows,
+    )
     for what, count in (findings.wrong + findings.unhealthy).most_common():
         print(f"{count} times: {what}", file=sys.stderr)
     print_json(
@@ -275,7 +317,12 @@ def _report(args: argparse.Namespace, config: Config, findings: OverloadFindings
 
 
 def _figures(findings: OverloadFindings) -> dict[str, str]:
-    spans = {"first token": findings.first_s, "whole answer": findings.total_s, "refusal": findings.refused_s, "/health": findings.health_s}
+    spans = {
+        "first token": findings.first_s,
+        "whole answer": findings.total_s,
+        "refusal": findings.refused_s,
+        "/health": findings.health_s,
+    }
     counts = f"{findings.asked} asked, {findings.answered} answered, {findings.refused} refused, {findings.disconnected} left"
     return {"requests": counts} | {
         f"{name}, p50 / p99 / longest": " / ".join(f"{value:.2f} s" for value in _percents(values))
@@ -285,7 +332,11 @@ def _figures(findings: OverloadFindings) -> dict[str, str]:
 
 def _percents(values: Sequence[float]) -> list[float]:
     """The median, all but one in a hundred, and the longest."""
-    return [value for value in (percentile(values, 50), percentile(values, 99), max(values, default=None)) if value is not None]
+    return [
+        value
+        for value in (percentile(values, 50), percentile(values, 99), max(values, default=None))
+        if value is not None
+    ]
 
 
 if __name__ == "__main__":

@@ -42,8 +42,7 @@ from peers_models import MODELS
 from peers_setup import make_environment, make_files
 from peers_worker import Worker
 
-from foreword.cli.bench_common import rotate, print_table, print_json
-from foreword.cli.bench_machine import ONEDNN_ISA, MemoryReader, matmul_rate
+from foreword.bench.common import ONEDNN_ISA, MemoryReader, matmul_rate, print_json, print_table, rotate
 from foreword.cli.terminal import track_progress
 
 HERE = Path(__file__).parent
@@ -90,8 +89,14 @@ GROUPS: Mapping[str, tuple[PeerEngine, ...]] = {
     "q8_0": (*_foreword_engines("q8_0.gguf"), PeerEngine("llama.cpp q8_0", "llama_cpp", "q8_0.gguf")),
     "q4_0": (*_foreword_engines("q4_0.gguf"), PeerEngine("llama.cpp q4_0", "llama_cpp", "q4_0.gguf")),
     "q4_k_m": (*_foreword_engines("q4_k_m.gguf"), PeerEngine("llama.cpp q4_k_m", "llama_cpp", "q4_k_m.gguf")),
-    "int8": (*_foreword_engines("", quantization="int8"), PeerEngine("openvino int8", "openvino", "openvino-int8")),
-    "int4": (*_foreword_engines("", quantization="int4"), PeerEngine("openvino int4", "openvino", "openvino-int4")),
+    "int8": (
+        *_foreword_engines("", quantization="int8"),
+        PeerEngine("openvino int8", "openvino", "openvino-int8"),
+    ),
+    "int4": (
+        *_foreword_engines("", quantization="int4"),
+        PeerEngine("openvino int4", "openvino", "openvino-int4"),
+    ),
 }
 
 
@@ -130,22 +135,46 @@ def main() -> int:
             peak = peaks["bfloat16" if group == "bf16" else "int8"]
             results.setdefault(model, {})[group] = _measure_group(python, model, group, args, peak)
     regime = {"rounds": args.rounds, "threads": args.threads, "tokens": args.tokens, "cpu_isa": args.cpu_isa}
-    print_json({"bench": "peers", **regime, "peak_gop_s": {kind: rate / 1e9 for kind, rate in peaks.items()}, "models": results})
+    print_json(
+        {
+            "bench": "peers",
+            **regime,
+            "peak_gop_s": {kind: rate / 1e9 for kind, rate in peaks.items()},
+            "models": results,
+        }
+    )
     return 0
 
 
 def _parse() -> argparse.Namespace:
     names = _names
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", type=names(MODELS), default=["qwen2.5-0.5b", "llama-3.2-1b"], metavar="LIST")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--models", type=names(MODELS), default=["qwen2.5-0.5b", "llama-3.2-1b"], metavar="LIST"
+    )
     parser.add_argument("--groups", type=names(GROUPS), default=list(GROUPS), metavar="LIST")
-    parser.add_argument("--env", type=Path, default=Path("build/peers"), metavar="FOLDER", help="environment of the others")
-    parser.add_argument("--files", type=Path, default=Path("build/peers-models"), metavar="FOLDER", help="checkpoints")
-    parser.add_argument("--only", default="", metavar="TEXT", help="only engines with this in their name, and Foreword")
+    parser.add_argument(
+        "--env", type=Path, default=Path("build/peers"), metavar="FOLDER", help="environment of the others"
+    )
+    parser.add_argument(
+        "--files", type=Path, default=Path("build/peers-models"), metavar="FOLDER", help="checkpoints"
+    )
+    parser.add_argument(
+        "--only", default="", metavar="TEXT", help="only engines with this in their name, and Foreword"
+    )
     parser.add_argument("--rounds", type=int, default=5, metavar="N")
     parser.add_argument("--tokens", type=int, default=64, metavar="N", help="length of an answer")
-    parser.add_argument("--prompts", type=_lengths, default=[512, 2048], metavar="LIST", help="lengths of prompts")
-    parser.add_argument("--cpu-isa", default="auto", metavar="NAME", help="of Foreword; what oneDNN can, it is held to as well")
+    parser.add_argument(
+        "--prompts", type=_lengths, default=[512, 2048], metavar="LIST", help="lengths of prompts"
+    )
+    parser.add_argument(
+        "--cpu-isa",
+        default="auto",
+        metavar="NAME",
+        help="of Foreword; what oneDNN can, it is held to as well",
+    )
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), metavar="N")
     return parser.parse_args()
 
@@ -165,14 +194,18 @@ def _lengths(text: str) -> list[int]:
     return [int(word) for word in text.split(",")]
 
 
-def _measure_group(python: str, model: str, group: str, args: argparse.Namespace, peak: float) -> dict[str, Any]:
+def _measure_group(
+    python: str, model: str, group: str, args: argparse.Namespace, peak: float
+) -> dict[str, Any]:
     engines = [engine for engine in GROUPS[group] if engine.is_foreword or args.only in engine.name]
     log = args.files / f"{model}-{group}.log"
     log.write_bytes(b"")
     folder = (args.files / model).resolve()
     loaded = {engine.name: _load(engine, python, folder, log, args) for engine in engines}
     try:
-        bandwidths = _measure(list(loaded.values()), _measures(MODELS[model].vocab, args), MemoryReader(READ_BYTES), args.rounds)
+        bandwidths = _measure(
+            list(loaded.values()), _measures(MODELS[model].vocab, args), MemoryReader(READ_BYTES), args.rounds
+        )
         figures = {name: _figures(one, bandwidths, loaded["foreword"].facts) for name, one in loaded.items()}
     finally:
         for one in loaded.values():
@@ -188,7 +221,11 @@ def _measure_group(python: str, model: str, group: str, args: argparse.Namespace
 def _load(engine: PeerEngine, python: str, folder: Path, log: Path, args: argparse.Namespace) -> LoadedEngine:
     worker = Worker(sys.executable if engine.is_foreword else python, HERE / f"peers_{engine.script}.py", log)
     common = {"path": str(folder / engine.file), "threads": args.threads, "streams": MAX_STREAMS}
-    more = {"tokens": KV_TOKENS, "options": {"cpu_isa": args.cpu_isa, **engine.options}} if engine.is_foreword else {"context": CONTEXT}
+    more = (
+        {"tokens": KV_TOKENS, "options": {"cpu_isa": args.cpu_isa, **engine.options}}
+        if engine.is_foreword
+        else {"context": CONTEXT}
+    )
     return LoadedEngine(engine, worker, worker("load", **common, **more))
 
 
@@ -201,13 +238,27 @@ def _measures(vocab: int, args: argparse.Namespace) -> list[PeerMeasure]:
     def rate(tokens: int) -> Callable[[Any], float]:
         return lambda answer: tokens / float(answer["seconds"])
 
-    found = [PeerMeasure("decode", "decode", {"prompt": ids(PROMPT), "tokens": args.tokens}, rate(args.tokens))]
-    found += [PeerMeasure(f"prompt {length}", "prompt", {"ids": ids(length)}, rate(length)) for length in args.prompts]
+    found = [
+        PeerMeasure("decode", "decode", {"prompt": ids(PROMPT), "tokens": args.tokens}, rate(args.tokens))
+    ]
+    found += [
+        PeerMeasure(f"prompt {length}", "prompt", {"ids": ids(length)}, rate(length))
+        for length in args.prompts
+    ]
     for count in (8, MAX_STREAMS):
         prompts = [ids(PROMPT) for _ in range(count)]
-        found.append(PeerMeasure(f"x{count}", "streams", {"prompts": prompts, "tokens": args.tokens}, rate(count * args.tokens)))
+        found.append(
+            PeerMeasure(
+                f"x{count}", "streams", {"prompts": prompts, "tokens": args.tokens}, rate(count * args.tokens)
+            )
+        )
     asked = {"context": ROWS_CONTEXT, "counts": list(ROW_COUNTS), "steps": 16}
-    return [*found, PeerMeasure("rows", "rows", asked, lambda answer: {n: answer[str(n)] / answer["1"] for n in ROW_COUNTS[1:]})]
+    return [
+        *found,
+        PeerMeasure(
+            "rows", "rows", asked, lambda answer: {n: answer[str(n)] / answer["1"] for n in ROW_COUNTS[1:]}
+        ),
+    ]
 
 
 def _supports(engine: PeerEngine, measure: PeerMeasure) -> bool:
@@ -219,7 +270,9 @@ def _supports(engine: PeerEngine, measure: PeerMeasure) -> bool:
     return engine.script != "served"
 
 
-def _measure(loaded: Sequence[LoadedEngine], measures: Sequence[PeerMeasure], memory: MemoryReader, rounds: int) -> list[float]:
+def _measure(
+    loaded: Sequence[LoadedEngine], measures: Sequence[PeerMeasure], memory: MemoryReader, rounds: int
+) -> list[float]:
     """Fills in the rounds; returns the bandwidth of each. What a first call allocates is not counted."""
     bandwidths = []
     plan = list(_schedule(loaded, measures, rounds + 1))
@@ -234,7 +287,9 @@ def _measure(loaded: Sequence[LoadedEngine], measures: Sequence[PeerMeasure], me
     return bandwidths[1:]
 
 
-def _schedule(loaded: Sequence[LoadedEngine], measures: Sequence[PeerMeasure], rounds: int) -> Iterator[tuple[int, PeerMeasure, LoadedEngine]]:
+def _schedule(
+    loaded: Sequence[LoadedEngine], measures: Sequence[PeerMeasure], rounds: int
+) -> Iterator[tuple[int, PeerMeasure, LoadedEngine]]:
     by_name = {one.engine.name: one for one in loaded}
     for round_ in range(rounds):
         for measure in measures:
@@ -246,13 +301,21 @@ def _schedule(loaded: Sequence[LoadedEngine], measures: Sequence[PeerMeasure], r
 def _figures(one: LoadedEngine, bandwidths: Sequence[float], facts: Mapping[str, Any]) -> dict[str, Any]:
     """Medians; `facts` are Foreword's of the same weights."""
     served = one.engine.script == "served"
-    figures: dict[str, Any] = {**one.facts, "peak_bytes": one.worker("peak") if served else one.worker.peak_bytes}
+    figures: dict[str, Any] = {
+        **one.facts,
+        "peak_bytes": one.worker("peak") if served else one.worker.peak_bytes,
+    }
     if one.engine.is_foreword:
-        figures["of_limit"] = figures["peak_bytes"] / (facts["weight_bytes"] + facts["kv_bytes"] + FIXED_BYTES)
+        figures["of_limit"] = figures["peak_bytes"] / (
+            facts["weight_bytes"] + facts["kv_bytes"] + FIXED_BYTES
+        )
     for name, values in one.rounds.items():
         figures[name] = _medians(values) if name == "rows" else statistics.median(values)
     if "decode" in one.rounds:
-        shares = (rate * facts["weight_bytes"] / read for rate, read in zip(one.rounds["decode"], bandwidths, strict=True))
+        shares = (
+            rate * facts["weight_bytes"] / read
+            for rate, read in zip(one.rounds["decode"], bandwidths, strict=True)
+        )
         figures["of_read"] = statistics.median(shares)
     if one.overheads:
         figures["outside_forward"] = statistics.median(one.overheads)
@@ -277,14 +340,31 @@ def _ratios(loaded: Mapping[str, LoadedEngine]) -> dict[str, dict[str, float]]:
     return result
 
 
-def _show(title: str, figures: Mapping[str, Mapping[str, Any]], ratios: Mapping[str, Mapping[str, float]]) -> None:
-    speeds = list(dict.fromkeys(name for one in figures.values() for name in one if name.startswith(("decode", "prompt", "x"))))
+def _show(
+    title: str, figures: Mapping[str, Mapping[str, Any]], ratios: Mapping[str, Mapping[str, float]]
+) -> None:
+    speeds = list(
+        dict.fromkeys(
+            name for one in figures.values() for name in one if name.startswith(("decode", "prompt", "x"))
+        )
+    )
     short = [name.removeprefix("prompt ") for name in speeds]
     rows = [(name, *(_number(one.get(speed), "{:.1f}") for speed in speeds)) for name, one in figures.items()]
-    rows += [(f"foreword / {name}", *(_number(of.get(speed), "{:.2f}x") for speed in speeds)) for name, of in ratios.items()]
+    rows += [
+        (f"foreword / {name}", *(_number(of.get(speed), "{:.2f}x") for speed in speeds))
+        for name, of in ratios.items()
+    ]
     print_table(f"{title}: tokens/s", ("engine", *short), rows)
     counts = ROW_COUNTS[1:]
-    columns = ("engine", "of read", "of peak", *(f"{count} rows" for count in counts), "outside", "MB", "of limit")
+    columns = (
+        "engine",
+        "of read",
+        "of peak",
+        *(f"{count} rows" for count in counts),
+        "outside",
+        "MB",
+        "of limit",
+    )
     more = [(name, *_shares(one, counts)) for name, one in figures.items()]
     print_table(f"{title}: shares, steps of several rows over one, memory", columns, more)
 

@@ -11,12 +11,12 @@ from typing import Any
 
 from peers_worker import serve
 
-from foreword.config import Config
-from foreword.core.events import TokenEvent
+from foreword.checkpoint import prepare_checkpoint
+from foreword.config.options import Config
+from foreword.core.outputs import TokenEvent
 from foreword.core.params import SamplingParams, Speculation
-from foreword.engine.local import LocalClient
-from foreword.prepare import prepare_checkpoint
-from foreword.text.prepare import SamplingDefaults, make_requests
+from foreword.engine_client.local import LocalClient
+from foreword.tokenizer.input_processor import SamplingDefaults, make_requests
 
 OFF = Speculation("off")
 MAX_ROWS = 16
@@ -28,7 +28,9 @@ VISITS = 4  # of each count of rows
 class ForewordPeer:
     """Drafts come from a recording that is wrong, so each step verifies as many rows as were asked for and emits one token."""
 
-    def load(self, path: str, threads: int, tokens: int, streams: int, options: dict[str, Any]) -> dict[str, Any]:
+    def load(
+        self, path: str, threads: int, tokens: int, streams: int, options: dict[str, Any]
+    ) -> dict[str, Any]:
         with tempfile.NamedTemporaryFile("w") as recording:
             wrong = [(7 * index) % 64 + 100 for index in range(2048)]
             json.dump({"prompt_token_ids": [1] * ROWS_CONTEXT, "token_ids": wrong}, recording)
@@ -45,9 +47,15 @@ class ForewordPeer:
                 **options,
             )
             self.prepared = prepare_checkpoint(config)
-            self.client = LocalClient(self.prepared.config, self.prepared.never_sampled_ids, self.prepared.tokenizer.vocabulary)
+            self.client = LocalClient(
+                self.prepared.config, self.prepared.never_sampled_ids, self.prepared.tokenizer.vocabulary
+            )
         info = self.client.info
-        return {"backend": info.backend, "weight_bytes": info.resolved.weight_bytes, "kv_bytes": info.resolved.kv_bytes}
+        return {
+            "backend": info.backend,
+            "weight_bytes": info.resolved.weight_bytes,
+            "kv_bytes": info.resolved.kv_bytes,
+        }
 
     def decode(self, prompt: list[int], tokens: int) -> dict[str, float]:
         """forward: seconds of it inside the model's forward pass."""
@@ -96,12 +104,16 @@ class ForewordPeer:
     def _submit(self, prompt: Sequence[int], tokens: int, speculation: Speculation = OFF) -> str:
         params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=tokens, speculation=speculation)
         limit = self.client.info.resolved.max_model_len
-        (request,) = make_requests(prompt, params, self.prepared.tokenizer, f"peer-{time.monotonic_ns()}", limit, SamplingDefaults(0))
+        (request,) = make_requests(
+            prompt, params, self.prepared.tokenizer, f"peer-{time.monotonic_ns()}", limit, SamplingDefaults(0)
+        )
         self.client.submit(request)
         return request.id
 
     def _until_first(self) -> None:
-        while not any(isinstance(event, TokenEvent) and event.token_ids for event in self.client.step().events):
+        while not any(
+            isinstance(event, TokenEvent) and event.token_ids for event in self.client.step().events
+        ):
             pass
 
     def _drain(self) -> None:

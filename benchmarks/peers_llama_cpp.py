@@ -90,7 +90,11 @@ class LlamaCpp:
 
     def _argmax(self, row: int) -> int:
         pointer = llama_cpp.llama_get_logits_ith(self.context, row)
-        return int(np.ctypeslib.as_array(ctypes.cast(pointer, ctypes.POINTER(ctypes.c_float)), (self.vocab,)).argmax())
+        return int(
+            np.ctypeslib.as_array(
+                ctypes.cast(pointer, ctypes.POINTER(ctypes.c_float)), (self.vocab,)
+            ).argmax()
+        )
 
 
 if __name__ == "__main__":

@@ -97,7 +97,9 @@ def write_checkpoint(shape: PeerModelShape, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     _write_json(folder / "config.json", shape.config())
     _write_json(folder / "generation_config.json", {"eos_token_id": shape.vocab - 1})
-    _write_json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": EOS})
+    _write_json(
+        folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": EOS}
+    )
     _tokenizer(shape.vocab).save(str(folder / "tokenizer.json"))
     generator = torch.Generator().manual_seed(0)
     tensors = {name: _random(name, size, generator) for name, size in shape.shapes()}
@@ -118,7 +120,9 @@ def _tokenizer(vocab_size: int) -> Tokenizer:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     merges = list(islice(_merges(alphabet), vocab_size - len(alphabet) - 1))
     tokens = [*alphabet, *(left + right for left, right in merges), EOS]
-    tokenizer = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(tokens)}, merges=merges))
+    tokenizer = Tokenizer(
+        models.BPE(vocab={token: index for index, token in enumerate(tokens)}, merges=merges)
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([EOS])

@@ -12,8 +12,8 @@ from typing import Any
 import httpx
 from peers_worker import peak_bytes, serve
 
-from foreword.cli.server_process import ServerProcess
-from foreword.config import Config
+from foreword.bench.server import ServerProcess
+from foreword.config.options import Config
 
 
 class ServedPeer:
@@ -22,7 +22,9 @@ class ServedPeer:
     def __init__(self, stack: ExitStack) -> None:
         self.stack = stack
 
-    def load(self, path: str, threads: int, tokens: int, streams: int, options: dict[str, Any]) -> dict[str, Any]:
+    def load(
+        self, path: str, threads: int, tokens: int, streams: int, options: dict[str, Any]
+    ) -> dict[str, Any]:
         config = Config(
             model=path,
             threads=threads,
@@ -52,9 +54,18 @@ class ServedPeer:
 
 
 async def _stream(http: httpx.AsyncClient, prompt: list[int], tokens: int) -> None:
-    body = {"model": "peer", "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "stream": True}
+    body = {
+        "model": "peer",
+        "prompt": prompt,
+        "max_tokens": tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+    }
     usage: dict[str, Any] = {}
-    async with http.stream("POST", "/v1/completions", json=body | {"stream_options": {"include_usage": True}}) as response:
+    async with http.stream(
+        "POST", "/v1/completions", json=body | {"stream_options": {"include_usage": True}}
+    ) as response:
         async for line in response.aiter_lines():
             if line.startswith("data: {"):
                 usage = json.loads(line.removeprefix("data: ")).get("usage") or usage

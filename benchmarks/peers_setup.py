@@ -14,7 +14,15 @@ from peers_models import MODELS, write_checkpoint
 __all__ = ["TO_GGUF", "convert", "make_environment", "make_files"]
 
 TO_GGUF, TO_OPENVINO = (Path(__file__).with_name(f"peers_to_{name}.py") for name in ("gguf", "openvino"))
-PACKAGES = ("llama-cpp-python", "openvino-genai", "openvino-tokenizers", "nncf", "gguf", "transformers", "numpy")
+PACKAGES = (
+    "llama-cpp-python",
+    "openvino-genai",
+    "openvino-tokenizers",
+    "nncf",
+    "gguf",
+    "transformers",
+    "numpy",
+)
 # ggml's products on AMX end in a segmentation fault when gcc 12 compiles them (ldtilecfg); everything else is native.
 NO_AMX_FLAGS = "-mno-amx-tile -mno-amx-int8 -mno-amx-bf16"
 GGUF_TYPES = ("q8_0", "q4_0", "q4_k_m")
@@ -28,7 +36,9 @@ def make_environment(folder: Path) -> str:
         subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
         flags = {"CFLAGS": NO_AMX_FLAGS, "CXXFLAGS": NO_AMX_FLAGS} if platform.machine() == "x86_64" else {}
         packages = [*PACKAGES, f"torch=={torch.__version__}"]
-        subprocess.run([python, "-m", "pip", "install", "--quiet", *packages], check=True, env={**os.environ, **flags})
+        subprocess.run(
+            [python, "-m", "pip", "install", "--quiet", *packages], check=True, env={**os.environ, **flags}
+        )
         done.touch()
     return python
 
@@ -55,5 +65,10 @@ def convert(python: str, script: Path, action: str, source: Path, out: Path, *mo
         return
     unfinished = out.with_name(f"unfinished-{out.name}")
     with out.with_name("conversion.log").open("ab") as log:
-        subprocess.run([python, str(script), action, str(source), str(unfinished), *more], check=True, stdout=log, stderr=log)
+        subprocess.run(
+            [python, str(script), action, str(source), str(unfinished), *more],
+            check=True,
+            stdout=log,
+            stderr=log,
+        )
     unfinished.rename(out)

@@ -108,7 +108,8 @@ def add_tokenizer(writer: gguf.GGUFWriter, tokenizer: dict[str, Any]) -> None:
     writer.add_tokenizer_pre("gpt-2")
     writer.add_token_list(sorted(vocab, key=vocab.__getitem__))
     kinds = (
-        gguf.TokenType.CONTROL if token in special else gguf.TokenType.NORMAL for token in sorted(vocab, key=vocab.__getitem__)
+        gguf.TokenType.CONTROL if token in special else gguf.TokenType.NORMAL
+        for token in sorted(vocab, key=vocab.__getitem__)
     )
     writer.add_token_types(list(kinds))
     writer.add_token_merges([" ".join(merge) for merge in tokenizer["model"]["merges"]])

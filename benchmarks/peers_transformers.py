@@ -41,7 +41,11 @@ class Transformers:
         started = time.perf_counter()
         with torch.inference_mode():
             self.model.generate(
-                ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=tokens,
+                min_new_tokens=tokens,
+                do_sample=False,
             )
         return {"seconds": time.perf_counter() - started}
 

@@ -31,10 +31,10 @@ from pathlib import Path
 import httpx
 from PIL import Image
 
-from foreword.cli.bench_common import print_table, print_json
-from foreword.cli.server_process import ServerProcess
-from foreword.config import Config, parse_bytes
-from tests.vision_checkpoints import write_vision_checkpoint
+from foreword.bench.common import print_json, print_table
+from foreword.bench.server import ServerProcess
+from foreword.config.options import Config, parse_bytes
+from tests.support.vision_checkpoints import write_vision_checkpoint
 
 MIB = 1 << 20
 SIDE, PATCH, MAX_MODEL_LEN = 336, 28, 65_536
@@ -55,7 +55,9 @@ class Clients:
     async def ask(self, http: httpx.AsyncClient, body: bytes) -> None:
         """Until it is let in; then until nobody wants the answer any more."""
         while True:
-            async with http.stream("POST", CHAT, content=body, headers={"Content-Type": "application/json"}) as reply:
+            async with http.stream(
+                "POST", CHAT, content=body, headers={"Content-Type": "application/json"}
+            ) as reply:
                 self.statuses[reply.status_code] += 1
                 if reply.status_code == 200:
                     self.waiting += 1
@@ -96,7 +98,9 @@ def _rss(pid: int) -> float:
     return int(match[1]) / 1024 if match else 0.0
 
 
-async def _measure_waiting(server: ServerProcess, bodies: list[bytes], expected: int) -> tuple[dict[str, float], Clients]:
+async def _measure_waiting(
+    server: ServerProcess, bodies: list[bytes], expected: int
+) -> tuple[dict[str, float], Clients]:
     """Memory when all have asked; afterwards nobody is there any more."""
     clients = Clients(server.url, bodies)
     limits = httpx.Limits(max_connections=None)
@@ -116,11 +120,16 @@ async def _measure_waiting(server: ServerProcess, bodies: list[bytes], expected:
 async def _num_open(http: httpx.AsyncClient) -> float:
     """Requests that run or wait."""
     text = (await http.get("/metrics")).text
-    return sum(float(value) for value in re.findall(r"^foreword_requests_(?:running|waiting) (\S+)$", text, re.MULTILINE))
+    return sum(
+        float(value)
+        for value in re.findall(r"^foreword_requests_(?:running|waiting) (\S+)$", text, re.MULTILINE)
+    )
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--image-memory", default="16MiB")
     parser.add_argument("--side", type=int, default=1200, help="of each picture, in pixels")
@@ -130,10 +139,17 @@ def main(arguments: list[str] | None = None) -> int:
     each = 3 * SIDE * SIDE
     expected = min(args.requests, limit // each)
     with tempfile.TemporaryDirectory() as folder:
-        sizes = {"vision_config": {"image_size": SIDE, "patch_size": PATCH}, "text_config": {"max_position_embeddings": MAX_MODEL_LEN}}
+        sizes = {
+            "vision_config": {"image_size": SIDE, "patch_size": PATCH},
+            "text_config": {"max_position_embeddings": MAX_MODEL_LEN},
+        }
         path = write_vision_checkpoint(Path(folder) / "model", "llava", **sizes)
         options = Config(
-            model=str(path), max_num_seqs=1, image_memory=args.image_memory, max_model_len=MAX_MODEL_LEN, on_runaway="warn"
+            model=str(path),
+            max_num_seqs=1,
+            image_memory=args.image_memory,
+            max_model_len=MAX_MODEL_LEN,
+            on_runaway="warn",
         )
         with ServerProcess(options, ["--queue-timeout", "0", "--max-body-mb", "64"]) as server:
             bodies = [_body(args.side) for _ in range(args.requests)]
@@ -144,12 +160,19 @@ def main(arguments: list[str] | None = None) -> int:
             time.sleep(SETTLE_S)
             after = _memory(server.pid)
     moments = {"before": before, "waiting": waiting, "after": after}
-    rows = [(name, *(f"{one[key]:.0f}" for key in ("server", "engine", "all"))) for name, one in moments.items()]
+    rows = [
+        (name, *(f"{one[key]:.0f}" for key in ("server", "engine", "all"))) for name, one in moments.items()
+    ]
     size = len(bodies[0]) / MIB
     title = f"{args.requests} requests of {size:.1f} MiB, each with a picture of {each / MIB:.2f} MiB"
     print_table(title, ("MiB", "server", "engine", "all"), rows)
     grown, allowed = waiting["all"] - before["all"], 2 * limit / MIB + args.slack
-    figures = {"requests": args.requests, "open": waiting["open"], "statuses": dict(clients.statuses), "body_mib": size}
+    figures = {
+        "requests": args.requests,
+        "open": waiting["open"],
+        "statuses": dict(clients.statuses),
+        "body_mib": size,
+    }
     print_json({"bench": "picture_memory", **figures, **moments, "grown_mib": grown, "allowed_mib": allowed})
     return int(grown > allowed or waiting["open"] > expected)
 

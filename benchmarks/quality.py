@@ -25,12 +25,12 @@ from torch import Tensor
 
 from benchmarks.peers_models import MODELS, write_checkpoint
 from foreword import demo
-from foreword.cache.storage import KVStorage
-from foreword.cli.bench_common import print_table, print_json
+from foreword.bench.common import print_json, print_table
 from foreword.cli.terminal import track_progress
 from foreword.core.batch import Chunk, build_batch
 from foreword.kernels.ops import Ops
 from foreword.kernels.registry import select_backend
+from foreword.kv_cache.storage import KVStorage
 from foreword.models.base import Precision
 from foreword.models.loader import load_model
 from training import corpus
@@ -74,7 +74,10 @@ def main() -> int:
     ops = select_backend("cpu", False, torch.get_num_threads(), args.cpu_isa)
     documents = list(_answers(args.samples))
     with torch.inference_mode():
-        perplexity = {mode.name: _perplexity(ops, mode, documents) for mode in track_progress(MODES, "the demo", len(MODES))}
+        perplexity = {
+            mode.name: _perplexity(ops, mode, documents)
+            for mode in track_progress(MODES, "the demo", len(MODES))
+        }
         write_checkpoint(MODELS[args.model], args.files / args.model)
         errors = _logit_errors(ops, args.files / args.model, MODELS[args.model].vocab)
     _show(args, ops.name, perplexity, errors, sum(document.num_scored for document in documents))
@@ -82,9 +85,13 @@ def main() -> int:
 
 
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", choices=list(MODELS), default="qwen2.5-0.5b")
-    parser.add_argument("--files", type=Path, default=Path("build/peers-models"), metavar="FOLDER", help="checkpoints")
+    parser.add_argument(
+        "--files", type=Path, default=Path("build/peers-models"), metavar="FOLDER", help="checkpoints"
+    )
     parser.add_argument("--samples", type=int, default=20, metavar="N", help="of each kind of prompt")
     parser.add_argument("--cpu-isa", default="auto", metavar="NAME")
     return parser.parse_args()
@@ -95,7 +102,11 @@ def _answers(count: int) -> Iterator[ScoredDocument]:
     tokenizer = Tokenizer.from_file(str(demo.MODEL / "tokenizer.json"))
     for kind in corpus.KINDS:
         for sample in corpus.test_samples(kind, count):
-            prompt = f"{corpus.USER}{sample.prompt}{corpus.END}{corpus.ASSISTANT}" if sample.chat else sample.prompt
+            prompt = (
+                f"{corpus.USER}{sample.prompt}{corpus.END}{corpus.ASSISTANT}"
+                if sample.chat
+                else sample.prompt
+            )
             before = tokenizer.encode(prompt, add_special_tokens=False).ids
             answer = tokenizer.encode(sample.answer + corpus.END, add_special_tokens=False).ids
             yield ScoredDocument(before + answer, len(answer))
@@ -150,15 +161,31 @@ def _error(logits: Tensor, exact: Tensor) -> dict[str, float]:
 
 
 def _show(
-    args: argparse.Namespace, backend: str, perplexity: dict[str, float], errors: dict[str, dict[str, float]], tokens: int
+    args: argparse.Namespace,
+    backend: str,
+    perplexity: dict[str, float],
+    errors: dict[str, dict[str, float]],
+    tokens: int,
 ) -> None:
     base = perplexity["bfloat16"]
     rows = [(name, f"{value:.4f}", f"{value / base - 1:+.2%}") for name, value in perplexity.items()]
-    print_table(f"perplexity of the demo, {tokens} tokens of held-out answers", ("weights", "perplexity", "against bfloat16"), rows)
+    print_table(
+        f"perplexity of the demo, {tokens} tokens of held-out answers",
+        ("weights", "perplexity", "against bfloat16"),
+        rows,
+    )
     columns = ("weights", "error of logits", "same token", "KL, nats")
-    lines = [(name, f"{of['relative_rms']:.2%}", f"{of['same_token']:.0%}", f"{of['kl']:.1e}") for name, of in errors.items()]
+    lines = [
+        (name, f"{of['relative_rms']:.2%}", f"{of['same_token']:.0%}", f"{of['kl']:.1e}")
+        for name, of in errors.items()
+    ]
     print_table(f"a random model of the shape of {args.model}, against float32", columns, lines)
-    regime: dict[str, Any] = {"backend": backend, "samples": args.samples, "tokens": tokens, "model": args.model}
+    regime: dict[str, Any] = {
+        "backend": backend,
+        "samples": args.samples,
+        "tokens": tokens,
+        "model": args.model,
+    }
     print_json({"bench": "quality", **regime, "perplexity": perplexity, "logits": errors})
 
 

@@ -5,7 +5,7 @@
 Cost: tokens are fed one at a time, asked about first and then taken, as a step without speculation does it; in bursts of
 eight, as one with it; and, to compare, through `RequestState` with and without a guard. The kinds of token are chance, a loop
 that is broken off with the last token that is allowed, and one that repeats patterns of every length. It is one thread of
-Python; nothing is computed by a model. Alarms: the texts of tests/repetitive.py, which repeat themselves for good reason,
+Python; nothing is computed by a model. Alarms: the texts of tests/support/repetition_samples.py, which repeat themselves for good reason,
 in each tokenizer. Loops: repeating tokens with which a pattern of each length is found. Prints tables and then one JSON line;
 ends with 1 if there was an alarm, or a loop that was found too late.
 """
@@ -20,14 +20,14 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from foreword.cli.bench_common import print_table, print_json
+from foreword.bench.common import print_json, print_table
 from foreword.core.params import SamplingParams
+from foreword.core.repetition import PATTERN_LIMITS, RepetitionDetector
 from foreword.core.request import Request, RequestState
-from foreword.core.runaway import PATTERN_LIMITS, RepetitionDetector
 from foreword.demo import MODEL
-from foreword.text.tokenizer import Tokenizer
-from tests.fakes import byte_tokenizer
-from tests.repetitive import sample
+from foreword.tokenizer.tokenizer import Tokenizer
+from tests.support.fakes import byte_tokenizer
+from tests.support.repetition_samples import sample
 
 MIN_REPEATING_TOKENS = PATTERN_LIMITS[0][1]
 BURST = 8
@@ -35,23 +35,37 @@ BURST = 8
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--tokenizer", action="append", default=[], metavar="FOLDER", help="one more; may be repeated")
+    parser.add_argument(
+        "--tokenizer", action="append", default=[], metavar="FOLDER", help="one more; may be repeated"
+    )
     parser.add_argument("--samples", type=int, default=2000)
     parser.add_argument("--tokens", type=int, default=200_000)
     args = parser.parse_args(arguments)
     costs = {name: _detector_costs(tokens) for name, tokens in _streams(args.tokens).items()}
     print_table(
-        "nanoseconds a token", ("tokens", "one by one", f"in bursts of {BURST}", "request, guarded", "request, off"), _rows(costs)
+        "nanoseconds a token",
+        ("tokens", "one by one", f"in bursts of {BURST}", "request, guarded", "request, off"),
+        _rows(costs),
     )
     tokenizers = {"demo": Tokenizer.from_directory(MODEL), "bytes": byte_tokenizer()}
     tokenizers |= {Path(path).name: Tokenizer.from_directory(path) for path in args.tokenizer}
     alarms = {name: _false_positives(tokenizer, args.samples) for name, tokenizer in tokenizers.items()}
-    print_table(f"alarms on {args.samples} texts", ("tokenizer", "alarms", "kinds"), [_alarm_row(*item) for item in alarms.items()])
+    print_table(
+        f"alarms on {args.samples} texts",
+        ("tokenizer", "alarms", "kinds"),
+        [_alarm_row(*item) for item in alarms.items()],
+    )
     late = {pattern: _detection_delay(pattern) for pattern in range(1, PATTERN_LIMITS[-1][0] + 1)}
     worst = [max(late[p] for p in late if p <= longest) for longest, _ in PATTERN_LIMITS]
     rows = [(str(longest), str(delay)) for (longest, _), delay in zip(PATTERN_LIMITS, worst, strict=True)]
     print_table("repeating tokens with which a loop is found", ("patterns up to", "at most"), rows)
-    print_json({"nanoseconds": costs, "alarms": {name: dict(found) for name, found in alarms.items()}, "worst_delay": worst})
+    print_json(
+        {
+            "nanoseconds": costs,
+            "alarms": {name: dict(found) for name, found in alarms.items()},
+            "worst_delay": worst,
+        }
+    )
     on_time = all(delay <= enough for delay, (_, enough) in zip(worst, PATTERN_LIMITS, strict=True))
     return 0 if on_time and not any(alarms.values()) else 1
 
@@ -121,7 +135,9 @@ def _false_positives(tokenizer: Tokenizer, count: int) -> Counter[str]:
 def _detection_delay(pattern: int) -> int:
     """Repeating tokens up to the one with which a loop of this length is found, behind a preamble of other tokens."""
     preamble = range(10_000, 10_000 + pattern)
-    found = RepetitionDetector().feed([*preamble, *(i % pattern for i in range(PATTERN_LIMITS[-1][0] + PATTERN_LIMITS[-1][1]))])
+    found = RepetitionDetector().feed(
+        [*preamble, *(i % pattern for i in range(PATTERN_LIMITS[-1][0] + PATTERN_LIMITS[-1][1]))]
+    )
     assert found is not None and found.pattern_len == pattern
     return found.num_tokens - len(preamble) - pattern
 

@@ -29,17 +29,22 @@ from typing import Any
 
 import httpx
 
-from foreword.cli.bench_common import print_table, print_json, with_all_drafters
-from foreword.cli.bench_speculate_prompts import MIXED, PromptBudget, Conversation, make_conversation
-from foreword.cli.bench_speculate_remote import RemoteTarget, run_conversation, draft_stats_since
-from foreword.cli.bench_speculate_round import AUTO, OFF, RequestResult, Mode
-from foreword.cli.bench_speculate_texts import library_functions
+from foreword.bench.common import print_json, print_table, with_all_drafters
+from foreword.bench.server import ServerProcess
+from foreword.bench.speculate.remote import RemoteTarget, draft_stats_since, run_conversation
+from foreword.bench.speculate.types import AUTO, OFF, Mode, RequestResult
+from foreword.bench.speculate.workloads import (
+    MIXED,
+    Conversation,
+    PromptBudget,
+    library_functions,
+    make_conversation,
+)
 from foreword.cli.options import ENGINE_GROUPS, add_config_options, read_config
-from foreword.cli.server_process import ServerProcess
 from foreword.cli.terminal import loading_bar
-from foreword.config import Config
+from foreword.config.options import Config
 from foreword.core.params import Speculation
-from foreword.metrics.tally import SpecDecodeStats
+from foreword.metrics.spec_stats import SpecDecodeStats
 
 SHORT_MODE = Mode("at most two", speculation=Speculation(max_tokens=2))
 SAMPLED_SHARE = 0.8  # temperature of every other request
@@ -158,7 +163,9 @@ def _endless(room: PromptBudget) -> Iterator[tuple[int, Conversation, Mode]]:
 
 def _make_reading(memory_bytes: int, tallies: Any) -> SoakReading:
     totals: Sequence[SpecDecodeStats] = list(tallies)
-    return SoakReading(memory_bytes, sum(tally.num_drafted for tally in totals), sum(tally.num_accepted for tally in totals))
+    return SoakReading(
+        memory_bytes, sum(tally.num_drafted for tally in totals), sum(tally.num_accepted for tally in totals)
+    )
 
 
 def resident_bytes(pid: int) -> int:
@@ -174,7 +181,12 @@ def resident_bytes(pid: int) -> int:
 def main() -> int:
     args = _parse()
     config = with_all_drafters(read_config(args))
-    tested = replace(config, port=0, kv_cache_memory=config.kv_cache_memory or "4000tokens", suffix_corpus_memory=args.corpus)
+    tested = replace(
+        config,
+        port=0,
+        kv_cache_memory=config.kv_cache_memory or "4000tokens",
+        suffix_corpus_memory=args.corpus,
+    )
     alone = replace(config, port=0, speculate="off", draft_model=None)
     with ServerProcess(tested) as server, ServerProcess(_same_context(alone, server)) as twin:
         traffic = SoakTraffic(server, twin, args)
@@ -190,12 +202,22 @@ def _same_context(config: Config, server: ServerProcess) -> Config:
 
 
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--minutes", type=float, default=30.0, metavar="X")
     parser.add_argument("--concurrency", type=int, default=16, metavar="N")
     parser.add_argument("--max-tokens", type=int, default=96, metavar="N")
-    parser.add_argument("--context", type=int, default=1024, metavar="N", help="tokens that a prompt and its answer may fill")
-    parser.add_argument("--twins", type=float, default=0.2, metavar="X", help="share of answers asked again without speculation")
+    parser.add_argument(
+        "--context", type=int, default=1024, metavar="N", help="tokens that a prompt and its answer may fill"
+    )
+    parser.add_argument(
+        "--twins",
+        type=float,
+        default=0.2,
+        metavar="X",
+        help="share of answers asked again without speculation",
+    )
     parser.add_argument("--corpus", default="1MiB", metavar="TEXT", help="memory for finished outputs")
     add_config_options(parser, ENGINE_GROUPS)
     return parser.parse_args()
@@ -213,7 +235,10 @@ def verdicts(findings: SoakFindings) -> dict[str, tuple[bool, str]]:
             not findings.different and findings.compared > 0,
             f"{len(findings.different)} of {findings.compared} twins differ",
         ),
-        "memory flat": (growth is not None and growth <= GROWTH, "too short" if growth is None else f"{growth:.3f}x"),
+        "memory flat": (
+            growth is not None and growth <= GROWTH,
+            "too short" if growth is None else f"{growth:.3f}x",
+        ),
         "acceptance not decaying": (
             decay is not None and decay >= DECAY,
             "nothing drafted" if decay is None else f"{decay:.3f}x",
@@ -227,7 +252,8 @@ def memory_growth(readings: Sequence[SoakReading]) -> float | None:
     if not third:
         return None
     second, last = (
-        statistics.median(one.memory_bytes for one in part) for part in (readings[third : 2 * third], readings[-third:])
+        statistics.median(one.memory_bytes for one in part)
+        for part in (readings[third : 2 * third], readings[-third:])
     )
     return last / second if second else None
 
@@ -255,7 +281,9 @@ def _report(args: argparse.Namespace, findings: SoakFindings, preemptions: int) 
         ["preemptions", "", f"{preemptions}"],
         ["clients that left", "", f"{findings.disconnected}"],
     ]
-    print_table(f"soak: {args.minutes:g} minutes, {args.concurrency} at once", ("demand", "holds", "figure"), rows)
+    print_table(
+        f"soak: {args.minutes:g} minutes, {args.concurrency} at once", ("demand", "holds", "figure"), rows
+    )
     for error, count in findings.errors.most_common():
         print(f"error, {count} times: {error}", file=sys.stderr)
     if findings.different:

@@ -31,14 +31,19 @@ from typing import Any
 from peers_setup import TO_GGUF, convert, make_environment
 from peers_worker import Worker
 
-from foreword.cli.bench_common import rotate, print_table, print_json
-from foreword.cli.bench_speculate_figures import geometric_mean_ratio
-from foreword.cli.bench_speculate_local import LocalEngine
-from foreword.cli.bench_speculate_prompts import CATEGORIES, PromptBudget, Conversation, make_conversations
-from foreword.cli.bench_speculate_round import AUTO, OFF
-from foreword.cli.bench_speculate_texts import library_functions
+from foreword.bench.common import print_json, print_table, rotate
+from foreword.bench.speculate.local import LocalEngine
+from foreword.bench.speculate.statistics import geometric_mean_ratio
+from foreword.bench.speculate.types import AUTO, OFF
+from foreword.bench.speculate.workloads import (
+    CATEGORIES,
+    Conversation,
+    PromptBudget,
+    library_functions,
+    make_conversations,
+)
 from foreword.cli.terminal import track_progress
-from foreword.config import Config
+from foreword.config.options import Config
 from foreword.demo import DRAFTER, MODEL
 
 HERE = Path(__file__).parent
@@ -68,11 +73,15 @@ class Contender:
     worker: Worker | None
     version: str = ""
     seconds: dict[tuple[str, str], list[float]] = field(default_factory=lambda: defaultdict(list))
-    answers: dict[tuple[PeerPrompt, str], set[tuple[int, ...]]] = field(default_factory=lambda: defaultdict(set))
+    answers: dict[tuple[PeerPrompt, str], set[tuple[int, ...]]] = field(
+        default_factory=lambda: defaultdict(set)
+    )
 
     def changed(self, mode: str, questions: Sequence[PeerPrompt]) -> int:
         """Prompts that were ever answered otherwise than without speculation."""
-        return sum(len(self.answers[question, mode] | self.answers[question, OFF.name]) > 1 for question in questions)
+        return sum(
+            len(self.answers[question, mode] | self.answers[question, OFF.name]) > 1 for question in questions
+        )
 
 
 def main() -> int:
@@ -98,13 +107,27 @@ def main() -> int:
 
 
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, default=MODEL, metavar="FOLDER", help="checkpoint (default: the bundled demo)")
-    parser.add_argument("--drafter", type=Path, metavar="FOLDER", help="draft model (default: the demo's, with the demo)")
-    parser.add_argument("--env", type=Path, default=Path("build/peers"), metavar="FOLDER", help="environment of the others")
-    parser.add_argument("--files", type=Path, default=Path("build/speculate-peers"), metavar="FOLDER", help="GGUF file, log")
-    parser.add_argument("--categories", default=",".join(name for name in CATEGORIES if name != RANDOM), metavar="LIST")
-    parser.add_argument("--requests", type=int, default=3, metavar="N", help="scripts of a category (default: 3)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--model", type=Path, default=MODEL, metavar="FOLDER", help="checkpoint (default: the bundled demo)"
+    )
+    parser.add_argument(
+        "--drafter", type=Path, metavar="FOLDER", help="draft model (default: the demo's, with the demo)"
+    )
+    parser.add_argument(
+        "--env", type=Path, default=Path("build/peers"), metavar="FOLDER", help="environment of the others"
+    )
+    parser.add_argument(
+        "--files", type=Path, default=Path("build/speculate-peers"), metavar="FOLDER", help="GGUF file, log"
+    )
+    parser.add_argument(
+        "--categories", default=",".join(name for name in CATEGORIES if name != RANDOM), metavar="LIST"
+    )
+    parser.add_argument(
+        "--requests", type=int, default=3, metavar="N", help="scripts of a category (default: 3)"
+    )
     parser.add_argument("--max-tokens", type=int, default=128, metavar="N")
     parser.add_argument("--context", type=int, default=2048, metavar="N")
     parser.add_argument("--rounds", type=int, default=5, metavar="N")
@@ -122,7 +145,9 @@ def _config(args: argparse.Namespace) -> Config:
 def _questions(engine: LocalEngine, args: argparse.Namespace) -> Iterator[PeerPrompt]:
     """Every turn of every script: later turns hold the answers that Foreword gave without speculation."""
     reach = min(engine.max_len, args.context)
-    room = PromptBudget.from_context(reach, args.max_tokens, lambda text: len(engine.tokenizer.encode(text)), (), library_functions())
+    room = PromptBudget.from_context(
+        reach, args.max_tokens, lambda text: len(engine.tokenizer.encode(text)), (), library_functions()
+    )
     for category in args.categories.split(","):
         scripts = make_conversations(category, args.requests, 0, room)
         for call in engine.run(scripts, OFF, 1, "questions").results:
@@ -136,7 +161,10 @@ def _load_peers(engine: LocalEngine, args: argparse.Namespace) -> Iterator[Conte
     log.write_bytes(b"")
     convert(python, TO_GGUF, "gguf", args.model, gguf)
     loads: Mapping[str, dict[str, Any]] = {
-        "transformers": {"path": str(args.model), "drafter": None if args.drafter is None else str(args.drafter)},
+        "transformers": {
+            "path": str(args.model),
+            "drafter": None if args.drafter is None else str(args.drafter),
+        },
         "llama_cpp": {"path": str(gguf), "context": min(engine.max_len, args.context)},
     }
     for name, arguments in loads.items():
@@ -153,18 +181,24 @@ def _ask(contender: Contender, mode: str, question: PeerPrompt, engine: LocalEng
         seconds, ids = call.total_s, call.output
     else:
         stop = list(engine.tokenizer.eos_token_ids)
-        answer = contender.worker("answer", mode=mode, prompt=question.prompt, tokens=question.tokens, stop=stop)
+        answer = contender.worker(
+            "answer", mode=mode, prompt=question.prompt, tokens=question.tokens, stop=stop
+        )
         seconds, ids = answer["seconds"], answer["ids"]
     contender.answers[question, mode].add(tuple(ids))
     return float(seconds)
 
 
-def _report(contenders: Sequence[Contender], questions: Sequence[PeerPrompt], args: argparse.Namespace) -> int:
+def _report(
+    contenders: Sequence[Contender], questions: Sequence[PeerPrompt], args: argparse.Namespace
+) -> int:
     ways = [(contender, mode) for contender in contenders for mode in contender.modes if mode != OFF.name]
     found = {f"{contender.name} {mode}": _figures(contender, mode, questions) for contender, mode in ways}
     categories = list(dict.fromkeys(question.category for question in questions))
     rows = [[category, *(_cell(found[way][category]) for way in found)] for category in categories]
-    print_table("time off over time on, tokens/s off and on, prompts answered otherwise", ("category", *found), rows)
+    print_table(
+        "time off over time on, tokens/s off and on, prompts answered otherwise", ("category", *found), rows
+    )
     versions = {contender.name: contender.version for contender in contenders if contender.version}
     regime = {"model": args.model.name, "rounds": args.rounds, "threads": args.threads}
     print_json({"bench": "speculate peers", **regime, "versions": versions, "modes": found})

@@ -2,7 +2,7 @@
 
     python -m benchmarks.structured [--model FOLDER] [--schemas 300] [--tokens 1500] [--temperature 0.7]
 
-The schemas are those of tests/schemas.py, made from their numbers; all of a kind are asked at once. DRY keeps a model as small
+The schemas are those of tests/support/json_schema_cases.py, made from their numbers; all of a kind are asked at once. DRY keeps a model as small
 as the bundled one from repeating itself within a text for ever, which no schema forbids. An answer has finished if it ended
 by itself within --tokens; it conforms if jsonschema says so, formats included. Prints a table and then one JSON line; ends
 with 1 if fewer than 95 % finish, if one that has finished does not conform, or if a token differs between on and off.
@@ -21,8 +21,8 @@ from typing import Any
 from jsonschema import Draft202012Validator, ValidationError
 
 from foreword import LLM, RequestOutput, SamplingParams, Speculation, StructuredOutput
-from foreword.cli.bench_common import print_table, print_json
-from tests.schemas import SAMPLING, make_schema, schema_prompt
+from foreword.bench.common import print_json, print_table
+from tests.support.json_schema_cases import SAMPLING, make_schema, schema_prompt
 
 MIN_CONFORMING = 0.95
 
@@ -51,7 +51,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         tallies.append(_tally(method, schemas, answers[-1], time.perf_counter() - began))
     same = sum(on.outputs[0].token_ids == off.outputs[0].token_ids for on, off in zip(*answers, strict=True))
     _show(tallies, same)
-    well = all(tally.finished >= MIN_CONFORMING * tally.asked and tally.conforming == tally.finished for tally in tallies)
+    well = all(
+        tally.finished >= MIN_CONFORMING * tally.asked and tally.conforming == tally.finished
+        for tally in tallies
+    )
     return 0 if well and same == len(schemas) else 1
 
 
@@ -64,7 +67,9 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def _ask(llm: LLM, schemas: Sequence[dict[str, Any]], method: str, tokens: int, temperature: float) -> list[RequestOutput]:
+def _ask(
+    llm: LLM, schemas: Sequence[dict[str, Any]], method: str, tokens: int, temperature: float
+) -> list[RequestOutput]:
     params = [
         SamplingParams(
             max_tokens=tokens,
@@ -76,11 +81,21 @@ def _ask(llm: LLM, schemas: Sequence[dict[str, Any]], method: str, tokens: int, 
         )
         for number, schema in enumerate(schemas)
     ]
-    return llm.chat([[{"role": "user", "content": schema_prompt(schema)}] for schema in schemas], params, progress=sys.stderr.isatty())
+    return llm.chat(
+        [[{"role": "user", "content": schema_prompt(schema)}] for schema in schemas],
+        params,
+        progress=sys.stderr.isatty(),
+    )
 
 
-def _tally(method: str, schemas: Sequence[dict[str, Any]], outputs: Sequence[RequestOutput], seconds: float) -> StructuredTally:
-    finished = [(schema, output.text) for schema, output in zip(schemas, outputs, strict=True) if output.finish_reason == "stop"]
+def _tally(
+    method: str, schemas: Sequence[dict[str, Any]], outputs: Sequence[RequestOutput], seconds: float
+) -> StructuredTally:
+    finished = [
+        (schema, output.text)
+        for schema, output in zip(schemas, outputs, strict=True)
+        if output.finish_reason == "stop"
+    ]
     tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
     conforming = sum(conforms(schema, text) for schema, text in finished)
     return StructuredTally(method, len(schemas), len(finished), conforming, tokens, seconds)
@@ -88,7 +103,9 @@ def _tally(method: str, schemas: Sequence[dict[str, Any]], outputs: Sequence[Req
 
 def conforms(schema: dict[str, Any], text: str) -> bool:
     try:
-        Draft202012Validator(schema, format_checker=Draft202012Validator.FORMAT_CHECKER).validate(json.loads(text))
+        Draft202012Validator(schema, format_checker=Draft202012Validator.FORMAT_CHECKER).validate(
+            json.loads(text)
+        )
         return True
     except (ValueError, ValidationError) as error:
         print(f"{schema['title']}: {text!r:.400}: {error!s:.400}", file=sys.stderr)
@@ -100,7 +117,10 @@ def _show(tallies: Sequence[StructuredTally], same: int) -> None:
     print_table(
         "Answers to schemas",
         head,
-        [[f"{value:.4g}" if isinstance(value, float) else str(value) for value in asdict(t).values()] for t in tallies],
+        [
+            [f"{value:.4g}" if isinstance(value, float) else str(value) for value in asdict(t).values()]
+            for t in tallies
+        ],
     )
     print(f"answers that are the same, token by token, with speculation on and off: {same}")
     print_json({"bench": "structured", "same": same, "tallies": [asdict(tally) for tally in tallies]})

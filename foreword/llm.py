@@ -21,29 +21,37 @@ from typing import Any
 
 from rich.progress import Progress
 
-from foreword.config import Config
-from foreword.conversation import ChatInputProcessor, open_image_loader, image_source
-from foreword.core.events import EmbeddingEvent, Event, ErrorEvent, StepStats, TokenEvent
+from foreword.checkpoint import prepare_checkpoint
+from foreword.config.options import Config
+from foreword.config.resolve import EngineInfo
+from foreword.core.outputs import EmbeddingEvent, ErrorEvent, Event, StepStats, TokenEvent
 from foreword.core.params import SamplingParams
 from foreword.core.request import Request
-from foreword.core.vectors import FLOAT_BYTES, cosine, normalize_embedding
-from foreword.encoders.local import LocalEncoder, load_local_encoder
-from foreword.encoders.recipe import read_decoder_pooling_config
-from foreword.engine.local import LocalClient
+from foreword.embedding.local import LocalEncoder, load_local_encoder
+from foreword.embedding.sentence_transformers import read_decoder_pooling_config
+from foreword.embedding.vectors import FLOAT_BYTES, cosine, normalize_embedding
+from foreword.engine_client.local import LocalClient
 from foreword.errors import InvalidRequest
 from foreword.grammar.check import GrammarChecker
 from foreword.metrics.recorder import MetricsRecorder
 from foreword.outputs import CompletionOutput, EmbeddingOutput, RequestOutput, StreamPiece
-from foreword.prepare import prepare_checkpoint
-from foreword.resolve import EngineInfo
-from foreword.text.answer import ChoiceOutput, OutputDelta
-from foreword.text.embedding import check_input, make_embedding_requests
-from foreword.text.messages import ImagePart
-from foreword.text.prepare import SamplingDefaults, make_requests
+from foreword.tokenizer.input_processor import (
+    ChatInputProcessor,
+    SamplingDefaults,
+    check_input,
+    image_source,
+    make_embedding_requests,
+    make_requests,
+    open_image_loader,
+)
+from foreword.tokenizer.messages import ImagePart
+from foreword.tokenizer.output_processor import ChoiceOutput, OutputDelta
 
 __all__ = ["LLM", "CompletionOutput", "EmbeddingOutput", "RequestOutput", "StreamPiece"]
 
-PROMPT_HELP = "a prompt is a text, {'prompt': ...} or {'prompt_token_ids': [...]}, the latter two perhaps with 'images'"
+PROMPT_HELP = (
+    "a prompt is a text, {'prompt': ...} or {'prompt_token_ids': [...]}, the latter two perhaps with 'images'"
+)
 
 logger = logging.getLogger("foreword")
 
@@ -74,7 +82,7 @@ class LLM:
 
     speculate    "auto", "off", or drafters joined by commas
     draft_model  a smaller checkpoint with the same tokenizer
-    options      any other field of `foreword.config.Config`, by name; an `embedding_model` embeds, or ranks, in the model's place
+    options      any other field of `foreword.config.options.Config`, by name; an `embedding_model` embeds, or ranks, in the model's place
     Raises ConfigError or CheckpointError. Not thread-safe.
     """
 
@@ -88,18 +96,31 @@ class LLM:
         **options: Any,
     ) -> None:
         started = time.perf_counter()
-        config = Config(model=None if model is None else str(model), speculate=speculate, draft_model=draft_model, **options)
+        config = Config(
+            model=None if model is None else str(model),
+            speculate=speculate,
+            draft_model=draft_model,
+            **options,
+        )
         prepared = prepare_checkpoint(config)
         self.config = prepared.config
         self.tokenizer = prepared.tokenizer
         self.stats = StepStats()
-        self._sampling_defaults = SamplingDefaults(self.config.seed, self.config.default_max_tokens, self.config.on_runaway)
-        self._client = LocalClient(prepared.config, prepared.never_sampled_ids, prepared.tokenizer.vocabulary, on_progress)
+        self._sampling_defaults = SamplingDefaults(
+            self.config.seed, self.config.default_max_tokens, self.config.on_runaway
+        )
+        self._client = LocalClient(
+            prepared.config, prepared.never_sampled_ids, prepared.tokenizer.vocabulary, on_progress
+        )
         self._encoder = load_local_encoder(prepared.config) if prepared.config.embedding_model else None
         self._pooling_config = read_decoder_pooling_config(prepared.path)
-        self._recorder = MetricsRecorder(self.info.resolved.drafters, multimodal=self.info.image_token_id is not None)
+        self._recorder = MetricsRecorder(
+            self.info.resolved.drafters, multimodal=self.info.image_token_id is not None
+        )
         self._chat_input = ChatInputProcessor(self.tokenizer, prepared.processor, self.config.max_images)
-        self._image_loader = None if prepared.processor is None else open_image_loader(self.config, prepared.processor)
+        self._image_loader = (
+            None if prepared.processor is None else open_image_loader(self.config, prepared.processor)
+        )
         self._grammar_checker = GrammarChecker(self.tokenizer.vocabulary)
         weakref.finalize(self, self._grammar_checker.close)
         if self._image_loader is not None:
@@ -130,7 +151,9 @@ class LLM:
         Raises InvalidRequest before anything runs if a prompt or a parameter is impossible.
         """
         listed = [prompts] if isinstance(prompts, str | Mapping) else prompts
-        return self._generate(self._build_all_requests([self._parse_prompt(prompt) for prompt in listed], params), progress)
+        return self._generate(
+            self._build_all_requests([self._parse_prompt(prompt) for prompt in listed], params), progress
+        )
 
     def chat(
         self,
@@ -145,9 +168,13 @@ class LLM:
         {"type": "image", "image": ...}: a path, the bytes of a file, or a picture of PIL's.
         """
         conversations: Any = [messages] if messages and isinstance(messages[0], Mapping) else messages
-        return self._generate(self._build_all_requests([self._render_chat(one) for one in conversations], params), progress)
+        return self._generate(
+            self._build_all_requests([self._render_chat(one) for one in conversations], params), progress
+        )
 
-    def stream(self, prompt: PromptInput | Sequence[Message], params: SamplingParams | None = None) -> Iterator[StreamPiece]:
+    def stream(
+        self, prompt: PromptInput | Sequence[Message], params: SamplingParams | None = None
+    ) -> Iterator[StreamPiece]:
         """Answer a text, or a list of messages, piece by piece. Leaving the loop ends the request."""
         asked = self._parse_prompt(prompt) if isinstance(prompt, str | Mapping) else self._render_chat(prompt)
         (job,) = self._build_all_requests([asked], params)
@@ -177,15 +204,24 @@ class LLM:
         Raises InvalidRequest before anything runs if an input is impossible.
         """
         one = isinstance(inputs, str) or (bool(inputs) and isinstance(inputs[0], int))
-        ids = [self._input_ids(f"inputs[{i}]", item, prompt_name) for i, item in enumerate([inputs] if one else inputs)]  # type: ignore[arg-type]
+        ids = [
+            self._input_ids(f"inputs[{i}]", item, prompt_name)  # type: ignore[arg-type]
+            for i, item in enumerate([inputs] if one else inputs)
+        ]
         started = time.perf_counter()
         self._recorder.on_embedding_start()
         reason = "error"
         try:
-            vectors = self._embed_with_model(ids, pooling) if self._embedder is None else self._embedder.encode(ids, pooling)
+            vectors = (
+                self._embed_with_model(ids, pooling)
+                if self._embedder is None
+                else self._embedder.encode(ids, pooling)
+            )
             reason = "done"
         finally:
-            self._recorder.on_embedding_finish("embed", reason, len(ids), sum(map(len, ids)), time.perf_counter() - started)
+            self._recorder.on_embedding_finish(
+                "embed", reason, len(ids), sum(map(len, ids)), time.perf_counter() - started
+            )
         size = min((len(vector) // FLOAT_BYTES for vector in vectors), default=0)
         if dimensions is not None and vectors and not 1 <= dimensions <= size:
             raise InvalidRequest(f"dimensions must be between 1 and {size}, got {dimensions}", "dimensions")
@@ -200,7 +236,9 @@ class LLM:
         if self._encoder is not None and self._embedder is None:
             pairs = [self._encoder.tokenizer.encode_pair(query, text) for text in texts]
             for index, (ids, _) in enumerate(pairs):
-                check_input(f"documents[{index}]", ids, self._encoder.info.max_tokens, self._encoder.info.vocab_size)
+                check_input(
+                    f"documents[{index}]", ids, self._encoder.info.max_tokens, self._encoder.info.vocab_size
+                )
             return self._encoder.score(pairs)
         first, *others = (output.vector for output in self.embed([query, *texts]))
         return [cosine(first, other) for other in others]
@@ -219,7 +257,9 @@ class LLM:
         bare, parts = self._chat_input.split_images(messages, local=True)
         text = self._chat_input.template.render(bare)
         ids = self.tokenizer.encode(text, add_special_tokens=False)
-        return _Prompt(text, self._chat_input.check_placeholders(ids, len(parts), "messages", "the chat template"), parts)
+        return _Prompt(
+            text, self._chat_input.check_placeholders(ids, len(parts), "messages", "the chat template"), parts
+        )
 
     def _parse_prompt(self, prompt: PromptInput) -> _Prompt:
         if isinstance(prompt, str):
@@ -231,9 +271,14 @@ class LLM:
             ids = self.tokenizer.encode(text)
         else:
             raise InvalidRequest(f"{PROMPT_HELP}, got {prompt!r:.80}", "prompt")
-        parts = [ImagePart(f"images[{index}]", image=image) for index, image in enumerate(prompt.get("images") or ())]
+        parts = [
+            ImagePart(f"images[{index}]", image=image)
+            for index, image in enumerate(prompt.get("images") or ())
+        ]
         self._chat_input.check_num_images(len(parts), "images")
-        return _Prompt(text, self._chat_input.check_placeholders(ids, len(parts), "prompt") if parts else ids, parts)
+        return _Prompt(
+            text, self._chat_input.check_placeholders(ids, len(parts), "prompt") if parts else ids, parts
+        )
 
     def _build_all_requests(self, prompts: Sequence[_Prompt], params: Any) -> list[_PromptRequests]:
         single = params is None or isinstance(params, SamplingParams)
@@ -247,7 +292,9 @@ class LLM:
         if params.structured is not None:
             self._grammar_checker.check_sync(params.structured)
         sources = [image_source(part) for part in parsed.image_parts]
-        prompt = self._chat_input.insert_images(parsed.token_ids, self._image_loader.load(sources) if self._image_loader and sources else ())
+        prompt = self._chat_input.insert_images(
+            parsed.token_ids, self._image_loader.load(sources) if self._image_loader and sources else ()
+        )
         requests = make_requests(
             prompt.token_ids,
             params,
@@ -288,14 +335,18 @@ class LLM:
         elif encoder is not None:
             ids = encoder.tokenizer.encode(item, prompt=prompt_name)
         else:
-            ids = self.tokenizer.encode(self._pooling_config.find_prompt(prompt_name, Path(str(self.config.model)).name) + item)
+            ids = self.tokenizer.encode(
+                self._pooling_config.find_prompt(prompt_name, Path(str(self.config.model)).name) + item
+            )
         check_input(name, ids, limit, known)
         return ids
 
     def _embed_with_model(self, ids: Sequence[Sequence[int]], pooling: str | None) -> list[bytes]:
         """Of the model itself: step until all are there; an error of one is raised, and frees all of them."""
         name, placeholder = f"embd-{next(self._request_counter)}", self._chat_input.placeholder_id
-        requests = make_embedding_requests(ids, pooling or self._pooling_config.pooling, name, image_token_id=placeholder)
+        requests = make_embedding_requests(
+            ids, pooling or self._pooling_config.pooling, name, image_token_id=placeholder
+        )
         found: dict[str, bytes] = {}
         try:
             for request in requests:
@@ -303,7 +354,11 @@ class LLM:
                 self._client.submit(request)
             while len(found) < len(requests):
                 self._step()
-                found |= {request.id: _embedding_vector(inbox.popleft()) for request in requests if (inbox := self._event_queues[request.id])}
+                found |= {
+                    request.id: _embedding_vector(inbox.popleft())
+                    for request in requests
+                    if (inbox := self._event_queues[request.id])
+                }
         finally:
             for request in requests:
                 del self._event_queues[request.id]
@@ -341,7 +396,9 @@ class LLM:
             if event.request_id in self._event_queues:
                 self._event_queues[event.request_id].append(event)
 
-    def _process_events(self, answer: ChoiceOutput, live: dict[str, ChoiceOutput]) -> Iterator[tuple[ChoiceOutput, OutputDelta]]:
+    def _process_events(
+        self, answer: ChoiceOutput, live: dict[str, ChoiceOutput]
+    ) -> Iterator[tuple[ChoiceOutput, OutputDelta]]:
         """What has come for one answer; an answer that is over leaves `live`."""
         request = answer.request
         while request.id in live and self._event_queues[request.id]:
@@ -358,14 +415,18 @@ class LLM:
                 del live[request.id], self._event_queues[request.id]
             yield answer, delta
 
-    def _make_output(self, prompt: _PromptRequests, answers: Mapping[str, ChoiceOutput], hashes: Mapping[str, list[int]]) -> RequestOutput:
+    def _make_output(
+        self, prompt: _PromptRequests, answers: Mapping[str, ChoiceOutput], hashes: Mapping[str, list[int]]
+    ) -> RequestOutput:
         self._recorder.on_response(len(prompt.requests))
         first = answers[prompt.requests[0].id]
         return RequestOutput(
             request_id=prompt.requests[0].id.rsplit("-", 1)[0],
             prompt=prompt.text,
             prompt_token_ids=prompt.requests[0].prompt_ids,
-            outputs=tuple(self._make_choice(i, answers[r.id], hashes[r.id]) for i, r in enumerate(prompt.requests)),
+            outputs=tuple(
+                self._make_choice(i, answers[r.id], hashes[r.id]) for i, r in enumerate(prompt.requests)
+            ),
             prompt_logprobs=first.prompt_logprobs or None,
             metrics=self._recorder.answer_metrics(*(request.id for request in prompt.requests)),
         )

@@ -5,8 +5,8 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass
 
-from foreword.core.events import TokenLogprob
-from foreword.metrics.answer import AnswerMetrics
+from foreword.core.outputs import TokenLogprob
+from foreword.metrics.request_stats import AnswerMetrics
 
 __all__ = ["CompletionOutput", "EmbeddingOutput", "RequestOutput", "StreamPiece"]
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from tests.device import DEVICE, PARTIAL, missing_package, limit_memory_info, num_workers
+from tests.support.device import DEVICE, PARTIAL, limit_memory_info, missing_package, num_workers
 
 # Without a GPU, Triton's kernels run in its interpreter; it decides so where a kernel is defined.
 if DEVICE == "cpu":
@@ -29,7 +29,9 @@ def pytest_configure(config: pytest.Config) -> None:
     count = num_workers()
     if count > 1:
         torch.cuda.set_per_process_memory_fraction(0.9 / count)
-        torch.cuda.mem_get_info = limit_memory_info(torch.cuda.mem_get_info, torch.cuda.memory_reserved, count)
+        torch.cuda.mem_get_info = limit_memory_info(
+            torch.cuda.mem_get_info, torch.cuda.memory_reserved, count
+        )
         os.environ.setdefault("FOREWORD_GPU_MEMORY_UTILIZATION", f"{0.9 / count:.3f}")
 
 
@@ -51,7 +53,11 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--full-product", action="store_true", help="every combination of settings in test_exact, not only pairs")
+    parser.addoption(
+        "--full-product",
+        action="store_true",
+        help="every combination of settings in test_exact, not only pairs",
+    )
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from foreword.config import Config
-from tests.checkpoints import FAMILIES, write_checkpoint
-from tests.in_process import ASGIServer, serving
-from tests.pictures import image_part, png
-from tests.vision_checkpoints import VISION_FAMILIES, write_vision_checkpoint
+from foreword.config.options import Config
+from tests.support.asgi_client import ASGIServer, serving
+from tests.support.checkpoints import FAMILIES, write_checkpoint
+from tests.support.images import image_part, png
+from tests.support.vision_checkpoints import VISION_FAMILIES, write_vision_checkpoint
 
 SEED, MOST = 2**63 + 5, 16
 ASKED: dict[str, Any] = {  # as in the report that this project began with
@@ -29,7 +29,9 @@ ASKED: dict[str, Any] = {  # as in the report that this project began with
 }
 QUESTION = {"type": "text", "text": "the cat and the dog and the cat and"}
 TEXTS = [{"role": "user", "content": [QUESTION]}]
-PICTURES = [{"role": "user", "content": [image_part(png("red")), QUESTION, image_part(png("blue", (90, 30)))]}]
+PICTURES = [
+    {"role": "user", "content": [image_part(png("red")), QUESTION, image_part(png("blue", (90, 30)))]}
+]
 
 
 @dataclass
@@ -49,7 +51,9 @@ class Choice:
         self.finish_reason = choice["finish_reason"]
 
 
-async def ask(server: ASGIServer, messages: Any, stream: bool = False, **fields: Any) -> tuple[dict[int, Choice], dict[str, Any]]:
+async def ask(
+    server: ASGIServer, messages: Any, stream: bool = False, **fields: Any
+) -> tuple[dict[int, Choice], dict[str, Any]]:
     """Choices by index, and usage."""
     body = {"messages": messages, **ASKED, **fields, "stream": stream}
     if stream:
@@ -76,19 +80,25 @@ def check_usage(usage: dict[str, Any], alone: dict[str, Any], choices: dict[int,
     """The prompt once, what was said of all choices."""
     said = sum(len(choice.token_ids) for choice in choices.values())
     assert usage["prompt_tokens"] == alone["prompt_tokens"]
-    assert usage["prompt_tokens_details"].get("image_tokens") == alone["prompt_tokens_details"].get("image_tokens")
+    assert usage["prompt_tokens_details"].get("image_tokens") == alone["prompt_tokens_details"].get(
+        "image_tokens"
+    )
     assert (usage["completion_tokens"], usage["total_tokens"]) == (said, said + usage["prompt_tokens"])
 
 
 async def check_choices(config: Config, messages: Any) -> None:
     async with serving(config) as server:
         alone = await asyncio.gather(*(ask(server, messages, seed=SEED + i) for i in range(MOST)))
-        assert len({tuple(choices[0].token_ids) for choices, _ in alone}) > 1, "choices that are all alike prove nothing"
+        assert len({tuple(choices[0].token_ids) for choices, _ in alone}) > 1, (
+            "choices that are all alike prove nothing"
+        )
         for n in (8, MOST):
             for stream in (False, True):
                 for method in ("auto", "off"):
                     before = await server.metric("choices_returned_total")
-                    choices, usage = await ask(server, messages, stream, n=n, seed=SEED, speculation={"method": method})
+                    choices, usage = await ask(
+                        server, messages, stream, n=n, seed=SEED, speculation={"method": method}
+                    )
                     assert sorted(choices) == list(range(n))
                     assert all(choice == alone[i][0][0] for i, choice in choices.items())
                     check_usage(usage, alone[0][1], choices)
@@ -99,7 +109,9 @@ async def check_choices(config: Config, messages: Any) -> None:
 
 
 def config(path: Path, **options: Any) -> Config:
-    return Config(str(path), threads=1, max_model_len=256, kv_cache_memory="8000tokens", draft_length="fixed", **options)
+    return Config(
+        str(path), threads=1, max_model_len=256, kv_cache_memory="8000tokens", draft_length="fixed", **options
+    )
 
 
 @pytest.mark.parametrize("family", FAMILIES)

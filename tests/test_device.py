@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.device import DEVICE, missing_package, limit_memory_info, num_workers
+from tests.support.device import DEVICE, limit_memory_info, missing_package, num_workers
 
 ROOT = Path(__file__).parent.parent
 NEEDY = "import pytest\ndef test_here() -> None: pass\n"
@@ -51,19 +51,35 @@ def test_only_optional_packages_may_be_missing() -> None:
         ("numbers_of_nobody", "1", "1 error"),
     ],
 )
-def test_a_module_is_skipped_only_where_that_is_allowed(tmp_path: Path, package: str, partial: str, told: str) -> None:
+def test_a_module_is_skipped_only_where_that_is_allowed(
+    tmp_path: Path, package: str, partial: str, told: str
+) -> None:
     """The package is hidden from a suite of two modules."""
     (tmp_path / "conftest.py").write_text((ROOT / "tests/conftest.py").read_text())
-    (tmp_path / "test_one.py").write_text(f"import sys\nsys.modules[{package!r}] = None\nimport {package}\n{NEEDY}")
+    (tmp_path / "test_one.py").write_text(
+        f"import sys\nsys.modules[{package!r}] = None\nimport {package}\n{NEEDY}"
+    )
     (tmp_path / "test_two.py").write_text(NEEDY)
     environment = os.environ | {"FOREWORD_TEST_PARTIAL": partial, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", str(tmp_path)]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:xdist",
+        str(tmp_path),
+    ]
     done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert told in done.stdout
 
 
 def test_engines_go_where_tensors_of_tests_are() -> None:
     from_probe = subprocess.run(
-        [sys.executable, "-c", "from foreword.hardware import probe; print(probe().device)"], capture_output=True, text=True
+        [sys.executable, "-c", "from foreword.config.hardware import probe; print(probe().device)"],
+        capture_output=True,
+        text=True,
     )
     assert from_probe.stdout.strip() == DEVICE

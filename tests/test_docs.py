@@ -14,22 +14,26 @@ from pathlib import Path
 
 import pytest
 
+from foreword.bench.server import ServerProcess
 from foreword.cli.banner import curl_line
 from foreword.cli.main import COMMANDS, build_parser
 from foreword.cli.options import flag
-from foreword.cli.server_process import ServerProcess
-from foreword.config import Config, option_fields
+from foreword.config.options import Config, option_fields
 from foreword.core.params import SamplingParams
 from foreword.models.architectures import ARCHITECTURES
 from foreword.models.vision.registry import VISION_MODELS
-from foreword.serve.app import ROUTES
-from tests.test_house import ALLOWED
+from foreword.server.app import ROUTES
+from tests.test_layering import ALLOWED
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 DOCS = ROOT / "docs"
 PAGES = [README, ROOT / "CHANGELOG.md", *sorted(DOCS.rglob("*.md")), *sorted(ROOT.glob("[a-z]*/README.md"))]
-TOLD_ELSEWHERE = {"faq.md", "flags.md", "migrating.md"}  # what is planned, what is written by the code, what others have
+TOLD_ELSEWHERE = {
+    "faq.md",
+    "flags.md",
+    "migrating.md",
+}  # what is planned, what is written by the code, what others have
 OWN = [README, *(path for path in sorted(DOCS.glob("*.md")) if path.name not in TOLD_ELSEWHERE)]
 LOCAL = "http://127.0.0.1:8000"
 # Flags of other programs that the pages tell of.
@@ -89,7 +93,9 @@ def definitions(path: Path) -> set[str]:
     return {node.name for node in nodes if isinstance(node, kinds)}
 
 
-@pytest.mark.parametrize("path", [DOCS / "architecture.md", DOCS / "development.md", DOCS / "exactness.md"], ids=name_of)
+@pytest.mark.parametrize(
+    "path", [DOCS / "architecture.md", DOCS / "development.md", DOCS / "exactness.md"], ids=name_of
+)
 def test_named_files_and_functions_exist(path: Path) -> None:
     """`path.py` and `path.py: name()` are relative to the package, or begin with a folder beside it."""
     named = re.findall(r"`([\w/]+\.py)(?:: (\w+)(?:\(\))?)?`", read(path))
@@ -122,8 +128,11 @@ def test_every_failure_has_its_test() -> None:
 
 
 def test_layers_are_those_that_are_enforced() -> None:
-    written = {package: set(names.split(", ")) - {"nothing"} for package, names in table(DOCS / "architecture.md", "package")}
-    assert written == ALLOWED, "docs/architecture.md and tests/test_house.py differ"
+    written = {
+        package: set(names.split(", ")) - {"nothing"}
+        for package, names in table(DOCS / "architecture.md", "package")
+    }
+    assert written == ALLOWED, "docs/architecture.md and tests/test_layering.py differ"
 
 
 # What the code offers
@@ -149,7 +158,9 @@ def test_every_dependency_has_its_line() -> None:
 def test_every_family_is_documented() -> None:
     assert {cells[1].strip("`") for cells in table(README, "family")} == {*ARCHITECTURES, *VISION_MODELS}
     assert {cells[0].strip("`") for cells in table(DOCS / "models.md", "`model_type`")} == set(ARCHITECTURES)
-    assert {cells[0].strip("`") for cells in table(DOCS / "models.md", "`model_type`, with pictures")} == set(VISION_MODELS)
+    assert {cells[0].strip("`") for cells in table(DOCS / "models.md", "`model_type`, with pictures")} == set(
+        VISION_MODELS
+    )
 
 
 def test_sampling_parameters_are_documented_with_their_defaults() -> None:
@@ -190,7 +201,11 @@ def test_flags_that_are_named_exist(path: Path) -> None:
 
 def test_our_side_of_the_migration_exists() -> None:
     lines = [line for line in read(DOCS / "migrating.md").splitlines() if line.startswith("| ")]
-    ours = {name for line in lines for name in re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", line.strip("|").split(" | ")[-1])}
+    ours = {
+        name
+        for line in lines
+        for name in re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", line.strip("|").split(" | ")[-1])
+    }
     assert ours
     assert ours - every_flag() == set()
 
@@ -210,7 +225,9 @@ def test_code_of_every_page_compiles() -> None:
 
 def run(code: str) -> str:
     """What a program prints in a process of its own."""
-    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=120, cwd=ROOT)
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=120, cwd=ROOT
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 

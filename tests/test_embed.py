@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from foreword import LLM, SamplingParams
 from foreword.core.request import RequestState
 from foreword.errors import ContextLengthExceeded, InvalidRequest
-from tests.checkpoints import write_checkpoint
-from tests.encoders.checkpoints import write_encoder
+from tests.support.checkpoints import write_checkpoint
+from tests.support.embedding_checkpoints import write_encoder
 
 TEXTS = ("the cat and the dog", "in the thing", "a")
 
@@ -41,7 +41,9 @@ def test_texts_and_ids_give_the_same(llm: LLM) -> None:
 
 
 def test_pooling_length_and_dimensions(llm: LLM) -> None:
-    (last,), (mean,), (cls,) = (llm.embed(TEXTS[0], pooling=pooling, normalize=False) for pooling in ("last", "mean", "cls"))
+    (last,), (mean,), (cls,) = (
+        llm.embed(TEXTS[0], pooling=pooling, normalize=False) for pooling in ("last", "mean", "cls")
+    )
     assert len({tuple(output.vector) for output in (last, mean, cls)}) == 3
     assert llm.embed("t", pooling="mean") == llm.embed("t", pooling="cls") == llm.embed("t")
     (cut,) = llm.embed(TEXTS[0], dimensions=5)
@@ -62,13 +64,20 @@ def test_many_are_the_same_as_one_by_one(llm: LLM) -> None:
     [
         (["a", ""], {}, InvalidRequest, r"inputs\[1\] has no tokens"),
         (["a", [10**6]], {}, InvalidRequest, r"inputs\[1\] holds 1000000"),
-        (["a", [7] * 65], {}, ContextLengthExceeded, r"inputs\[1\] has 65 tokens; the model takes at most 64"),
+        (
+            ["a", [7] * 65],
+            {},
+            ContextLengthExceeded,
+            r"inputs\[1\] has 65 tokens; the model takes at most 64",
+        ),
         (["a"], {"pooling": "max"}, InvalidRequest, "pooling must be one of last, mean, cls"),
         (["a"], {"dimensions": 65}, InvalidRequest, "dimensions must be between 1 and 64"),
         (["a"], {"dimensions": 0}, InvalidRequest, "dimensions must be between 1 and 64"),
     ],
 )
-def test_what_is_impossible(llm: LLM, inputs: object, options: dict[str, object], error: type[Exception], text: str) -> None:
+def test_what_is_impossible(
+    llm: LLM, inputs: object, options: dict[str, object], error: type[Exception], text: str
+) -> None:
     with pytest.raises(error, match=text):
         llm.embed(inputs, **options)  # type: ignore[arg-type]
     assert llm._client.idle and not llm._event_queues
@@ -154,14 +163,18 @@ def test_a_checkpoint_made_for_embedding(path: Path, tmp_path: Path) -> None:
     write_checkpoint(model, "qwen3", seed=5, tie_word_embeddings=True)
     plain = LLM(str(model), threads=1, max_model_len=64)
     tensors = load_file(model / "model.safetensors")
-    save_file({name.removeprefix("model."): tensor for name, tensor in tensors.items()}, model / "model.safetensors")
+    save_file(
+        {name.removeprefix("model."): tensor for name, tensor in tensors.items()}, model / "model.safetensors"
+    )
     _write(model / "modules.json", [{"type": "sentence_transformers.models.Pooling", "path": "1_Pooling"}])
     _write(model / "1_Pooling" / "config.json", {"pooling_mode_mean_tokens": True})
     _write(model / "config_sentence_transformers.json", {"prompts": {"query": "find: "}})
     llm = LLM(str(model), threads=1, max_model_len=64)
     assert llm.embed(TEXTS) == plain.embed(TEXTS, pooling="mean")
     assert llm.embed("cat", prompt_name="query") == llm.embed("find: cat")
-    with pytest.raises(InvalidRequest, match=r"prompt_name must be one that model has \(query\), got 'magic'"):
+    with pytest.raises(
+        InvalidRequest, match=r"prompt_name must be one that model has \(query\), got 'magic'"
+    ):
         llm.embed("cat", prompt_name="magic")
     with pytest.raises(InvalidRequest, match=r"has \(none\)"):
         plain.embed("cat", prompt_name="query")

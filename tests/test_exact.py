@@ -24,13 +24,23 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from foreword import LLM, RequestOutput, SamplingParams
 from foreword.kernels.cpu.library import supported_isas
-from tests.checkpoints import FAMILIES, write_checkpoint, write_drafter
-from tests.gguf_files import write_gguf
+from tests.support.checkpoints import FAMILIES, write_checkpoint, write_drafter
+from tests.support.gguf_files import write_gguf
 
 MAX_MODEL_LEN = 127  # one below a block boundary
 
 SETTINGS: dict[str, tuple[Any, ...]] = {
-    "speculate": ("off", "ngram", "suffix", "draft", "replay 0", "replay 0.5", "replay 1", "suffix,draft", "auto"),
+    "speculate": (
+        "off",
+        "ngram",
+        "suffix",
+        "draft",
+        "replay 0",
+        "replay 0.5",
+        "replay 1",
+        "suffix,draft",
+        "auto",
+    ),
     "draft_length": ("fixed", "adaptive"),
     "concurrent": (1, 16),
     "cache": ("ample", "small"),
@@ -52,7 +62,12 @@ PLAIN = {
 def pairwise(settings: dict[str, tuple[Any, ...]]) -> Iterator[dict[str, Any]]:
     """Few combinations that hold every pair of values of every two settings (greedy)."""
     names = list(settings)
-    missing = {((a, x), (b, y)) for a, b in itertools.combinations(names, 2) for x in settings[a] for y in settings[b]}
+    missing = {
+        ((a, x), (b, y))
+        for a, b in itertools.combinations(names, 2)
+        for x in settings[a]
+        for y in settings[b]
+    }
     everything = [dict(zip(names, values, strict=True)) for values in itertools.product(*settings.values())]
     while missing:
         best = max(everything, key=lambda combination: len(missing & _pairs(combination)))
@@ -105,7 +120,9 @@ PARAMS: tuple[dict[str, Any], ...] = (
 
 def requests() -> tuple[list[dict[str, list[int]]], list[SamplingParams]]:
     ids = [{"prompt_token_ids": prompt} for prompt in prompts()]
-    return ids, [SamplingParams(**{"max_tokens": 40, "seed": 100 * i, **params}) for i, params in enumerate(PARAMS)]
+    return ids, [
+        SamplingParams(**{"max_tokens": 40, "seed": 100 * i, **params}) for i, params in enumerate(PARAMS)
+    ]
 
 
 @dataclass(frozen=True)
@@ -120,8 +137,15 @@ class Family:
 
 def fingerprint(output: RequestOutput) -> dict[str, Any]:
     """Everything about an answer that may not depend on how it was made."""
-    choices = [(c.token_ids, c.logits_hashes, c.text, c.finish_reason, c.stop_reason, c.seed, c.logprobs) for c in output.outputs]
-    return {"choices": choices, "prompt_logprobs": output.prompt_logprobs, "lengths": [len(c.token_ids) for c in output.outputs]}
+    choices = [
+        (c.token_ids, c.logits_hashes, c.text, c.finish_reason, c.stop_reason, c.seed, c.logprobs)
+        for c in output.outputs
+    ]
+    return {
+        "choices": choices,
+        "prompt_logprobs": output.prompt_logprobs,
+        "lengths": [len(c.token_ids) for c in output.outputs],
+    }
 
 
 def outputs_of(outputs: Iterable[RequestOutput]) -> list[dict[str, Any]]:
@@ -153,7 +177,9 @@ def answers(
     outputs = llm.generate(*requests())
     llm.check()
     if "suffix" in method or method == "auto":
-        assert outputs_of(llm.generate(*requests())) == outputs_of(outputs), "with a corpus of finished outputs"
+        assert outputs_of(llm.generate(*requests())) == outputs_of(outputs), (
+            "with a corpus of finished outputs"
+        )
     if small and combination["concurrent"] > 1:
         assert llm.stats.preemptions_total > 0, "the cache was meant to be too small"
     return llm, outputs_of(outputs)
@@ -166,7 +192,9 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 def make_family(name: str, path: Path, **overrides: Any) -> Family:
     model = write_checkpoint(path / "model", name, seed=1, **overrides)
-    drafter = write_checkpoint(path / "drafter", name, seed=1, dtype="bfloat16", **overrides)  # rounded: agrees often, not always
+    drafter = write_checkpoint(
+        path / "drafter", name, seed=1, dtype="bfloat16", **overrides
+    )  # rounded: agrees often, not always
     _, plain = answers(model, drafter, None, PLAIN)
     recording = path / "recording.jsonl"
     recording.write_text("".join(json.dumps(line) + "\n" for line in recorded(plain)))
@@ -181,9 +209,16 @@ def recorded(plain: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 
 def acceptance(llm: LLM) -> float:
     """Accepted share of all drafted tokens so far; 0 if there were none."""
-    samples = {metric.name: metric.samples for metric in text_string_to_metric_families(llm.render_metrics().decode())}
+    samples = {
+        metric.name: metric.samples
+        for metric in text_string_to_metric_families(llm.render_metrics().decode())
+    }
     drafted, accepted = (
-        sum(sample.value for sample in samples.get(f"foreword_spec_{kind}_tokens", ()) if sample.name.endswith("_total"))
+        sum(
+            sample.value
+            for sample in samples.get(f"foreword_spec_{kind}_tokens", ())
+            if sample.name.endswith("_total")
+        )
         for kind in ("draft", "accepted")
     )
     return accepted / drafted if drafted else 0.0
@@ -228,14 +263,23 @@ def test_equal_with_predictions(family: Family, draft_length: str) -> None:
         test_mode=True,
     )
     for shift in (0, 1):
-        texts = [family.plain[(i + shift) % len(family.plain)]["choices"][0][2][:40] or "?" for i in range(len(params))]
+        texts = [
+            family.plain[(i + shift) % len(family.plain)]["choices"][0][2][:40] or "?"
+            for i in range(len(params))
+        ]
         predicted = [replace(p, prediction=text) for p, text in zip(params, texts, strict=True)]
         assert differing(family, outputs_of(llm.generate(prompts_, predicted))) == []
     llm.check()
     assert draft_length == "adaptive" or 0.0 < acceptance(llm) < 1.0
 
 
-CROWDED = PLAIN | {"speculate": "suffix,draft", "concurrent": 16, "cache": "small", "prefix_caching": True, "chunk": 24}
+CROWDED = PLAIN | {
+    "speculate": "suffix,draft",
+    "concurrent": 16,
+    "cache": "small",
+    "prefix_caching": True,
+    "chunk": 24,
+}
 PRECISIONS: dict[str, dict[str, str]] = {
     "bfloat16": {"dtype": "bfloat16"},
     "float16": {"dtype": "float16"},
@@ -278,17 +322,25 @@ def test_equal_in_low_precision(pair: tuple[Path, Path], precision: str, backend
 
 
 @pytest.mark.parametrize(("kind", "backend"), with_backends(BLOCKS))
-def test_equal_with_the_blocks_of_a_gguf_file(pair: tuple[Path, Path], tmp_path: Path, kind: str, backend: str) -> None:
-    model, drafter = (write_gguf(path, tmp_path / f"{path.name}.gguf", GGMLQuantizationType[kind]) for path in pair)
+def test_equal_with_the_blocks_of_a_gguf_file(
+    pair: tuple[Path, Path], tmp_path: Path, kind: str, backend: str
+) -> None:
+    model, drafter = (
+        write_gguf(path, tmp_path / f"{path.name}.gguf", GGMLQuantizationType[kind]) for path in pair
+    )
     check_crowded(model, drafter, cpu_isa=backend, dtype="bfloat16")
 
 
 def long_requests() -> tuple[list[dict[str, list[int]]], list[SamplingParams]]:
     """Prompts and answers that reach over several tiles of the attention."""
     chance = random.Random(9)
-    texts = [[chance.randrange(3, 250) for _ in range(chance.randint(20, 60))] * chance.randint(3, 8) for _ in range(8)]
+    texts = [
+        [chance.randrange(3, 250) for _ in range(chance.randint(20, 60))] * chance.randint(3, 8)
+        for _ in range(8)
+    ]
     params = [
-        SamplingParams(temperature=t, seed=i, max_tokens=60, ignore_eos=True, logprobs=1) for i, t in enumerate((0.0, 1.0) * 4)
+        SamplingParams(temperature=t, seed=i, max_tokens=60, ignore_eos=True, logprobs=1)
+        for i, t in enumerate((0.0, 1.0) * 4)
     ]
     return [{"prompt_token_ids": text} for text in texts], params
 

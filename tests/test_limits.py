@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from foreword import LLM, SamplingParams, Speculation
-from tests.checkpoints import write_checkpoint
+from tests.support.checkpoints import write_checkpoint
 
 BLOCK = 8
 PROMPT = [40, 41, 42, 43, 40, 41, 42, 43, 40]
@@ -51,7 +51,9 @@ def test_every_answer_ends_at_the_limit(checkpoint: Path, recording: Path, draft
     )
     for together in (1, 16):
         for drafted in range(1, 17):
-            params = SamplingParams(temperature=0, ignore_eos=True, speculation=Speculation(max_tokens=drafted))
+            params = SamplingParams(
+                temperature=0, ignore_eos=True, speculation=Speculation(max_tokens=drafted)
+            )
             outputs = llm.generate([{"prompt_token_ids": PROMPT}] * together, params)
             assert {len(output.token_ids) for output in outputs} == {limit - len(PROMPT)}
             assert {output.finish_reason for output in outputs} == {"length"}

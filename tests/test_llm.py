@@ -9,9 +9,9 @@ import pytest
 
 from foreword import LLM, SamplingParams, Speculation
 from foreword.core.request import RequestState
-from foreword.engine.plan import ScheduleOutput
+from foreword.engine.schedule import ScheduleOutput
 from foreword.errors import CheckpointError, ConfigError, ContextLengthExceeded, InvalidRequest
-from tests.checkpoints import write_checkpoint
+from tests.support.checkpoints import write_checkpoint
 
 TEXT = "the cat and the dog and the cat"
 
@@ -52,7 +52,8 @@ def test_a_chat_is_the_rendered_text(llm: LLM) -> None:
 
 def test_each_prompt_has_its_params(llm: LLM) -> None:
     first, second = llm.generate(
-        [TEXT, TEXT], [SamplingParams(max_tokens=3, ignore_eos=True), SamplingParams(max_tokens=5, ignore_eos=True)]
+        [TEXT, TEXT],
+        [SamplingParams(max_tokens=3, ignore_eos=True), SamplingParams(max_tokens=5, ignore_eos=True)],
     )
     assert (len(first.token_ids), len(second.token_ids)) == (3, 5)
     with pytest.raises(InvalidRequest, match="2 prompts, but 1"):
@@ -94,7 +95,9 @@ def test_prompt_logprobs(llm: LLM) -> None:
     assert output.prompt_logprobs is not None and len(output.prompt_logprobs) == len(output.prompt_token_ids)
     assert output.prompt_logprobs[0] is None
     assert [lp.token_id for lp in output.prompt_logprobs[1:] if lp] == list(output.prompt_token_ids[1:])
-    assert all(lp is None or (len(lp.top) == 2 and lp.top[0][1] >= lp.top[1][1]) for lp in output.prompt_logprobs)
+    assert all(
+        lp is None or (len(lp.top) == 2 and lp.top[0][1] >= lp.top[1][1]) for lp in output.prompt_logprobs
+    )
     assert output.logprobs is not None and output.logprobs[0].rank == 1
 
 
@@ -104,7 +107,9 @@ def test_a_prompt_too_long_is_refused_before_anything_runs(llm: LLM) -> None:
     assert llm._client.idle
 
 
-@pytest.mark.parametrize("prompt", [{"text": "x"}, {"prompt_token_ids": []}, {"prompt_token_ids": [10**7]}, ""])
+@pytest.mark.parametrize(
+    "prompt", [{"text": "x"}, {"prompt_token_ids": []}, {"prompt_token_ids": [10**7]}, ""]
+)
 def test_impossible_prompts_are_refused(llm: LLM, prompt: object) -> None:
     with pytest.raises(InvalidRequest):
         llm.generate([prompt])  # type: ignore[list-item]
@@ -141,7 +146,9 @@ def test_two_streams_and_an_answer_at_once(llm: LLM) -> None:
 
 
 def test_a_refused_batch_leaves_nothing_behind(llm: LLM) -> None:
-    with pytest.raises(InvalidRequest, match=r"speculation.method must be one of auto, off, prediction, draft"):
+    with pytest.raises(
+        InvalidRequest, match=r"speculation.method must be one of auto, off, prediction, draft"
+    ):
         llm.generate([TEXT, TEXT], [SamplingParams(), SamplingParams(speculation=Speculation("ngram"))])
     assert llm._client.idle and not llm._event_queues
 
@@ -163,11 +170,17 @@ def test_metrics_of_an_answer_are_those_of_all_its_choices(llm: LLM) -> None:
 
 
 def test_a_prediction_is_drafted_and_changes_no_token(llm: LLM) -> None:
-    plain = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, speculation=Speculation("prediction"))
+    plain = SamplingParams(
+        temperature=0, max_tokens=40, ignore_eos=True, speculation=Speculation("prediction")
+    )
     (whole,) = llm.generate(TEXT, plain)
     assert whole.metrics is not None and whole.metrics.draft_tokens is None, "drafted without a prediction"
     # Text and tokens are not one to one: what the tokenizer makes of the text may differ in places from what was sampled.
-    for prediction in (whole.text, whole.text[:30] + "something else" + whole.text[60:], "nothing of the kind"):
+    for prediction in (
+        whole.text,
+        whole.text[:30] + "something else" + whole.text[60:],
+        "nothing of the kind",
+    ):
         (same,) = llm.generate(TEXT, replace(plain, prediction=prediction))
         assert same.token_ids == whole.token_ids
     (same,) = llm.generate(TEXT, replace(plain, prediction=whole.text))
@@ -175,7 +188,9 @@ def test_a_prediction_is_drafted_and_changes_no_token(llm: LLM) -> None:
 
 
 def test_each_choice_predicts_for_itself(llm: LLM) -> None:
-    params = SamplingParams(n=3, max_tokens=30, ignore_eos=True, seed=4, speculation=Speculation("prediction"))
+    params = SamplingParams(
+        n=3, max_tokens=30, ignore_eos=True, seed=4, speculation=Speculation("prediction")
+    )
     (plain,) = llm.generate(TEXT, params)
     (guessed,) = llm.generate(TEXT, replace(params, prediction=plain.outputs[1].text))
     assert [choice.token_ids for choice in guessed.outputs] == [choice.token_ids for choice in plain.outputs]

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from foreword import LLM, SamplingParams
-from tests.checkpoints import write_checkpoint
+from tests.support.checkpoints import write_checkpoint
 
 NUM_REQUESTS = 1000
 
@@ -18,7 +18,10 @@ def requests() -> tuple[list[dict[str, list[int]]], list[SamplingParams]]:
     for number in range(NUM_REQUESTS):
         own = [chance.randrange(3, 250) for _ in range(chance.randint(4, 18))]
         prompts.append(
-            {"prompt_token_ids": common[: chance.choice((0, 0, 20, 48)) if number >= 64 else 0] + own * chance.randint(1, 4)}
+            {
+                "prompt_token_ids": common[: chance.choice((0, 0, 20, 48)) if number >= 64 else 0]
+                + own * chance.randint(1, 4)
+            }
         )
         length = 120 if number < 64 else chance.choice((2, 5, 9, 14, 40))
         params.append(SamplingParams(temperature=chance.choice((0.0, 1.0)), seed=number, max_tokens=length))

@@ -111,7 +111,9 @@ def test_every_division_is_guarded(place: str) -> None:
     assert guarded(EXPRESSIONS[place])
 
 
-@pytest.mark.parametrize("place", [place for place in EXPRESSIONS if "histogram_quantile" in EXPRESSIONS[place]])
+@pytest.mark.parametrize(
+    "place", [place for place in EXPRESSIONS if "histogram_quantile" in EXPRESSIONS[place]]
+)
 def test_quantiles_of_nothing_are_guarded(place: str) -> None:
     assert re.search(r"and .*_count.* > 0$", EXPRESSIONS[place].strip())
 
@@ -168,9 +170,13 @@ def test_the_series_of_the_rule_tests_exist() -> None:
 
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
-@pytest.mark.parametrize("command", [("check", "rules", RULES.name), ("test", "rules", RULES_TEST.name)], ids=lambda c: c[0])
+@pytest.mark.parametrize(
+    "command", [("check", "rules", RULES.name), ("test", "rules", RULES_TEST.name)], ids=lambda c: c[0]
+)
 def test_prometheus_agrees(command: tuple[str, ...]) -> None:
-    done = subprocess.run(["promtool", *command], cwd=MONITORING, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        ["promtool", *command], cwd=MONITORING, capture_output=True, text=True, timeout=60, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -208,6 +214,9 @@ def test_every_panel_can_be_narrowed_to_an_instance() -> None:
 
 def test_the_dashboard_shows_every_metric() -> None:
     shown = {
-        metric.name for panel in panels() for target in panel.get("targets", ()) for metric, _, _ in selectors(target["expr"])
+        metric.name
+        for panel in panels()
+        for target in panel.get("targets", ())
+        for metric, _, _ in selectors(target["expr"])
     }
     assert shown == set(METRICS)

@@ -5,16 +5,26 @@ from pathlib import Path
 
 import pytest
 
-from foreword.config import Config
+from foreword.config.options import Config
 from foreword.errors import CheckpointError, ConfigError
 from foreword.models.loader import read_model_info
-from tests.checkpoints import write_checkpoint
-from tests.test_house import FILES, ROOT
+from tests.support.checkpoints import write_checkpoint
+from tests.test_layering import FILES, ROOT
 
 # Between our own processes, over sockets that nobody else has: see docs/security.md.
-OWN_PROCESSES = {"encoders/messages.py"}
+OWN_PROCESSES = {"embedding/messages.py"}
 MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
-CALLS = {"eval", "exec", "compile", "__import__", "torch.load", "numpy.load", "np.load", "torch.jit.load", "torch.hub.load"}
+CALLS = {
+    "eval",
+    "exec",
+    "compile",
+    "__import__",
+    "torch.load",
+    "numpy.load",
+    "np.load",
+    "torch.jit.load",
+    "torch.hub.load",
+}
 YAML = {"yaml.load", "yaml.unsafe_load", "yaml.full_load", "yaml.load_all"}
 PLAIN = ("BaseLoader", "SafeLoader", "_Loader")  # the last is a BaseLoader
 
@@ -70,7 +80,9 @@ def test_a_checkpoint_with_code_of_its_own_is_refused(tmp_path: Path) -> None:
     path = write_checkpoint(tmp_path / "own", auto_map=AUTO_MAP)
     config = path / "config.json"
     config.write_text(config.read_text().replace('"llama"', '"own"'))
-    with pytest.raises(CheckpointError, match=r"'own' is not supported; the code that `auto_map` names is not run"):
+    with pytest.raises(
+        CheckpointError, match=r"'own' is not supported; the code that `auto_map` names is not run"
+    ):
         read_model_info(path)
 
 

@@ -7,11 +7,32 @@ from typing import Any
 
 import jsonschema
 
-from tests.schemas import make_schema, schema_prompt
+from tests.support.json_schema_cases import make_schema, schema_prompt
 
 EVERYTHING = {
-    *("additionalProperties", "allOf", "anyOf", "const", "enum", "exclusiveMaximum", "exclusiveMinimum", "format", "items"),
-    *("maxItems", "maxLength", "maxProperties", "maximum", "minItems", "minLength", "minimum", "multipleOf", "oneOf", "pattern"),
+    *(
+        "additionalProperties",
+        "allOf",
+        "anyOf",
+        "const",
+        "enum",
+        "exclusiveMaximum",
+        "exclusiveMinimum",
+        "format",
+        "items",
+    ),
+    *(
+        "maxItems",
+        "maxLength",
+        "maxProperties",
+        "maximum",
+        "minItems",
+        "minLength",
+        "minimum",
+        "multipleOf",
+        "oneOf",
+        "pattern",
+    ),
     *("patternProperties", "prefixItems", "properties", "required", "type", "$ref", "$defs", "description"),
 }
 

@@ -78,7 +78,9 @@ def draw(rng: Random, size: int, progress: float = 1.0) -> Sample:
         generate = faq.ask
     else:
         phase = 2 if progress >= _EDITS_START_PROGRESS else 1
-        generate = rng.choices([one[0] for one in KINDS.values()], weights=[one[phase] for one in KINDS.values()])[0]
+        generate = rng.choices(
+            [one[0] for one in KINDS.values()], weights=[one[phase] for one in KINDS.values()]
+        )[0]
     sample = generate(rng, size)
     return draw(rng, size, progress) if held_out(sample) else sample
 
@@ -89,7 +91,13 @@ def _follow_up(rng: Random, before: Sample) -> Sample:
     if not old.isalpha():
         return faq.ask(rng, 1)
     new = rng.choice((w.plain_word, w.invented))(rng)
-    say = rng.choice((f"Now replace {old} with {new}.", f"And change {old} to {new}.", f"Now write {new} instead of {old}."))
+    say = rng.choice(
+        (
+            f"Now replace {old} with {new}.",
+            f"And change {old} to {new}.",
+            f"Now write {new} instead of {old}.",
+        )
+    )
     return Sample("replace", say, tasks.swap(before.answer, old, new))
 
 

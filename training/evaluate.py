@@ -96,7 +96,11 @@ def is_right(sample: Sample, text: str) -> bool:
 
 
 def measure(
-    model: LlamaForCausalLM, drafter: LlamaForCausalLM, tokenizer: Tokenizer, samples: list[Sample], show: bool = False
+    model: LlamaForCausalLM,
+    drafter: LlamaForCausalLM,
+    tokenizer: Tokenizer,
+    samples: list[Sample],
+    show: bool = False,
 ) -> KindCounts:
     """Run the samples of one kind."""
     tally, end = KindCounts(), tokenizer.token_to_id(corpus.END)
@@ -108,19 +112,31 @@ def measure(
         right = output[-1] == end and is_right(sample, text)
         if show and not right:
             print(f"--- {sample.prompt}\nwanted: {sample.answer}\ngot:    {text}")
-        tally.samples, tally.right, tally.tokens = tally.samples + 1, tally.right + right, tally.tokens + len(output)
+        tally.samples, tally.right, tally.tokens = (
+            tally.samples + 1,
+            tally.right + right,
+            tally.tokens + len(output),
+        )
         # While a chain agrees with the target, its context is the target's own; one pass thus gives all chains.
         agreed = greedy_tokens(drafter, prompt, output)
         by_model = count_accepted(output, lambda at, g=agreed: g[at : at + DRAFT_LEN])
         by_ngram = count_accepted(output, lambda at, p=prompt, o=output: prompt_lookup(p + o[:at]))
-        tally.model_drafted, tally.model_accepted = tally.model_drafted + by_model[0], tally.model_accepted + by_model[1]
-        tally.ngram_drafted, tally.ngram_accepted = tally.ngram_drafted + by_ngram[0], tally.ngram_accepted + by_ngram[1]
+        tally.model_drafted, tally.model_accepted = (
+            tally.model_drafted + by_model[0],
+            tally.model_accepted + by_model[1],
+        )
+        tally.ngram_drafted, tally.ngram_accepted = (
+            tally.ngram_drafted + by_ngram[0],
+            tally.ngram_accepted + by_ngram[1],
+        )
     return tally
 
 
 def report(tallies: dict[str, KindCounts]) -> None:
     """Print the table and the JSON line."""
-    table = Table("kind", "samples", "right %", "draft model %", "n-gram %", "n-gram tokens drafted / output token")
+    table = Table(
+        "kind", "samples", "right %", "draft model %", "n-gram %", "n-gram tokens drafted / output token"
+    )
     for kind, one in tallies.items():
         table.add_row(
             kind,
@@ -136,14 +152,18 @@ def report(tallies: dict[str, KindCounts]) -> None:
 
 def main() -> None:
     """Read the command line and measure."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", type=Path, default=demo.MODEL)
     parser.add_argument("--drafter", type=Path, default=demo.DRAFTER)
     parser.add_argument("--samples", type=int, default=40)
     parser.add_argument("--kinds", nargs="*", default=[*corpus.KINDS, "repeat, long"])
     parser.add_argument("--show", action="store_true", help="print what went wrong")
     args = parser.parse_args()
-    model, drafter = (LlamaForCausalLM.from_pretrained(one, dtype=torch.bfloat16) for one in (args.model, args.drafter))
+    model, drafter = (
+        LlamaForCausalLM.from_pretrained(one, dtype=torch.bfloat16) for one in (args.model, args.drafter)
+    )
     tokenizer = Tokenizer.from_file(str(args.model / "tokenizer.json"))
     tallies = {}
     for name in args.kinds:

@@ -8,7 +8,9 @@ from training import page
 from training import words as w
 from training.tasks import Sample
 
-FALLBACK = "I am a small demonstration model and do not know that. Ask me about Foreword, or give me a text to edit."
+FALLBACK = (
+    "I am a small demonstration model and do not know that. Ask me about Foreword, or give me a text to edit."
+)
 _GREETINGS = {
     "Hello! Ask me about Foreword, or give me a text to edit.": "Hello|Hi|Hey|Good morning|Hello there|Good evening|Hi there",
     "You are welcome.": "Thanks|Thank you|Thank you very much|Thanks a lot|Great, thanks",
@@ -51,7 +53,10 @@ _OPENINGS = (
         "How do I |How can I |How could I |How would I |How to |What must I do to |I want to know how to |Show me how to |"
         "What is the way to ",
     ),
-    (r"^(?:Which|What) (?=[a-z]+ (?:are|can|does|do|is|starts|turns|sets|measures|checks)\b)", "Which |What "),
+    (
+        r"^(?:Which|What) (?=[a-z]+ (?:are|can|does|do|is|starts|turns|sets|measures|checks)\b)",
+        "Which |What ",
+    ),
     (
         r"^(?:Explain|Describe|Define) ",
         "Explain |Describe |Can you explain |Could you explain |Please explain |Tell me about |I do not understand ",

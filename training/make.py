@@ -18,7 +18,9 @@ def step(module: str, *arguments: str | Path) -> None:
 
 def main() -> None:
     """Run all steps in order."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("run", type=Path, help="folder for checkpoints and logs")
     parser.add_argument("--minutes", default="74")
     parser.add_argument("--drafter-minutes", default="14")

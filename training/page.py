@@ -11,7 +11,10 @@ FOLDER = Path(__file__).parent
 def answers() -> dict[str, str]:
     """Map each heading of docs/faq.md to its answer, in one line."""
     page = (FOLDER.parent / "docs" / "faq.md").read_text(encoding="utf-8")
-    return {question: " ".join(answer.split()) for question, answer in re.findall(r"^### (.+)\n\n((?:.+\n)+)", page, re.M)}
+    return {
+        question: " ".join(answer.split())
+        for question, answer in re.findall(r"^### (.+)\n\n((?:.+\n)+)", page, re.M)
+    }
 
 
 @cache

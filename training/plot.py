@@ -32,7 +32,8 @@ def draw(run: Path, target: Path) -> None:
         for axes, field in ((left, "loss"), (right, "right")):
             values = [line[field] for line in lines]
             smooth = [
-                sum(values[max(0, i - _WINDOW) : i + 1]) / len(values[max(0, i - _WINDOW) : i + 1]) for i in range(len(values))
+                sum(values[max(0, i - _WINDOW) : i + 1]) / len(values[max(0, i - _WINDOW) : i + 1])
+                for i in range(len(values))
             ]
             axes.plot(millions, smooth, label=role)
     left.set(xlabel="tokens read, millions", ylabel="training loss (drafter: distillation)", yscale="log")

@@ -65,7 +65,10 @@ def _journey(rng: Random, who: str, animal: str, thing: str, place: str) -> str:
     food = w.choose_skewed(rng, ("bread", "apples", "cheese", "soup"))
     day = w.choose_skewed(rng, ("the next morning", "after a long rest", "at night"))
     choices = (
-        (f'"Do not worry," said {who}. "We will find the {thing} together."', f'"Come with me," said {who} to the {animal}.'),
+        (
+            f'"Do not worry," said {who}. "We will find the {thing} together."',
+            f'"Come with me," said {who} to the {animal}.',
+        ),
         (f"{weather}, and they walked a long way through the {place}.",),
         (
             f"First they asked an old farmer, but he had not seen the {thing}.",
@@ -130,7 +133,11 @@ def _matches_parts(parts: list[set[str]], text: str) -> bool:
     """Say whether the text is one option of each part, in order."""
     if not parts:
         return not text
-    return any(_matches_parts(parts[1:], text[len(one) :].removeprefix(" ")) for one in parts[0] if text.startswith(one))
+    return any(
+        _matches_parts(parts[1:], text[len(one) :].removeprefix(" "))
+        for one in parts[0]
+        if text.startswith(one)
+    )
 
 
 def is_story(prompt: str, text: str) -> bool:

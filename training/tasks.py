@@ -33,7 +33,16 @@ def _ask(rng: Random, instruction: str, text: str, either: bool = False) -> str:
 def repeat(rng: Random, size: int) -> Sample:
     """Give the text back unchanged."""
     text = texts.passage(rng, size)
-    say = rng.choice(("Repeat this text", "Repeat", "Copy this text", "Write this again", "Repeat the text unchanged", "Copy"))
+    say = rng.choice(
+        (
+            "Repeat this text",
+            "Repeat",
+            "Copy this text",
+            "Write this again",
+            "Repeat the text unchanged",
+            "Copy",
+        )
+    )
     return Sample("repeat", _ask(rng, say, text, either=True), text)
 
 
@@ -61,7 +70,9 @@ def replace(rng: Random, size: int) -> Sample:
     if not inner:
         return replace(rng, size)
     old = rng.choice(inner)
-    like = w.number if old.isdigit() else w.name if old[0].isupper() else rng.choice((w.plain_word, w.invented))
+    like = (
+        w.number if old.isdigit() else w.name if old[0].isupper() else rng.choice((w.plain_word, w.invented))
+    )
     new = like(rng)
     a, b = _quoted(rng, old, new)
     say = rng.choice(
@@ -80,12 +91,16 @@ def replace(rng: Random, size: int) -> Sample:
 def delete(rng: Random, size: int) -> Sample:
     """Take one word out."""
     text = texts.passage(rng, size)
-    inner = [one for one in re.findall(r"(?<=\w )\w+(?= \w)", text) if len(re.findall(rf"\b{one}\b", text)) == 1]
+    inner = [
+        one for one in re.findall(r"(?<=\w )\w+(?= \w)", text) if len(re.findall(rf"\b{one}\b", text)) == 1
+    ]
     if not inner:
         return delete(rng, size)
     old = rng.choice(inner)
     (a,) = _quoted(rng, old)
-    say = rng.choice((f"Delete the word {a}", f"Remove the word {a}", f"Remove {a}", f"Leave out the word {a}"))
+    say = rng.choice(
+        (f"Delete the word {a}", f"Remove the word {a}", f"Remove {a}", f"Leave out the word {a}")
+    )
     return Sample("delete", _ask(rng, say, text), re.sub(rf" {old}\b", "", text, count=1))
 
 
@@ -96,7 +111,9 @@ def rename(rng: Random, size: int) -> Sample:
         text += "\n\n" + texts.code(rng)[0]
     old, new = rng.choice(variables), rng.choice((w.plain_word, w.invented))(rng)
     (a, b) = _quoted(rng, old, new)
-    say = rng.choice((f"Rename {a} to {b}", f"Rename the variable {a} to {b}", f"Replace {a} with {b}", f"Call {a} {b}"))
+    say = rng.choice(
+        (f"Rename {a} to {b}", f"Rename the variable {a} to {b}", f"Replace {a} with {b}", f"Call {a} {b}")
+    )
     return Sample("rename", _ask(rng, say, text), swap(text, old, new))
 
 
@@ -116,7 +133,9 @@ def uppercase(rng: Random, size: int) -> Sample:
         return uppercase(rng, size)
     old = rng.choice(known)
     (a,) = _quoted(rng, old)
-    say = rng.choice((f"Write the word {a} in capitals", f"Uppercase the word {a}", f"Put {a} in capital letters"))
+    say = rng.choice(
+        (f"Write the word {a} in capitals", f"Uppercase the word {a}", f"Put {a} in capital letters")
+    )
     return Sample("uppercase", _ask(rng, say, text), swap(text, old, old.upper()))
 
 
@@ -128,13 +147,21 @@ def list_edit(rng: Random, size: int) -> Sample:
     """Remove, add or replace one entry of a list."""
     entries = texts.items(rng, rng.randint(3, 4 + size))
     style = rng.choice(("-", "-", ","))
-    text, new, old = _bullets(entries, style), rng.choice((w.plain_word, w.invented))(rng), rng.choice(entries)
+    text, new, old = (
+        _bullets(entries, style),
+        rng.choice((w.plain_word, w.invented))(rng),
+        rng.choice(entries),
+    )
     action = rng.choice(("remove", "remove", "add", "replace"))
     if action == "remove":
-        say = rng.choice((f"Remove {old} from the list", f"Delete {old} from this list", f"Take {old} off the list"))
+        say = rng.choice(
+            (f"Remove {old} from the list", f"Delete {old} from this list", f"Take {old} off the list")
+        )
         after = [one for one in entries if one != old]
     elif action == "add":
-        say = rng.choice((f"Add {new} to the list", f"Append {new} to this list", f"Put {new} at the end of the list"))
+        say = rng.choice(
+            (f"Add {new} to the list", f"Append {new} to this list", f"Put {new} at the end of the list")
+        )
         after = [*entries, new]
     else:
         say = rng.choice((f"Replace {old} with {new} in the list", f"Change {old} to {new} in this list"))
@@ -159,10 +186,20 @@ def json_edit(rng: Random, size: int) -> Sample:
         new = texts.bare(after[field])
         (new,) = _quoted(rng, new) if isinstance(after[field], str) else (new,)
         if action == "add":
-            say = rng.choice((f"Add the field {field} with the value {new}", f"Add {field} {new} to this JSON"))
+            say = rng.choice(
+                (f"Add the field {field} with the value {new}", f"Add {field} {new} to this JSON")
+            )
         else:
-            say = rng.choice((f"Set {field} to {new}", f"Change {field} to {new}", f"Change the {field} to {new} in this JSON"))
-    return Sample("json edit", _ask(rng, say, texts.as_json(before, pretty), either=True), texts.as_json(after, pretty))
+            say = rng.choice(
+                (
+                    f"Set {field} to {new}",
+                    f"Change {field} to {new}",
+                    f"Change the {field} to {new} in this JSON",
+                )
+            )
+    return Sample(
+        "json edit", _ask(rng, say, texts.as_json(before, pretty), either=True), texts.as_json(after, pretty)
+    )
 
 
 def table_edit(rng: Random, size: int) -> Sample:
@@ -174,8 +211,12 @@ def table_edit(rng: Random, size: int) -> Sample:
     after = [dict(one) for one in before]
     after[at][field] = texts.value(rng, field)
     new = texts.bare(after[at][field])
-    say = rng.choice((f"Set the {field} of {before[at][key]} to {new}", f"Change {field} of {before[at][key]} to {new}"))
-    text, result = (_lines(one) if len(before) > 2 else json.dumps(one, ensure_ascii=False) for one in (before, after))
+    say = rng.choice(
+        (f"Set the {field} of {before[at][key]} to {new}", f"Change {field} of {before[at][key]} to {new}")
+    )
+    text, result = (
+        _lines(one) if len(before) > 2 else json.dumps(one, ensure_ascii=False) for one in (before, after)
+    )
     return Sample("json edit", _ask(rng, say, text), result)
 
 
@@ -187,7 +228,9 @@ def json_read(rng: Random, size: int) -> Sample:
     """Read the value of one field."""
     fields = texts.record(rng, 2, 3 + size // 2)
     field, text = rng.choice(list(fields)), texts.as_json(fields, rng.random() < 0.3)
-    ask = rng.choice((f"What is the {field}?", f"Read the field {field}:", f"Which {field} is given?", f"Get {field}:"))
+    ask = rng.choice(
+        (f"What is the {field}?", f"Read the field {field}:", f"Which {field} is given?", f"Get {field}:")
+    )
     prompt = f"{ask}\n{text}" if rng.random() < 0.75 else f"{text}\n\n{ask.rstrip(':')}"
     return Sample("json read", prompt, texts.bare(fields[field]))
 
@@ -202,8 +245,12 @@ def json_write(rng: Random, size: int) -> Sample:
     fields = texts.record(rng, 2, 3 + size // 3)
     spoken = _spoken(rng, fields)
     if rng.random() < 0.3:
-        return Sample("json write", f"Record: {spoken}\nJSON:", " " + texts.as_json(fields, False), chat=False)
-    say = rng.choice(("Write JSON", "Make a JSON object", "Write this as JSON", "JSON for", "Turn this into JSON"))
+        return Sample(
+            "json write", f"Record: {spoken}\nJSON:", " " + texts.as_json(fields, False), chat=False
+        )
+    say = rng.choice(
+        ("Write JSON", "Make a JSON object", "Write this as JSON", "JSON for", "Turn this into JSON")
+    )
     return Sample("json write", f"{say}: {spoken}", texts.as_json(fields, False))
 
 

@@ -12,7 +12,12 @@ from training import words as w
 
 def sentence(rng: Random) -> str:
     """Return one simple sentence about known things."""
-    who, verb, color, thing = w.name(rng), rng.choice(w.VERBS_PAST), rng.choice(w.COLORS), rng.choice(w.THINGS)
+    who, verb, color, thing = (
+        w.name(rng),
+        rng.choice(w.VERBS_PAST),
+        rng.choice(w.COLORS),
+        rng.choice(w.THINGS),
+    )
     place, adjective, animal = rng.choice(w.PLACES), rng.choice(w.ADJECTIVES), rng.choice(w.ANIMALS)
     return rng.choice(
         (
@@ -31,7 +36,9 @@ def sentence(rng: Random) -> str:
 
 def english(rng: Random) -> str:
     """Return common words in no order, with the marks of a sentence."""
-    some = [rng.choice(w.COMMON) if rng.random() < 0.85 else w.any_word(rng) for _ in range(rng.randint(4, 14))]
+    some = [
+        rng.choice(w.COMMON) if rng.random() < 0.85 else w.any_word(rng) for _ in range(rng.randint(4, 14))
+    ]
     marks = [rng.choice((",", ";", " -", ":")) if rng.random() < 0.1 else "" for _ in some[1:]]
     text = " ".join(word + mark for word, mark in zip(some, [*marks, ""], strict=True))
     return text[0].upper() + text[1:] + rng.choice("....!?")
@@ -39,7 +46,9 @@ def english(rng: Random) -> str:
 
 def code(rng: Random) -> tuple[str, list[str]]:
     """Return a few lines of Python and the variables in them."""
-    a, b, c, f = (w.invented(rng) if rng.random() < 0.4 else rng.choice(w.THINGS + w.ANIMALS + w.COMMON) for _ in "abcd")
+    a, b, c, f = (
+        w.invented(rng) if rng.random() < 0.4 else rng.choice(w.THINGS + w.ANIMALS + w.COMMON) for _ in "abcd"
+    )
     if len({a, b, c, f}) < 4 or not {a, b, c, f}.isdisjoint(_KEYWORDS):
         return code(rng)
     n, m, op = w.number(rng), w.number(rng), rng.choice("+-*")
@@ -79,7 +88,9 @@ def passage(rng: Random, size: int) -> str:
     """Return prose, a word salad, code or settings; `size` is roughly its number of sentences."""
     kind = rng.random()
     if kind < 0.7:
-        one = rng.choice((sentence, sentence, sentence, english, english, lambda rng: rng.choice(page.sentences())))
+        one = rng.choice(
+            (sentence, sentence, sentence, english, english, lambda rng: rng.choice(page.sentences()))
+        )
         return rng.choice((" ", " ", " ", "\n")).join(one(rng) for _ in range(size))
     if kind < 0.88:
         return salad(rng, rng.randint(3, 5 + 6 * size))

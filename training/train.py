@@ -107,7 +107,9 @@ class Run:
         self.mean = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
         self.optimizers = optimizers(self.model, role)
         # The drafter is so small that compiling takes longer than it saves.
-        self.body: nn.Module = torch.compile(self.model.model, dynamic=False) if role == "target" else self.model.model
+        self.body: nn.Module = (
+            torch.compile(self.model.model, dynamic=False) if role == "target" else self.model.model
+        )
         self.step, self.tokens, self.elapsed_s = 0, 0, 0.0
         self.path = folder / f"{role}.pt"
         if self.path.exists():
@@ -116,8 +118,12 @@ class Run:
     def start_from_bundled(self) -> None:
         """Begin with the weights of the bundled model; the optimizers begin anew."""
         weights = load_file(BUNDLED[self.role] / "model.safetensors")
-        missing = self.model.load_state_dict({name: tensor.float() for name, tensor in weights.items()}, strict=False)
-        assert set(missing.missing_keys) <= {"lm_head.weight"} and not missing.unexpected_keys  # the head is the embedding
+        missing = self.model.load_state_dict(
+            {name: tensor.float() for name, tensor in weights.items()}, strict=False
+        )
+        assert (
+            set(missing.missing_keys) <= {"lm_head.weight"} and not missing.unexpected_keys
+        )  # the head is the embedding
         self.mean = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
 
     def _load(self) -> None:
@@ -225,7 +231,9 @@ def train(run: Run, minutes: float, steps: int | None, distil: bool, refresh: bo
                 }
                 log.write(json.dumps(line) + "\n")
                 log.flush()
-                bar.update(task, completed=progress, note=f"loss {line['loss']:.3f}  {run.tokens / 1e6:.1f} M tokens")
+                bar.update(
+                    task, completed=progress, note=f"loss {line['loss']:.3f}  {run.tokens / 1e6:.1f} M tokens"
+                )
             if time.monotonic() - saved_at > _SAVE_EVERY_S:
                 run.save()
                 saved_at = time.monotonic()
@@ -233,7 +241,9 @@ def train(run: Run, minutes: float, steps: int | None, distil: bool, refresh: bo
 
 def main() -> None:
     """Read the command line and train."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("role", choices=("target", "drafter"))
     parser.add_argument("run", type=Path)
     parser.add_argument("--minutes", type=float, default=74.0)
@@ -245,7 +255,9 @@ def main() -> None:
         action="store_true",
         help="learn changed answers of the FAQ: --minutes from now on; from the bundled weights where RUN has none",
     )
-    parser.add_argument("--export", type=Path, help="write the running mean of the last checkpoint here, train nothing")
+    parser.add_argument(
+        "--export", type=Path, help="write the running mean of the last checkpoint here, train nothing"
+    )
     args = parser.parse_args()
     args.run.mkdir(parents=True, exist_ok=True)
     if not (args.run / "tokenizer" / "tokenizer.json").exists():

@@ -35,7 +35,10 @@ _FOREIGN = _LISTS["foreign"]
 
 def invented(rng: Random) -> str:
     """Return a pronounceable lower-case word of one to three syllables."""
-    return "".join(rng.choice(_ONSETS) + rng.choice(_VOWELS) + rng.choice(_CODAS) for _ in range(rng.choice((1, 2, 2, 3))))
+    return "".join(
+        rng.choice(_ONSETS) + rng.choice(_VOWELS) + rng.choice(_CODAS)
+        for _ in range(rng.choice((1, 2, 2, 3)))
+    )
 
 
 def number(rng: Random) -> str:
@@ -61,7 +64,9 @@ def plain_word(rng: Random) -> str:
 def odd_word(rng: Random) -> str:
     """Return what is no word: a price, date, time, address, path, code, name in camel case."""
     a, b, n = invented(rng), rng.choice((invented, plain_word))(rng), number(rng)
-    letters = "".join(rng.choice("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789") for _ in range(6))
+    letters = "".join(
+        rng.choice("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789") for _ in range(6)
+    )
     return rng.choice(
         (
             f"${n}.{rng.randrange(100):02}",

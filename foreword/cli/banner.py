@@ -8,17 +8,17 @@ import shlex
 from pathlib import Path
 
 from foreword.cli.terminal import format_bytes, format_count
-from foreword.config import Config
+from foreword.config.options import Config
+from foreword.config.resolve import EngineInfo
 from foreword.demo import BUNDLED
-from foreword.encoders.client import EncoderInfo
-from foreword.resolve import EngineInfo
+from foreword.embedding.client import EncoderInfo
 
 __all__ = [
-    "local_url",
     "banner_lines",
     "curl_line",
     "encoder_line",
     "loading_line",
+    "local_url",
     "model_name",
     "parse_loading_line",
     "speculation_line",
@@ -62,7 +62,12 @@ def banner_lines(
 
 def open_without_key_warning(config: Config) -> tuple[str, ...]:
     """A server that others can reach without a key should say so."""
-    if config.api_key or config.api_key_file or config.host in ("localhost", "::1") or config.host.startswith("127."):
+    if (
+        config.api_key
+        or config.api_key_file
+        or config.host in ("localhost", "::1")
+        or config.host.startswith("127.")
+    ):
         return ()
     return (f"anybody who reaches {config.host} may use this server; --api-key asks for a key",)
 
@@ -106,8 +111,16 @@ def speculation_line(info: EngineInfo) -> str:
         return "speculation: off; turn on with --speculate auto"
     chosen = info.resolved
     names = ", ".join(chosen.drafters)
-    model = f" (draft model {info.draft_model}, {format_count(info.draft_parameters)} parameters)" if info.draft_model else ""
-    length = "as much as pays, at most" if chosen.draft_length == "adaptive" else "whenever there is a guess, up to"
+    model = (
+        f" (draft model {info.draft_model}, {format_count(info.draft_parameters)} parameters)"
+        if info.draft_model
+        else ""
+    )
+    length = (
+        "as much as pays, at most"
+        if chosen.draft_length == "adaptive"
+        else "whenever there is a guess, up to"
+    )
     bound = f"{length} {chosen.num_speculative_tokens} tokens a request and step"
     return f"speculation: {names}{model}; {bound}; turn off with --speculate off"
 

@@ -22,7 +22,16 @@ from typing import IO, Any
 
 from foreword.errors import ConfigError
 
-__all__ = ["SUPPORTED_URLS", "InvalidLine", "BatchLine", "BatchOutput", "success_line", "missing_choices", "read_lines", "error_line"]
+__all__ = [
+    "SUPPORTED_URLS",
+    "BatchLine",
+    "BatchOutput",
+    "InvalidLine",
+    "error_line",
+    "missing_choices",
+    "read_lines",
+    "success_line",
+]
 
 SUPPORTED_URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/rerank", "/v1/score")
 
@@ -67,10 +76,16 @@ def _parse_line(number: int, raw: bytes, seen: set[str]) -> BatchLine | InvalidL
     if not isinstance(custom_id, str) or not custom_id:
         return InvalidLine(number, None, "a line must be an object with a custom_id, which is a text")
     if custom_id in seen:
-        return InvalidLine(number, custom_id, f"custom_id {custom_id!r:.80} stands in an earlier line already")
+        return InvalidLine(
+            number, custom_id, f"custom_id {custom_id!r:.80} stands in an earlier line already"
+        )
     seen.add(custom_id)
     reason = _invalid_reason(line)
-    return BatchLine(number, custom_id, line["url"], line["body"]) if reason is None else InvalidLine(number, custom_id, reason)
+    return (
+        BatchLine(number, custom_id, line["url"], line["body"])
+        if reason is None
+        else InvalidLine(number, custom_id, reason)
+    )
 
 
 def _invalid_reason(line: Mapping[str, Any]) -> str | None:
@@ -95,7 +110,12 @@ def success_line(line: BatchLine, status: int, request_id: str | None, body: Any
     response = {"status_code": status, "request_id": request_id, "body": body}
     short = missing_choices(line, body) if status == 200 else None
     error = None if short is None else {"code": "missing_choices", "message": short, "line": line.line_number}
-    return {"id": f"batch_req_{uuid.uuid4().hex}", "custom_id": line.custom_id, "response": response, "error": error}
+    return {
+        "id": f"batch_req_{uuid.uuid4().hex}",
+        "custom_id": line.custom_id,
+        "response": response,
+        "error": error,
+    }
 
 
 def missing_choices(line: BatchLine, body: Any) -> str | None:
@@ -108,8 +128,17 @@ def missing_choices(line: BatchLine, body: Any) -> str | None:
 
 def error_line(line: InvalidLine) -> dict[str, Any]:
     """The line of what is no request."""
-    error = {"code": "invalid_line", "message": f"line {line.line_number}: {line.reason}", "line": line.line_number}
-    return {"id": f"batch_req_{uuid.uuid4().hex}", "custom_id": line.custom_id, "response": None, "error": error}
+    error = {
+        "code": "invalid_line",
+        "message": f"line {line.line_number}: {line.reason}",
+        "line": line.line_number,
+    }
+    return {
+        "id": f"batch_req_{uuid.uuid4().hex}",
+        "custom_id": line.custom_id,
+        "response": None,
+        "error": error,
+    }
 
 
 class BatchOutput:
@@ -135,12 +164,18 @@ class BatchOutput:
     def __enter__(self) -> BatchOutput:
         return self
 
-    def __exit__(self, exc_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, exc_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._file.close()
 
     def contains(self, item: BatchLine | InvalidLine) -> bool:
         """Whether this line has its answer already."""
-        return item.custom_id in self._answered_ids if isinstance(item, BatchLine) else item.line_number in self._invalid_lines
+        return (
+            item.custom_id in self._answered_ids
+            if isinstance(item, BatchLine)
+            else item.line_number in self._invalid_lines
+        )
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Append a line, at once."""
@@ -162,7 +197,9 @@ class BatchOutput:
             self.num_errors += response is None or response["status_code"] != 200
             return True
         except (ValueError, KeyError, TypeError, RecursionError):
-            raise ConfigError(f"the output holds a line that is no answer of a batch: {raw[:80]!r}", "output") from None
+            raise ConfigError(
+                f"the output holds a line that is no answer of a batch: {raw[:80]!r}", "output"
+            ) from None
 
 
 def _open_locked(path: Path) -> IO[bytes]:

@@ -9,9 +9,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from rich.console import Console
 from rich.text import Text
 
-from foreword.cli.answers import FINISH_NOTES, Message, ChatBackend, add_backend_options, open_backend
-from foreword.cli.images import add_image_option, user_message
-from foreword.cli.sampling import add_sampling_options, read_params
+from foreword.cli.client import FINISH_NOTES, ChatBackend, add_backend_options, open_backend
+from foreword.cli.options import Message, add_image_option, add_sampling_options, read_params, user_message
 from foreword.core.params import SamplingParams
 from foreword.errors import InvalidRequest
 
@@ -25,7 +24,9 @@ IMAGE_COMMAND = "/image "
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--system", metavar="TEXT", help="system message that begins the conversation")
-    add_image_option(parser, f"a picture that is shown with the first line, as `{IMAGE_COMMAND}FILE` shows one later")
+    add_image_option(
+        parser, f"a picture that is shown with the first line, as `{IMAGE_COMMAND}FILE` shows one later"
+    )
     parser.add_argument("--no-color", action="store_true", help="no colours and no legend")
     add_backend_options(parser)
     add_sampling_options(parser)
@@ -71,7 +72,12 @@ def converse(
 
 
 def _handle_line(
-    backend: ChatBackend, params: SamplingParams, console: Console, messages: list[Message], text: str, images: Sequence[str]
+    backend: ChatBackend,
+    params: SamplingParams,
+    console: Console,
+    messages: list[Message],
+    text: str,
+    images: Sequence[str],
 ) -> list[Message]:
     """The conversation after a line, and the pictures that are shown with it."""
     try:
@@ -82,7 +88,9 @@ def _handle_line(
     return _stream_answer(backend, params, console, [*messages, message])
 
 
-def _stream_answer(backend: ChatBackend, params: SamplingParams, console: Console, messages: list[Message]) -> list[Message]:
+def _stream_answer(
+    backend: ChatBackend, params: SamplingParams, console: Console, messages: list[Message]
+) -> list[Message]:
     """One answer; returns the conversation with it, or as it was where there is none."""
     parts: list[str] = []
     word = None
@@ -103,11 +111,16 @@ def _stream_answer(backend: ChatBackend, params: SamplingParams, console: Consol
 
 
 def _greet(backend: ChatBackend, console: Console) -> None:
-    console.print(f"{backend.name}; {IMAGE_COMMAND}FILE shows a picture, {CLEAR_COMMAND} starts anew, {EXIT_COMMANDS[0]} ends", markup=False)
+    console.print(
+        f"{backend.name}; {IMAGE_COMMAND}FILE shows a picture, {CLEAR_COMMAND} starts anew, {EXIT_COMMANDS[0]} ends",
+        markup=False,
+    )
     if backend.speculation:
         console.print(backend.speculation, markup=False)
         if not console.no_color:
-            console.print(Text("guessed right", style=DRAFTED_STYLE), Text("and computed in the ordinary way"))
+            console.print(
+                Text("guessed right", style=DRAFTED_STYLE), Text("and computed in the ordinary way")
+            )
 
 
 def _read_lines(console: Console) -> Iterator[str]:

@@ -12,20 +12,20 @@ from pathlib import Path
 
 from rich.console import Console
 
+from foreword.checkpoint import check_draft_model, read_tokenizer, resolve_paths
 from foreword.cli.options import ENGINE_GROUPS, add_config_options, read_config
 from foreword.cli.terminal import format_bytes, format_count
-from foreword.config import Config
-from foreword.engine.load import DRAFTER_SIZE_RATIO, detect_hardware
+from foreword.config.memory import kv_bytes_per_token
+from foreword.config.options import Config
+from foreword.config.resolve import ModelInfo, ResolvedConfig, resolve
+from foreword.engine.loader import DRAFTER_SIZE_RATIO, detect_hardware
 from foreword.errors import ForewordError
-from foreword.estimate import kv_bytes_per_token
 from foreword.kernels.registry import native_unavailable_reason
-from foreword.media.processor import read_processor
 from foreword.models.loader import read_model_info
-from foreword.prepare import check_draft_model, resolve_paths, read_tokenizer
-from foreword.resolve import ModelInfo, ResolvedConfig, resolve
-from foreword.text.tokenizer import Tokenizer
+from foreword.multimodal.processor import read_processor
+from foreword.tokenizer.tokenizer import Tokenizer
 
-__all__ = ["CheckResult", "add_arguments", "run_checks", "run"]
+__all__ = ["CheckResult", "add_arguments", "run", "run_checks"]
 
 IMAGE_SIZES = ((640, 480), (1920, 1080), (1080, 1920))  # width and height of examples: what they cost is told
 
@@ -39,7 +39,9 @@ class CheckResult:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", nargs="?", metavar="MODEL", default=argparse.SUPPRESS, help="directory, GGUF file or hub id")
+    parser.add_argument(
+        "model", nargs="?", metavar="MODEL", default=argparse.SUPPRESS, help="directory, GGUF file or hub id"
+    )
     add_config_options(parser, ENGINE_GROUPS, more=("log_level",))
 
 
@@ -71,14 +73,19 @@ def run_checks(config: Config) -> Iterator[CheckResult]:
     yield from _check_memory(config, target, drafter)
 
 
-def _check_model(what: str, path: Path, gguf_dequantize: bool) -> Generator[CheckResult, None, ModelInfo | None]:
+def _check_model(
+    what: str, path: Path, gguf_dequantize: bool
+) -> Generator[CheckResult, None, ModelInfo | None]:
     try:
         facts = read_model_info(path, gguf_dequantize)
     except ForewordError as error:
         yield CheckResult(False, f"{what}: {error}")
         return None
     size = format_count(facts.parameters)
-    yield CheckResult(True, f"{what}: {facts.architecture}, {size} parameters in {facts.dtype}, context {facts.context_len} tokens")
+    yield CheckResult(
+        True,
+        f"{what}: {facts.architecture}, {size} parameters in {facts.dtype}, context {facts.context_len} tokens",
+    )
     return facts
 
 
@@ -90,7 +97,8 @@ def _check_tokenizers(config: Config) -> Iterator[CheckResult]:
         return
     unused = len(tokenizer.unassigned_ids(rows))
     yield CheckResult(
-        tokenizer.vocab_size <= rows, f"tokenizer: {tokenizer.vocab_size} ids, {rows} rows in the model, {unused} without a token"
+        tokenizer.vocab_size <= rows,
+        f"tokenizer: {tokenizer.vocab_size} ids, {rows} rows in the model, {unused} without a token",
     )
     if tokenizer.chat_template is None:
         yield CheckResult(None, "tokenizer: no chat template; /v1/completions works, chat does not")
@@ -112,15 +120,21 @@ def _check_images(config: Config, target: ModelInfo) -> CheckResult:
     except ForewordError as error:
         return CheckResult(False, f"pictures: {error}")
     assert processor is not None, "a tower without somebody who prepares its pictures"
-    costs = (f"{width} x {height} is {processor.layout(height, width).num_tokens} tokens" for width, height in IMAGE_SIZES)
-    return CheckResult(True, f"pictures: {format_count(target.vision_parameters)} parameters see them; {', '.join(costs)}")
+    costs = (
+        f"{width} x {height} is {processor.layout(height, width).num_tokens} tokens"
+        for width, height in IMAGE_SIZES
+    )
+    return CheckResult(
+        True, f"pictures: {format_count(target.vision_parameters)} parameters see them; {', '.join(costs)}"
+    )
 
 
 def _check_drafter_size(target: ModelInfo, drafter: ModelInfo) -> CheckResult:
     ratio = target.parameters / drafter.parameters
     fits = DRAFTER_SIZE_RATIO[0] <= ratio <= DRAFTER_SIZE_RATIO[1]
     return CheckResult(
-        True if fits else None, f"draft size: 1/{ratio:.1f} of the model; 1/{DRAFTER_SIZE_RATIO[0]} to 1/{DRAFTER_SIZE_RATIO[1]} usually pays"
+        True if fits else None,
+        f"draft size: 1/{ratio:.1f} of the model; 1/{DRAFTER_SIZE_RATIO[0]} to 1/{DRAFTER_SIZE_RATIO[1]} usually pays",
     )
 
 
@@ -140,10 +154,14 @@ def _check_memory(config: Config, target: ModelInfo, drafter: ModelInfo | None) 
     if chosen.memory is not None:
         yield CheckResult(True, f"{hardware.gpu}: {chosen.memory}")
         if chosen.memory.kv_cache < chosen.kv_bytes:
-            yield CheckResult(None, "by this estimate it does not fit; whether it does is measured when it is loaded")
+            yield CheckResult(
+                None, "by this estimate it does not fit; whether it does is measured when it is loaded"
+            )
     yield _check_kv_cache(chosen, target, drafter)
     whole = chosen.max_model_len >= target.context_len
-    yield CheckResult(True if whole else None, f"context: {chosen.max_model_len} of {target.context_len} tokens")
+    yield CheckResult(
+        True if whole else None, f"context: {chosen.max_model_len} of {target.context_len} tokens"
+    )
 
 
 def _check_kv_cache(chosen: ResolvedConfig, target: ModelInfo, drafter: ModelInfo | None) -> CheckResult:
@@ -151,5 +169,6 @@ def _check_kv_cache(chosen: ResolvedConfig, target: ModelInfo, drafter: ModelInf
     per_token = format_bytes(sum(kv_bytes_per_token(facts, chosen.kv_cache_dtype) for facts in models))
     tokens = chosen.num_blocks * chosen.block_size
     return CheckResult(
-        True, f"KV cache: {per_token} a token in {chosen.kv_cache_dtype}, {format_bytes(chosen.kv_bytes)} for {tokens} tokens"
+        True,
+        f"KV cache: {per_token} a token in {chosen.kv_cache_dtype}, {format_bytes(chosen.kv_bytes)} for {tokens} tokens",
     )

@@ -9,7 +9,7 @@ import re
 import sys
 from importlib.metadata import PackageNotFoundError, requires, version
 
-from foreword.hardware import probe_hardware
+from foreword.config.hardware import probe_hardware
 from foreword.kernels.registry import list_backends
 
 __all__ = ["add_arguments", "collect", "run"]
@@ -36,13 +36,20 @@ def collect() -> dict[str, dict[str, str]]:
     machine = probe_hardware("auto")
     hardware = {name: _text(getattr(machine, name)) for name in type(machine).__dataclass_fields__}
     hardware["capability"] = ".".join(map(str, machine.capability)) if machine.gpu else "none"
-    backends = {backend.name: ("available" if backend.available else "no") + f": {backend.reason}" for backend in list_backends()}
+    backends = {
+        backend.name: ("available" if backend.available else "no") + f": {backend.reason}"
+        for backend in list_backends()
+    }
     return {"versions": _versions(), "hardware": hardware, "backends": backends}
 
 
 def _versions() -> dict[str, str]:
     names = ["foreword", *_dependencies(), "triton"]
-    return {"python": sys.version.split()[0], "platform": platform.platform(), **{name: _version(name) for name in names}}
+    return {
+        "python": sys.version.split()[0],
+        "platform": platform.platform(),
+        **{name: _version(name) for name in names},
+    }
 
 
 def _dependencies() -> list[str]:

@@ -8,10 +8,17 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 
-from foreword.cli.answers import FINISH_NOTES, Message, add_backend_options, open_backend
-from foreword.cli.images import add_image_option, user_message
-from foreword.cli.sampling import add_sampling_options, read_params
-from foreword.cli.structured import add_structured_options, read_structured, read_text
+from foreword.cli.client import FINISH_NOTES, add_backend_options, open_backend
+from foreword.cli.options import (
+    Message,
+    add_image_option,
+    add_sampling_options,
+    add_structured_options,
+    read_params,
+    read_structured,
+    read_text,
+    user_message,
+)
 from foreword.cli.terminal import stderr_console
 from foreword.errors import ConfigError
 
@@ -20,10 +27,16 @@ __all__ = ["add_arguments", "run"]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("prompt", metavar="PROMPT", help="what to answer; - reads it from stdin")
-    parser.add_argument("--raw", action="store_true", help="continue the text as it stands, without the chat template")
+    parser.add_argument(
+        "--raw", action="store_true", help="continue the text as it stands, without the chat template"
+    )
     add_image_option(parser, "a picture to answer about")
-    parser.add_argument("--json", action="store_true", help="one JSON object: text, finish_reason, token_ids, metrics")
-    parser.add_argument("--prediction", metavar="FILE", help="a text that the answer will be much like, to guess from")
+    parser.add_argument(
+        "--json", action="store_true", help="one JSON object: text, finish_reason, token_ids, metrics"
+    )
+    parser.add_argument(
+        "--prediction", metavar="FILE", help="a text that the answer will be much like, to guess from"
+    )
     add_backend_options(parser)
     add_sampling_options(parser)
     add_structured_options(parser)

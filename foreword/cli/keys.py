@@ -17,16 +17,16 @@ from pathlib import Path
 
 from foreword.cli.options import environment_name
 from foreword.errors import ConfigError
-from foreword.serve.key_file import (
+from foreword.server.auth.key_file import (
     Key,
     change_key_file,
+    choose_salt,
     dump_keys,
     hash_key,
     new_secret,
     parse_keys,
     parse_time,
     read_key_file,
-    choose_salt,
 )
 
 __all__ = ["add_arguments", "run"]
@@ -51,8 +51,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for sub in (new, revoke):
         sub.add_argument("name", metavar="NAME", help="whose key it is")
     new.add_argument("--admin", action="store_true", help="it may use the routes below /admin")
-    new.add_argument("--models", metavar="LIST", help="models that it may use, joined by commas (default: all)")
-    new.add_argument("--expires", metavar="WHEN", help="a date, a date and time, or from now: 90d, 12h (default: never)")
+    new.add_argument(
+        "--models", metavar="LIST", help="models that it may use, joined by commas (default: all)"
+    )
+    new.add_argument(
+        "--expires", metavar="WHEN", help="a date, a date and time, or from now: 90d, 12h (default: never)"
+    )
     for name, help_ in LIMITS.items():
         new.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N", help=help_)
 
@@ -103,13 +107,17 @@ def _parse_expiry(text: str, now: float) -> float:
     try:
         return parse_time(text)
     except ValueError as error:
-        raise ConfigError(f"expires must be {error}, or from now, such as 90d or 12h, got {text!r:.60}", "expires") from None
+        raise ConfigError(
+            f"expires must be {error}, or from now, such as 90d or 12h, got {text!r:.60}", "expires"
+        ) from None
 
 
 def _key_adder(key: Key, secret: str, path: Path) -> Callable[[tuple[Key, ...]], Sequence[Key]]:
     def change(present: tuple[Key, ...]) -> Sequence[Key]:
         if key.name in {other.name for other in present}:
-            raise ConfigError(f"there is a key {key.name} already; revoke it first, or take another name", "name")
+            raise ConfigError(
+                f"there is a key {key.name} already; revoke it first, or take another name", "name"
+            )
         salt = choose_salt(present)
         added = (*present, replace(key, salt=salt, digest=hash_key(secret.encode(), salt)))
         parse_keys(dump_keys(added).encode(), path)  # what could not be read again is not written
@@ -142,7 +150,10 @@ COLUMNS = (
     Column("name", lambda key: key.name),
     Column("admin", lambda key: "yes" if key.admin else "no"),
     Column("models", lambda key: "all" if key.models is None else ",".join(key.models)),
-    Column("expires", lambda key: "never" if key.expires is None else datetime.fromtimestamp(key.expires, UTC).isoformat()),
+    Column(
+        "expires",
+        lambda key: "never" if key.expires is None else datetime.fromtimestamp(key.expires, UTC).isoformat(),
+    ),
     *(Column(name, _field_text(name)) for name in LIMITS),
 )
 

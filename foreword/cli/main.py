@@ -42,7 +42,9 @@ COMMANDS = (
     Subcommand("generate", "foreword.cli.generate", "print one answer"),
     Subcommand("run-batch", "foreword.cli.run_batch", "answer a file of requests"),
     Subcommand("keys", "foreword.cli.keys", "make, list and revoke API keys"),
-    Subcommand("bench", "foreword.cli.bench", "measure: latency, throughput, serve, speculate, kernels, gpu"),
+    Subcommand(
+        "bench", "foreword.bench.command", "measure: latency, throughput, serve, speculate, kernels, gpu"
+    ),
     Subcommand("check", "foreword.cli.check", "does a model fit, and does a draft model match it"),
     Subcommand("env", "foreword.cli.env", "versions, hardware and kernel backends"),
 )
@@ -97,7 +99,9 @@ def build_parser(chosen: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"foreword {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for command in COMMANDS:
-        sub = commands.add_parser(command.name, help=command.help, description=command.help[:1].upper() + command.help[1:] + ".")
+        sub = commands.add_parser(
+            command.name, help=command.help, description=command.help[:1].upper() + command.help[1:] + "."
+        )
         if command.name == chosen:
             module: Any = importlib.import_module(command.module)
             module.add_arguments(sub)

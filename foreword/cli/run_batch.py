@@ -23,16 +23,23 @@ from typing import Any
 import httpx
 from fastapi import FastAPI
 from httpx import ASGITransport
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
-from foreword.cli.backends import ServerStack
-from foreword.cli.batch_file import InvalidLine, BatchLine, BatchOutput, success_line, read_lines, error_line
+from foreword.checkpoint import prepare_checkpoint
+from foreword.cli.batch_file import BatchLine, BatchOutput, InvalidLine, error_line, read_lines, success_line
 from foreword.cli.options import add_config_options, read_config
-from foreword.cli.terminal import stderr_console, set_up_logging
-from foreword.config import Config
+from foreword.cli.server_stack import ServerStack
+from foreword.cli.terminal import set_up_logging, stderr_console
+from foreword.config.options import Config
 from foreword.errors import ConfigError, EngineDead
 from foreword.metrics.recorder import MetricsRecorder
-from foreword.prepare import prepare_checkpoint
 
 __all__ = ["BatchClient", "BatchSummary", "add_arguments", "answer_all", "run"]
 
@@ -71,18 +78,28 @@ class BatchSummary:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", nargs="?", metavar="MODEL", default=argparse.SUPPRESS, help="same as --model")
-    parser.add_argument("-i", "--input", required=True, metavar="FILE", help="requests, one JSON object a line")
-    parser.add_argument("-o", "--output", required=True, metavar="FILE", help="answers; those it holds already stay")
+    parser.add_argument(
+        "model", nargs="?", metavar="MODEL", default=argparse.SUPPRESS, help="same as --model"
+    )
+    parser.add_argument(
+        "-i", "--input", required=True, metavar="FILE", help="requests, one JSON object a line"
+    )
+    parser.add_argument(
+        "-o", "--output", required=True, metavar="FILE", help="answers; those it holds already stay"
+    )
     parser.add_argument("--url", metavar="URL", help="ask this server instead of loading a model here")
-    parser.add_argument("--concurrency", type=int, metavar="N", help="requests at once (default: twice what the engine runs)")
+    parser.add_argument(
+        "--concurrency", type=int, metavar="N", help="requests at once (default: twice what the engine runs)"
+    )
     add_config_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     config = read_config(args)
     set_up_logging(config.log_level)
-    logging.getLogger("foreword").setLevel("DEBUG" if config.log_level == "debug" else "WARNING")  # no line for each request
+    logging.getLogger("foreword").setLevel(
+        "DEBUG" if config.log_level == "debug" else "WARNING"
+    )  # no line for each request
     source, target = Path(args.input), Path(args.output)
     if args.concurrency is not None and args.concurrency < 1:
         raise ConfigError(f"--concurrency must be at least 1, got {args.concurrency}", "concurrency")
@@ -100,7 +117,9 @@ def run(args: argparse.Namespace) -> int:
         return 1 if tally.failed or output.num_errors else 0
 
 
-def _pending_lines(source: Path, output: BatchOutput, summary: BatchSummary, progress: Progress, total: int) -> Iterator[BatchLine | InvalidLine]:
+def _pending_lines(
+    source: Path, output: BatchOutput, summary: BatchSummary, progress: Progress, total: int
+) -> Iterator[BatchLine | InvalidLine]:
     """The lines without an answer. A line counts as done when the next one is asked for."""
     task = progress.add_task("answering", total=total)
     for item in read_lines(source):
@@ -111,12 +130,27 @@ def _pending_lines(source: Path, output: BatchOutput, summary: BatchSummary, pro
         progress.advance(task)
 
 
-async def _run(config: Config, args: argparse.Namespace, items: Iterator[BatchLine | InvalidLine], output: BatchOutput, summary: BatchSummary) -> None:
+async def _run(
+    config: Config,
+    args: argparse.Namespace,
+    items: Iterator[BatchLine | InvalidLine],
+    output: BatchOutput,
+    summary: BatchSummary,
+) -> None:
     if args.url is not None:
         async with _client(args.url.rstrip("/").removesuffix("/v1"), config) as http:
-            return await answer_all(BatchClient(http, SERVER_GONE_S), items, output, summary, args.concurrency or REMOTE_CONCURRENCY)
+            return await answer_all(
+                BatchClient(http, SERVER_GONE_S),
+                items,
+                output,
+                summary,
+                args.concurrency or REMOTE_CONCURRENCY,
+            )
     config = _without_auth(config)
-    async with _application(config) as app, _client(IN_PROCESS, config, ASGITransport(app, raise_app_exceptions=False)) as http:
+    async with (
+        _application(config) as app,
+        _client(IN_PROCESS, config, ASGITransport(app, raise_app_exceptions=False)) as http,
+    ):
         concurrency = args.concurrency or 2 * app.state.server.info().resolved.max_num_seqs
         await answer_all(BatchClient(http), items, output, summary, concurrency)
 
@@ -131,7 +165,9 @@ async def _application(config: Config) -> AsyncIterator[FastAPI]:
     """The server's application with a running engine behind it."""
     async with ServerStack(prepare_checkpoint(config)) as backends:
         info = await backends.start()
-        app = backends.serving_app(MetricsRecorder(info.resolved.drafters, multimodal=info.image_token_id is not None))
+        app = backends.serving_app(
+            MetricsRecorder(info.resolved.drafters, multimodal=info.image_token_id is not None)
+        )
         async with app.router.lifespan_context(app):
             yield app
 
@@ -139,10 +175,18 @@ async def _application(config: Config) -> AsyncIterator[FastAPI]:
 def _client(url: str, config: Config, transport: httpx.AsyncBaseTransport | None = None) -> httpx.AsyncClient:
     headers = {"Authorization": f"Bearer {config.api_key.split(',')[0]}"} if config.api_key else {}
     timeout, limits = httpx.Timeout(None, connect=10.0), httpx.Limits(max_connections=None)
-    return httpx.AsyncClient(base_url=url, headers=headers, transport=transport, timeout=timeout, limits=limits)
+    return httpx.AsyncClient(
+        base_url=url, headers=headers, transport=transport, timeout=timeout, limits=limits
+    )
 
 
-async def answer_all(client: BatchClient, items: Iterator[BatchLine | InvalidLine], output: BatchOutput, summary: BatchSummary, concurrency: int) -> None:
+async def answer_all(
+    client: BatchClient,
+    items: Iterator[BatchLine | InvalidLine],
+    output: BatchOutput,
+    summary: BatchSummary,
+    concurrency: int,
+) -> None:
     """Ask for every item, `concurrency` at a time, and write what comes. Raises EngineDead when nobody answers any more."""
 
     async def work() -> None:
@@ -184,14 +228,18 @@ class BatchClient:
                 return response
             gone_s = 0.0 if response is not None and response.status_code == 429 else gone_s + pause_s
             if gone_s > (self._gone_timeout_s if self._was_reached else 0.0):
-                raise EngineDead(f"{self._http.base_url} does not answer ({reason}); the same command goes on from here")
+                raise EngineDead(
+                    f"{self._http.base_url} does not answer ({reason}); the same command goes on from here"
+                )
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, MAX_RETRY_S)
 
     async def _post(self, url: str, content: bytes) -> tuple[httpx.Response | None, str]:
         """A response if there is one, and what to say if it is none to keep."""
         try:
-            response = await self._http.post(url, content=content, headers={"Content-Type": "application/json"})
+            response = await self._http.post(
+                url, content=content, headers={"Content-Type": "application/json"}
+            )
         except httpx.HTTPError as error:
             return None, str(error) or type(error).__name__
         return response, f"status {response.status_code}"
@@ -211,6 +259,12 @@ def _int_or_zero(value: Any) -> int:
 
 
 def _progress() -> Progress:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
     console = stderr_console()
     return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)

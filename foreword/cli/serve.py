@@ -16,21 +16,21 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
-from foreword.cli.backends import ServerStack
-from foreword.cli.banner import local_url, banner_lines
+from foreword.checkpoint import CheckpointInfo, prepare_checkpoint
+from foreword.cli.banner import banner_lines, local_url
 from foreword.cli.options import add_config_options, read_config
-from foreword.cli.terminal import stderr_console, loading_bar, set_up_logging
-from foreword.cli.web import ShutdownSignals, UvicornServer, wait_first
-from foreword.config import Config
+from foreword.cli.server_stack import ServerStack
+from foreword.cli.terminal import loading_bar, set_up_logging, stderr_console
+from foreword.cli.uvicorn_server import ShutdownSignals, UvicornServer, wait_first
+from foreword.config.options import Config
+from foreword.config.resolve import EngineInfo
 from foreword.errors import ConfigError
 from foreword.metrics.recorder import MetricsRecorder
-from foreword.prepare import CheckpointInfo, prepare_checkpoint
-from foreword.resolve import EngineInfo
-from foreword.serve.connections import uvicorn_config
-from foreword.serve.draining import DrainState
-from foreword.serve.entrance import SwappableApp
-from foreword.serve.heap import freeze_gc
-from foreword.serve.key_file import read_key_file
+from foreword.server.auth.key_file import read_key_file
+from foreword.server.http_protocol import uvicorn_config
+from foreword.server.lifecycle import DrainState
+from foreword.server.loading_app import SwappableApp
+from foreword.server.malloc_trim import freeze_gc
 
 __all__ = ["add_arguments", "run"]
 
@@ -42,7 +42,9 @@ EXTRA_FILES = 256  # beside those of the connections
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", nargs="?", metavar="MODEL", default=argparse.SUPPRESS, help="same as --model")
+    parser.add_argument(
+        "model", nargs="?", metavar="MODEL", default=argparse.SUPPRESS, help="same as --model"
+    )
     add_config_options(parser)
 
 
@@ -71,7 +73,9 @@ def bind(host: str, port: int) -> socket.socket:
 
 def _bind_error(error: OSError, host: str, port: int) -> ConfigError:
     if error.errno == errno.EADDRINUSE:
-        return ConfigError(f"port {port} on {host} is in use; choose another with --port (0 takes a free one)", "port")
+        return ConfigError(
+            f"port {port} on {host} is in use; choose another with --port (0 takes a free one)", "port"
+        )
     return ConfigError(f"cannot listen on {host} port {port}: {error.strerror or error}", "host")
 
 
@@ -82,7 +86,9 @@ def raise_file_limit(count: int) -> None:
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
     if wanted < count:
-        logger.warning("only %d files may be open (ulimit -n): fewer connections than max_connections can be taken", hard)
+        logger.warning(
+            "only %d files may be open (ulimit -n): fewer connections than max_connections can be taken", hard
+        )
 
 
 async def _run(prepared: CheckpointInfo, listener: socket.socket) -> int:
@@ -101,7 +107,9 @@ async def _run(prepared: CheckpointInfo, listener: socket.socket) -> int:
             info = await _start_engine(backends, ending)
         if info is None:
             return 0
-        recorder = MetricsRecorder(info.resolved.drafters, config.log_interval, multimodal=info.image_token_id is not None)
+        recorder = MetricsRecorder(
+            info.resolved.drafters, config.log_interval, multimodal=info.image_token_id is not None
+        )
         app = backends.serving_app(recorder, drain)
         async with app.router.lifespan_context(app):
             entrance.app = app
@@ -111,7 +119,9 @@ async def _run(prepared: CheckpointInfo, listener: socket.socket) -> int:
 
 
 @asynccontextmanager
-async def _skip_drain_on_second_signal(server_stack: ServerStack, signals: ShutdownSignals) -> AsyncIterator[None]:
+async def _skip_drain_on_second_signal(
+    server_stack: ServerStack, signals: ShutdownSignals
+) -> AsyncIterator[None]:
     """Told to end now, nobody waits for an engine in the midst of a step, not even where that is closed already."""
 
     async def hurry() -> None:
@@ -125,7 +135,9 @@ async def _skip_drain_on_second_signal(server_stack: ServerStack, signals: Shutd
         task.cancel()
 
 
-async def _listen(stack: AsyncExitStack, server: UvicornServer, config: Config, listener: socket.socket) -> None:
+async def _listen(
+    stack: AsyncExitStack, server: UvicornServer, config: Config, listener: socket.socket
+) -> None:
     try:
         await stack.enter_async_context(server)
     except OSError as error:  # another process listens on what we have bound
@@ -139,14 +151,22 @@ async def _start_engine(server_stack: ServerStack, signals: ShutdownSignals) -> 
     return server_stack.engine.info
 
 
-def _print_banner(server_stack: ServerStack, info: EngineInfo, config: Config, listener: socket.socket, load_s: float) -> None:
+def _print_banner(
+    server_stack: ServerStack, info: EngineInfo, config: Config, listener: socket.socket, load_s: float
+) -> None:
     url = local_url(config.host, listener.getsockname()[1])
     encoder = server_stack.encoder.info if server_stack.encoder is not None else None
     for line in banner_lines(config, info, server_stack.name, url, load_s, encoder):
         stderr_console().print(line, markup=False)
 
 
-async def _serve_until_shutdown(server_stack: ServerStack, server: UvicornServer, drain: DrainState, signals: ShutdownSignals, drain_s: float) -> int:
+async def _serve_until_shutdown(
+    server_stack: ServerStack,
+    server: UvicornServer,
+    drain: DrainState,
+    signals: ShutdownSignals,
+    drain_s: float,
+) -> int:
     """Serve until told to end or until the engine is gone for good; returns the exit code."""
     if await wait_first(signals.graceful.wait(), server_stack.engine.dead.wait(), server.wait_stopped()) == 1:
         logger.error("the engine is gone; open requests got an error; shutting down")

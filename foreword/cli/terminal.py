@@ -9,11 +9,25 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
 
-from foreword.core import logs
+from foreword.utils import logging as logs
 
-__all__ = ["format_bytes", "format_count", "stderr_console", "loading_bar", "set_up_logging", "track_progress"]
+__all__ = [
+    "format_bytes",
+    "format_count",
+    "loading_bar",
+    "set_up_logging",
+    "stderr_console",
+    "track_progress",
+]
 
 T = TypeVar("T")
 
@@ -52,7 +66,11 @@ def set_up_logging(level: str) -> None:
     uvicorn's only from errors on: what clients send that is no HTTP is nothing that an operator could mend.
     """
     logs.set_up_logging(level, LOG_FORMAT)
-    for name, least in (("uvicorn", logging.ERROR), ("httpx", logging.WARNING), ("httpcore", logging.WARNING)):
+    for name, least in (
+        ("uvicorn", logging.ERROR),
+        ("httpx", logging.WARNING),
+        ("httpcore", logging.WARNING),
+    ):
         logging.getLogger(name).setLevel(max(least, logging.getLogger().level))
 
 

@@ -9,22 +9,72 @@ H  hidden size
 V  vocabulary size
 Hq, Hk  query heads, key/value heads
 S  slots of the KV cache (blocks x block_size); a slot holds one token
+
+The KV cache as kernels see it.
+
+What the host knows of a step goes to the device by one copy that nobody waits for.
+
+What the sampler must know of one row of logits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from foreword.core.positions import MRopePositions
-from foreword.core.uploads import upload
+from foreword.core.images import MRopePositions
+from foreword.core.request import RequestState
+from foreword.core.structured import RequestGrammar
+from foreword.sampling.penalties import Floats, Ids, PenaltyState
 
-__all__ = ["NULL_BLOCK", "Batch", "Chunk", "ImageFeatures", "build_batch", "request_index_of"]
+__all__ = [
+    "NULL_BLOCK",
+    "Array",
+    "Arrays",
+    "Batch",
+    "Chunk",
+    "ImageFeatures",
+    "KVLayer",
+    "SampleRow",
+    "build_batch",
+    "request_index_of",
+    "upload",
+]
+
+Array = npt.NDArray[Any]
+Arrays = tuple[Array, ...]
+
+ALIGNMENT = 16  # bytes: kernels compiled for such addresses are the ones that load widely
+
+
+def upload(arrays: Sequence[Array], device: torch.device) -> list[Tensor]:
+    """The arrays as tensors on the device; on a CPU they share the arrays' memory.
+
+    Elsewhere they are parts of one tensor. Its pinned twin is kept by torch until the copy has read it.
+    """
+    here = [torch.from_numpy(array) for array in arrays]
+    if device.type == "cpu":
+        return here
+    starts = list(accumulate((-(-array.nbytes // ALIGNMENT) * ALIGNMENT for array in arrays), initial=0))
+    pinned = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=True)
+    for part, start in zip(here, starts, strict=False):
+        _view_at(pinned, start, part).copy_(part)
+    there = pinned.to(device, non_blocking=True)
+    return [_view_at(there, start, part) for part, start in zip(here, starts, strict=False)]
+
+
+def _view_at(memory: Tensor, start: int, like: Tensor) -> Tensor:
+    """The bytes from `start` on, as a tensor of this type and shape."""
+    return memory[start : start + like.nbytes].view(like.dtype).view(like.shape)
+
 
 Ints = NDArray[np.int64]
 
@@ -92,7 +142,12 @@ class Batch:
 
 
 def build_batch(
-    chunks: Sequence[Chunk], block_size: int, row_tile: int, device: str, mrope: bool = False, with_request_index: bool = False
+    chunks: Sequence[Chunk],
+    block_size: int,
+    row_tile: int,
+    device: str,
+    mrope: bool = False,
+    with_request_index: bool = False,
 ) -> Batch:
     """Lay the chunks out as one flat batch, padded to a multiple of `row_tile` rows.
 
@@ -109,7 +164,9 @@ def build_batch(
         assert len(chunk.blocks) * block_size >= end, "a row without a slot"
         token_ids.extend(chunk.token_ids)
         positions.extend(range(chunk.start, end))
-        slots.extend(chunk.blocks[p // block_size] * block_size + p % block_size for p in range(chunk.start, end))
+        slots.extend(
+            chunk.blocks[p // block_size] * block_size + p % block_size for p in range(chunk.start, end)
+        )
         starts.append(len(token_ids))
         sampled.extend(range(len(token_ids) - chunk.num_sampled, len(token_ids)))
     padding = -len(token_ids) % row_tile
@@ -152,15 +209,90 @@ def _request_index(starts: Sequence[int], num_rows: int) -> Ints:
 
 def _mrope_positions(chunks: Sequence[Chunk], padding: int) -> Ints:
     """[T, 3]"""
-    parts = [(chunk.mrope_positions or TEXT_ONLY_POSITIONS).rows(chunk.start, chunk.start + len(chunk.token_ids)) for chunk in chunks]
+    parts = [
+        (chunk.mrope_positions or TEXT_ONLY_POSITIONS).rows(chunk.start, chunk.start + len(chunk.token_ids))
+        for chunk in chunks
+    ]
     parts.append(np.zeros((padding, 3), np.int64))
     return np.concatenate(parts)
 
 
 def _image_features(chunks: Sequence[Chunk], starts: Sequence[int], device: str) -> ImageFeatures | None:
     """Those of all chunks."""
-    found = [(first + row, values) for chunk, first in zip(chunks, starts, strict=False) for row, values in chunk.image_features]
+    found = [
+        (first + row, values)
+        for chunk, first in zip(chunks, starts, strict=False)
+        for row, values in chunk.image_features
+    ]
     if not found:
         return None
     rows = torch.cat([torch.arange(row, row + len(values)) for row, values in found])
     return ImageFeatures(rows.to(device), torch.cat([values for _, values in found]))
+
+
+@dataclass(frozen=True, slots=True)
+class KVLayer:
+    """K and V of one layer, each [S, Hk, D].
+
+    k_scale, v_scale  float32 [S, Hk] where K and V are int8 or float8_e4m3fn: the largest magnitude of that slot's and
+                      head's vector / 127 or / 448, written once with it; else None
+    """
+
+    k: Tensor
+    v: Tensor
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        assert self.k.shape == self.v.shape and self.k.dtype == self.v.dtype
+        assert (self.k_scale is None) == (self.v_scale is None)
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRow:
+    """A row that samples the token after `state.tokens + draft`.
+
+    draft  the drafted tokens before the row; its history is prompt, output and these
+    """
+
+    state: RequestState
+    draft: tuple[int, ...] = ()
+
+    @property
+    def grammar(self) -> RequestGrammar | None:
+        return self.state.grammar
+
+    @property
+    def position(self) -> int:
+        """Absolute index of the token that the row samples: the counter of its noise."""
+        return len(self.state.tokens) + len(self.draft)
+
+    @property
+    def num_output(self) -> int:
+        """Output tokens before the one that the row samples."""
+        return self.state.num_output + len(self.draft)
+
+    def last_tokens(self, count: int) -> tuple[int, ...]:
+        """The last `count` tokens of the history, fewer at its beginning."""
+        kept = max(count - len(self.draft), 0)
+        older = self.state.tokens[max(len(self.state.tokens) - kept, 0) :]
+        return (*older, *self.draft[max(len(self.draft) - count, 0) :])
+
+    @property
+    def penalty_state(self) -> PenaltyState:
+        """What is kept of the request between steps; one for all its rows."""
+        if self.state.penalty_state is None:
+            self.state.penalty_state = PenaltyState(self.state.request)
+        return self.state.penalty_state
+
+    def seen_ids(self) -> Ids:
+        """Every id of the history, once."""
+        return self.penalty_state.seen_ids(self.state.tokens, self.draft)
+
+    def output_counts(self) -> tuple[Ids, Ids]:
+        """Ids of the output and the drafted tokens, and how often each stands there."""
+        return self.penalty_state.output_counts(self.state.tokens, self.draft)
+
+    def dry_penalties(self) -> tuple[Ids, Floats]:
+        """Ids that would go on with a repeat in the history, and what that takes off their logits."""
+        return self.penalty_state.dry_penalties(self.state.tokens, self.draft)

@@ -154,11 +154,18 @@ class SamplingParams:
         self._check_ids()
         self._check_breakers()
         if self.on_runaway not in (None, *ON_RUNAWAY_CHOICES):
-            raise InvalidRequest(f"on_runaway must be one of {', '.join(ON_RUNAWAY_CHOICES)}, got {self.on_runaway!r:.80}", "on_runaway")
+            raise InvalidRequest(
+                f"on_runaway must be one of {', '.join(ON_RUNAWAY_CHOICES)}, got {self.on_runaway!r:.80}",
+                "on_runaway",
+            )
         if self.truncate_prompt_tokens == 0:
-            raise InvalidRequest("truncate_prompt_tokens must be -1 or at least 1, got 0", "truncate_prompt_tokens")
+            raise InvalidRequest(
+                "truncate_prompt_tokens must be -1 or at least 1, got 0", "truncate_prompt_tokens"
+            )
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise InvalidRequest(f"min_tokens {self.min_tokens} is above max_tokens {self.max_tokens}", "min_tokens")
+            raise InvalidRequest(
+                f"min_tokens {self.min_tokens} is above max_tokens {self.max_tokens}", "min_tokens"
+            )
 
     def _coerce(self) -> None:
         """Lists become tuples, a lone stop string a tuple of one."""
@@ -171,7 +178,9 @@ class SamplingParams:
         if self.allowed_token_ids is not None:
             set_field(self, "allowed_token_ids", _to_tuple("allowed_token_ids", self.allowed_token_ids))
         if not isinstance(self.logit_bias or {}, Mapping):
-            raise InvalidRequest(f"logit_bias must map token ids to numbers, got {self.logit_bias!r:.80}", "logit_bias")
+            raise InvalidRequest(
+                f"logit_bias must map token ids to numbers, got {self.logit_bias!r:.80}", "logit_bias"
+            )
         set_field(self, "logit_bias", dict(self.logit_bias or {}))
 
     def _check_ids(self) -> None:
@@ -192,7 +201,9 @@ class SamplingParams:
     def _check_breakers(self) -> None:
         name = "dry_sequence_breakers"
         if len(self.dry_sequence_breakers) > MAX_BREAKERS:
-            raise InvalidRequest(f"{name} may hold at most {MAX_BREAKERS} texts, got {len(self.dry_sequence_breakers)}", name)
+            raise InvalidRequest(
+                f"{name} may hold at most {MAX_BREAKERS} texts, got {len(self.dry_sequence_breakers)}", name
+            )
         if max(map(len, self.dry_sequence_breakers), default=0) > MAX_BREAKER_CHARS:
             raise InvalidRequest(f"a text of {name} may have at most {MAX_BREAKER_CHARS} characters", name)
 

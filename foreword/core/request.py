@@ -1,24 +1,27 @@
-"""A request as it crosses the seam, and as the engine sees it while it lives."""
+"""A request as it crosses the seam, and as the engine sees it while it lives.
+
+Whether a request has time left: asked in the engine, and by its client while that cannot answer.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
-from foreword.core.events import TokenLogprob
-from foreword.core.grammar import RequestGrammar
+from foreword.core.images import MRopePositions, PromptImage
+from foreword.core.outputs import TokenLogprob
 from foreword.core.params import SamplingParams
-from foreword.core.pictures import PromptImage
-from foreword.core.positions import MRopePositions
-from foreword.core.runaway import Repetition, RepetitionDetector
+from foreword.core.repetition import Repetition, RepetitionDetector
+from foreword.core.structured import RequestGrammar
+from foreword.errors import DeadlineExceeded, ForewordError, Overloaded
 
 if TYPE_CHECKING:  # whoever only submits requests needs no torch
     from torch import Tensor
 
-    from foreword.core.ledger import PenaltyState
+    from foreword.sampling.penalties import PenaltyState
 
-__all__ = ["POOLING_TYPES", "FinishResult", "Request", "RequestState"]
+__all__ = ["POOLING_TYPES", "FinishResult", "Request", "RequestState", "check_deadline"]
 
 POOLING_TYPES = ("last", "mean", "cls")
 
@@ -94,14 +97,14 @@ class RequestState:
 
     limit         tokens never grows beyond it (context limit and max_tokens)
     arrival       order of arrival within the engine, breaks ties of turn
-    turn          when its account is served, breaks ties of priority (engine/shares.py)
+    turn          when its account is served, breaks ties of priority (engine/queue.py)
     draft         guessed continuation, not yet verified; `drafter` names who guessed it
     blocks        block ids that hold its KV, in order of position
     ledger        what sampling keeps between steps, once it needs to
     grammar       what the output must look like, or None
-    lanes         sums of the rows of a prompt that becomes their mean, while it is computed (engine/pooling.py)
+    lanes         sums of the rows of a prompt that becomes their mean, while it is computed (engine/pooler.py)
     positions     where its tokens stand, for models that know several directions, if it has pictures; else None
-    met           digests of its pictures that the engine has come to, for the figures (engine/encoding.py)
+    met           digests of its pictures that the engine has come to, for the figures (engine/encoder_runner.py)
 
     Of a request that wants a vector the prompt is all there is: nothing is sampled, and nothing drafted.
     """
@@ -112,17 +115,17 @@ class RequestState:
         "arrival",
         "block_hashes",
         "blocks",
+        "counted_images",
         "draft",
         "drafter",
         "grammar",
-        "pool_partials",
-        "penalty_state",
         "max_len",
-        "counted_images",
+        "mrope_positions",
         "num_cached",
         "num_computed",
         "num_prompt",
-        "mrope_positions",
+        "penalty_state",
+        "pool_partials",
         "prompt_logprobs",
         "request",
         "scheduled_s",
@@ -130,16 +133,22 @@ class RequestState:
         "virtual_start",
     )
 
-    def __init__(self, request: Request, arrival: int, max_model_len: int, grammar: RequestGrammar | None = None) -> None:
+    def __init__(
+        self, request: Request, arrival: int, max_model_len: int, grammar: RequestGrammar | None = None
+    ) -> None:
         self.request = request
         self.arrival = arrival
         self.virtual_start = 0
-        prompt = request.prompt_ids[:1] if request.pooling == "cls" else request.prompt_ids  # the first sees none behind it
+        prompt = (
+            request.prompt_ids[:1] if request.pooling == "cls" else request.prompt_ids
+        )  # the first sees none behind it
         self.num_prompt = len(prompt)
         self.tokens: list[int] = [*prompt, *request.resume_output_ids]
         self.max_len = self._compute_max_len(max_model_len)
         assert 0 < self.num_prompt <= max_model_len, "admitted a prompt that leaves no room"
-        assert len(self.tokens) < self.max_len or self.is_pooling, "admitted a request that is already complete"
+        assert len(self.tokens) < self.max_len or self.is_pooling, (
+            "admitted a request that is already complete"
+        )
         self.num_computed = 0
         self.num_cached = 0
         self.draft: list[int] = []
@@ -152,7 +161,11 @@ class RequestState:
         self.counted_images: set[bytes] = set()
         eos = () if request.params.ignore_eos and grammar is None else request.eos_token_ids
         self._stop_ids = frozenset((*eos, *request.params.stop_token_ids))
-        self._repetition_detector = RepetitionDetector() if request.params.on_runaway in ("warn", "stop") and not self.is_pooling else None
+        self._repetition_detector = (
+            RepetitionDetector()
+            if request.params.on_runaway in ("warn", "stop") and not self.is_pooling
+            else None
+        )
         self._feed_detector(request.resume_output_ids)
         self.penalty_state: PenaltyState | None = None
         self.prompt_logprobs: list[TokenLogprob] = []
@@ -202,10 +215,14 @@ class RequestState:
         repetition has filled it.
         """
         end = self._check_stop(run)
-        found = None if self._repetition_detector is None else self._repetition_detector.peek(run[: end.num_kept])
+        found = (
+            None if self._repetition_detector is None else self._repetition_detector.peek(run[: end.num_kept])
+        )
         if found is None:
             return end
-        if self.params.on_runaway == "stop" and (end.finish_reason is None or found.num_tokens < end.num_kept):
+        if self.params.on_runaway == "stop" and (
+            end.finish_reason is None or found.num_tokens < end.num_kept
+        ):
             return FinishResult(found.num_tokens, "repetition", None, found)
         return replace(end, repetition=found)
 
@@ -241,3 +258,26 @@ class RequestState:
         room = self.max_len - len(self.tokens) - 1
         self.draft = list(token_ids[: max(room, 0)])
         self.drafter = drafter if self.draft else ""
+
+
+MAX_RETRY_AFTER_S: Final = 60.0  # is asked of a caller
+
+
+def check_deadline(request: Request, now_s: float, has_run: bool) -> ForewordError | None:
+    """Why a request has no more time, or None. One that was resumed has run before."""
+    waited_s = now_s - request.arrival_s
+    if request.deadline_s is not None and now_s >= request.deadline_s:
+        return DeadlineExceeded(
+            f"the request was given {request.deadline_s - request.arrival_s:.3g} s, and took longer"
+        )
+    if (
+        request.queue_deadline_s is None
+        or now_s < request.queue_deadline_s
+        or has_run
+        or request.resume_output_ids
+    ):
+        return None
+    return Overloaded(
+        f"the request waited {waited_s:.3g} s and could not be started",
+        retry_after_s=min(max(waited_s, 1.0), MAX_RETRY_AFTER_S),
+    )

@@ -15,7 +15,10 @@ VISION_DRAFTER: Final[Path] = Path(__file__).parent / "vision_drafter"
 PICTURE: Final[Path] = Path(__file__).parent / "picture.png"
 
 # What --model and --draft-model may name: (model, drafter).
-BUNDLED: Final[dict[str, tuple[Path, Path]]] = {"demo": (MODEL, DRAFTER), "demo-vision": (VISION_MODEL, VISION_DRAFTER)}
+BUNDLED: Final[dict[str, tuple[Path, Path]]] = {
+    "demo": (MODEL, DRAFTER),
+    "demo-vision": (VISION_MODEL, VISION_DRAFTER),
+}
 
 # (kind, user message). The kinds are those of `foreword bench latency`.
 EXAMPLES: Final[tuple[tuple[str, str], ...]] = (

@@ -7,34 +7,32 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from foreword.core.deadlines import check_deadline
-from foreword.core.draft import Draft, StepOutput
-from foreword.core.events import Event, ErrorEvent, StepReport, StepStats
-from foreword.core.grammar import RequestGrammar
-from foreword.core.request import POOLING_TYPES, Request, RequestState
-from foreword.core.vocabulary import Vocabulary
-from foreword.drafting.drafting import Proposer
-from foreword.drafting.policy import PrefillLoad, RequestStep, StepRecord
-from foreword.engine.ahead import OverlapLoop
-from foreword.engine.assemble import BatchBuilder
-from foreword.engine.compiling import PendingGrammar, PendingGrammars
-from foreword.engine.containment import FaultIsolation
-from foreword.engine.encoding import VisionEncoderRunner, EncodeFailure
-from foreword.engine.pictures import check_images, pending_images
-from foreword.engine.plan import ScheduleOutput, ScheduledRequest
-from foreword.engine.pooling import PoolOutput
-from foreword.engine.runner import ModelRunner
+from foreword.config.resolve import EngineInfo
+from foreword.core.outputs import Draft, ErrorEvent, Event, StepOutput, StepReport, StepStats
+from foreword.core.request import POOLING_TYPES, Request, RequestState, check_deadline
+from foreword.core.structured import RequestGrammar, Vocabulary
+from foreword.engine.batch_builder import BatchBuilder
+from foreword.engine.encoder_runner import EncodeFailure, VisionEncoderRunner, check_images, pending_images
+from foreword.engine.fault_isolation import FaultIsolation
+from foreword.engine.model_runner import ModelRunner
+from foreword.engine.overlap import OverlapLoop
+from foreword.engine.pooler import PoolOutput
+from foreword.engine.queue import PendingGrammar, PendingGrammars
+from foreword.engine.schedule import ScheduledRequest, ScheduleOutput
 from foreword.engine.scheduler import Scheduler
-from foreword.engine.stages import StepTimer
+from foreword.engine.timers import StepTimer
 from foreword.errors import ContextLengthExceeded, ForewordError, InvalidRequest, RequestFailed
-from foreword.grammar.grammars import GrammarManager
-from foreword.resolve import EngineInfo
+from foreword.grammar.manager import GrammarManager
+from foreword.speculation.policy import PrefillLoad, RequestStep, StepRecord
+from foreword.speculation.proposer import Proposer
 
 __all__ = ["Engine"]
 
 logger = logging.getLogger(__name__)
 
-ENCODER_BUDGET_DIVISOR = 2  # of the rows of a step: the other part is for those who only wait for their next token
+ENCODER_BUDGET_DIVISOR = (
+    2  # of the rows of a step: the other part is for those who only wait for their next token
+)
 HOUSEKEEPING_S = 0.2  # between two looks at the time limits of requests, and at the device's memory: to ask for it takes a while
 
 
@@ -79,8 +77,12 @@ class Engine:
         self._num_steps = 0
         self._last_housekeeping_s = clock()
         self._faults: Counter[str] = Counter()
-        self._model_isolation = FaultIsolation(self._run_model, self._report_batch, _failed_output, None, timer, self._faults)
-        self._pooling_isolation = FaultIsolation(self._run_pooler, self._report_batch, _failed_pooling, "last", timer, self._faults)
+        self._model_isolation = FaultIsolation(
+            self._run_model, self._report_batch, _failed_output, None, timer, self._faults
+        )
+        self._pooling_isolation = FaultIsolation(
+            self._run_pooler, self._report_batch, _failed_pooling, "last", timer, self._faults
+        )
         self.num_submitted = 0
         self.on_batch: Callable[[list[int]], None] = _noop
         self._pending_grammars = PendingGrammars()
@@ -137,9 +139,13 @@ class Engine:
 
     def step(self) -> StepReport:
         """Advance every request that was planned by at least one row."""
-        self.on_batch([*self._pending_grammars.running_arrivals(), *(state.arrival for state in self.scheduler.running)])
+        self.on_batch(
+            [*self._pending_grammars.running_arrivals(), *(state.arrival for state in self.scheduler.running)]
+        )
         if len(self._pending_grammars):
-            for one in self._pending_grammars.pop_ready(block=self.scheduler.idle and not self._pending_events):
+            for one in self._pending_grammars.pop_ready(
+                block=self.scheduler.idle and not self._pending_events
+            ):
                 self._start_with_grammar(one)
         now_s = self._clock()
         if now_s - self._last_housekeeping_s >= HOUSEKEEPING_S:
@@ -167,8 +173,13 @@ class Engine:
     def _expire_requests(self, now_s: float) -> None:
         """End those that should have begun, or be done, by now."""
         states = list(self.scheduler.states.values())
-        late = [(state.request, check_deadline(state.request, now_s, state.scheduled_s is not None)) for state in states]
-        late += [(request, check_deadline(request, now_s, has_run=False)) for request in self._pending_grammars]
+        late = [
+            (state.request, check_deadline(state.request, now_s, state.scheduled_s is not None))
+            for state in states
+        ]
+        late += [
+            (request, check_deadline(request, now_s, has_run=False)) for request in self._pending_grammars
+        ]
         for request, error in late:
             if error is not None:
                 self.remove(request.id)
@@ -186,8 +197,12 @@ class Engine:
                 self.scheduler.set_drafts(self._propose_drafts())
         with self.timer("schedule"):
             plan = self.scheduler.schedule(self._encoder_rows)
-        came = any(state.request.images for state in self.scheduler.running)  # whoever begins with a picture has no rows yet
-        assert plan.requests or plan.pooling_requests or self.encoder.cost_rows or events or came, "live requests, but none of them can run"
+        came = any(
+            state.request.images for state in self.scheduler.running
+        )  # whoever begins with a picture has no rows yet
+        assert plan.requests or plan.pooling_requests or self.encoder.cost_rows or events or came, (
+            "live requests, but none of them can run"
+        )
         events += self._generate(plan) if plan.requests else []
         return events + self._pool(plan) if plan.pooling_requests else events
 
@@ -202,7 +217,13 @@ class Engine:
         unseen = self.encoder.step(self.scheduler.running, rows, self._report_states)
         if self.draft_encoder is not None:
             self._encode_for_drafts(self.draft_encoder, rows - self.encoder.cost_rows)
-        return [] if unseen is None else self._check_after_failure([self._fail_image_request(unseen, state) for state in unseen.states])
+        return (
+            []
+            if unseen is None
+            else self._check_after_failure(
+                [self._fail_image_request(unseen, state) for state in unseen.states]
+            )
+        )
 
     def _encode_for_drafts(self, draft_encoder: VisionEncoderRunner, rows: int) -> None:
         """Pieces of what the draft model comes to; nobody ends for what it cannot see."""
@@ -245,11 +266,16 @@ class Engine:
         with self.timer("embed"):
             for work, one in zip(scheduled.pooling_requests, pooled, strict=True):
                 work.state.pool_partials = one.partials
-            return self._check_after_failure(self.scheduler.update_pooling(scheduled, [one.error or one.vector for one in pooled]))
+            return self._check_after_failure(
+                self.scheduler.update_pooling(scheduled, [one.error or one.vector for one in pooled])
+            )
 
     def _run_pooler(self, requests: Sequence[ScheduledRequest]) -> Sequence[PoolOutput]:
         with self.timer("embed"):
-            return self.model_runner.pooler(requests, self.batch_builder.build_pooling(ScheduleOutput((), pooling_requests=tuple(requests))))
+            return self.model_runner.pooler(
+                requests,
+                self.batch_builder.build_pooling(ScheduleOutput((), pooling_requests=tuple(requests))),
+            )
 
     def _report_batch(self, requests: Sequence[ScheduledRequest]) -> None:
         self._report_states([work.state for work in requests])
@@ -266,15 +292,23 @@ class Engine:
     def _propose_drafts(self) -> dict[str, Draft]:
         """Drafts for those that decode. They are made as late as can be: what a step yields is not kept waiting for them."""
         reach = self.scheduler.computable_until
-        decoding = [s for s in self.scheduler.running if s.is_decoding and reach(s, s.num_computed) == len(s.tokens)]
+        decoding = [
+            s for s in self.scheduler.running if s.is_decoding and reach(s, s.num_computed) == len(s.tokens)
+        ]
         drafts = self.proposer.propose(decoding, _prefill_load(self.scheduler))
         return {state.id: draft for state, draft in zip(decoding, drafts, strict=True) if draft is not None}
 
-    def _update_speculation(self, scheduled: ScheduleOutput, outputs: Sequence[StepOutput], events: Sequence[Event]) -> None:
+    def _update_speculation(
+        self, scheduled: ScheduleOutput, outputs: Sequence[StepOutput], events: Sequence[Event]
+    ) -> None:
         """What the step did, and which requests are over."""
         if self.overlap is not None and self.overlap.should_sample_cost:
             self.proposer.record_overlap_step(self._step_timings(scheduled, outputs))
-        elif not self.proposer.is_skipping and not self._model_isolation.was_retried and not self._has_image_work(scheduled):
+        elif (
+            not self.proposer.is_skipping
+            and not self._model_isolation.was_retried
+            and not self._has_image_work(scheduled)
+        ):
             self.proposer.record_step(self._step_timings(scheduled, outputs))
         failed = {event.request_id for event in events if isinstance(event, ErrorEvent)}
         for work, outcome in zip(scheduled.requests, outputs, strict=True):
@@ -284,13 +318,19 @@ class Engine:
                 self.proposer.finish(work.state.id, _finished_output(work.state))
 
     def _step_timings(self, scheduled: ScheduleOutput, outputs: Sequence[StepOutput]) -> StepRecord:
-        served = tuple(_request_step(work, outcome) for work, outcome in zip(scheduled.requests, outputs, strict=True))
+        served = tuple(
+            _request_step(work, outcome) for work, outcome in zip(scheduled.requests, outputs, strict=True)
+        )
         return StepRecord(served, self.timer.snapshot())
 
     def _has_image_work(self, scheduled: ScheduleOutput) -> bool:
         """Whether pictures took part in the step, which tells nothing of others then."""
         waits = self.draft_encoder is not None and self.draft_encoder.is_pending(self.scheduler.running)
-        return waits or self._encoder_rows > 0 or any(pending_images(work.state, work.start) for work in scheduled.requests)
+        return (
+            waits
+            or self._encoder_rows > 0
+            or any(pending_images(work.state, work.start) for work in scheduled.requests)
+        )
 
     def close(self) -> None:
         """Compile no more: the end of the process would wait for it."""
@@ -311,18 +351,24 @@ class Engine:
         if not request.prompt_ids:
             raise InvalidRequest("the prompt has no tokens", "prompt")
         if request.pooling not in (None, *POOLING_TYPES):
-            raise InvalidRequest(f"pooling must be one of {', '.join(POOLING_TYPES)}, got {request.pooling!r:.80}", "pooling")
+            raise InvalidRequest(
+                f"pooling must be one of {', '.join(POOLING_TYPES)}, got {request.pooling!r:.80}", "pooling"
+            )
         length = len(request.prompt_ids) + len(request.resume_output_ids)
         if length - (request.pooling is not None) >= limit:
             raise ContextLengthExceeded(
                 f"prompt and output have {length} tokens; the context of {limit} leaves no room", "prompt"
             )
         if len(request.resume_output_ids) >= (request.params.max_tokens or limit):
-            raise InvalidRequest(f"all of max_tokens {request.params.max_tokens} are delivered already", "max_tokens")
+            raise InvalidRequest(
+                f"all of max_tokens {request.params.max_tokens} are delivered already", "max_tokens"
+            )
         known = range(self.info.vocab_size)
         for token_id in (*request.prompt_ids, *request.resume_output_ids):
             if token_id not in known:
-                raise InvalidRequest(f"token id {token_id} is outside the vocabulary, which ends at {len(known) - 1}", "prompt")
+                raise InvalidRequest(
+                    f"token id {token_id} is outside the vocabulary, which ends at {len(known) - 1}", "prompt"
+                )
         check_images(request, self.info.image_token_id, self.batch_builder.mrope)
         self.info.resolved.check_method(request.params.speculation.method)
 
@@ -387,7 +433,14 @@ def _prefill_load(scheduler: Scheduler) -> PrefillLoad:
 
 def _request_step(request: ScheduledRequest, output: StepOutput) -> RequestStep:
     context = request.start + request.num_tokens + request.num_draft_tokens
-    return RequestStep(request.state, request.num_tokens, request.num_draft_tokens, request.is_sampled, len(output.token_ids), context)
+    return RequestStep(
+        request.state,
+        request.num_tokens,
+        request.num_draft_tokens,
+        request.is_sampled,
+        len(output.token_ids),
+        context,
+    )
 
 
 def _finished_output(state: RequestState) -> Sequence[int]:

@@ -14,17 +14,14 @@ from bisect import insort
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from foreword.cache.blocks import BlockPool
-from foreword.core.draft import Draft, StepOutput
-from foreword.core.events import EmbeddingEvent, Event, ErrorEvent
+from foreword.core.outputs import Draft, EmbeddingEvent, ErrorEvent, Event, StepOutput
 from foreword.core.request import RequestState
-from foreword.engine.entrance import AdmissionFilter
-from foreword.engine.holdings import BlockManager
-from foreword.engine.plan import ScheduleOutput, ScheduledRequest, make_token_event
-from foreword.engine.prefixes import PrefixCache
-from foreword.engine.shares import FairQueue
-from foreword.engine.waiting import WaitingQueue, sort_key_of
+from foreword.engine.queue import AdmissionFilter, FairQueue, WaitingQueue, sort_key_of
+from foreword.engine.schedule import ScheduledRequest, ScheduleOutput, make_token_event
 from foreword.errors import ForewordError, RequestFailed
+from foreword.kv_cache.block_manager import BlockManager
+from foreword.kv_cache.block_pool import BlockPool
+from foreword.kv_cache.prefix_cache import PrefixCache
 
 __all__ = ["Scheduler"]
 
@@ -91,7 +88,9 @@ class Scheduler:
 
     def add(self, state: RequestState) -> None:
         """Let a request wait for its turn. Its whole length must fit into the cache."""
-        assert self.block_manager.num_blocks(state.max_len) <= self.pool.num_blocks, "max_model_len exceeds the cache"
+        assert self.block_manager.num_blocks(state.max_len) <= self.pool.num_blocks, (
+            "max_model_len exceeds the cache"
+        )
         self.states[state.id] = state
         self.fair_queue.add(state)
         self.waiting.add(state)
@@ -119,7 +118,9 @@ class Scheduler:
             return len(self.waiting) > 0
         self._admission.refresh()
         first = self._admission.next_candidate()
-        return first is not None and (self._can_start(True) or first.request.priority < self.running[-1].request.priority)
+        return first is not None and (
+            self._can_start(True) or first.request.priority < self.running[-1].request.priority
+        )
 
     def reserve_ahead(self, lengths: Sequence[tuple[RequestState, int]]) -> bool:
         """Let running requests hold blocks for so many tokens each, which are computed ahead of their commits.
@@ -149,12 +150,18 @@ class Scheduler:
         preempted: list[str] = self._preempt_for_priority()
         work: list[ScheduledRequest] = []
         budget, vector_rows = self._step_rows, self._pooling_budget()
-        parts = 2 if self._can_start(vector_rows == budget) else 1  # a long prompt leaves half of the step to those that wait
+        parts = (
+            2 if self._can_start(vector_rows == budget) else 1
+        )  # a long prompt leaves half of the step to those that wait
         for state in list(self.running):
             if state.id in preempted:  # it gave way to one before it
                 continue
             younger = len(self.running) - len(work) - 1
-            num_tokens = min(self._num_computable(state), -(-(budget - younger) // parts), vector_rows if state.is_pooling else budget)
+            num_tokens = min(
+                self._num_computable(state),
+                -(-(budget - younger) // parts),
+                vector_rows if state.is_pooling else budget,
+            )
             if num_tokens and self._allocate_blocks(state, state.num_computed + num_tokens, preempted):
                 work.append(_schedule_request(state, num_tokens))
                 budget -= num_tokens
@@ -163,7 +170,11 @@ class Scheduler:
         work += self._admit(budget - min(drafting, budget // 2), vector_rows)
         drafted = tuple(self._add_drafts(work))
         pooled = tuple(item for item in drafted if item.state.is_pooling)
-        return ScheduleOutput(tuple(item for item in drafted if not item.state.is_pooling) if pooled else drafted, tuple(preempted), pooled)
+        return ScheduleOutput(
+            tuple(item for item in drafted if not item.state.is_pooling) if pooled else drafted,
+            tuple(preempted),
+            pooled,
+        )
 
     def update(self, scheduled: ScheduleOutput, outputs: Sequence[StepOutput]) -> list[Event]:
         """Take the step's outcome: append, publish, release. Rejection is arithmetic on num_computed."""
@@ -175,7 +186,9 @@ class Scheduler:
                 events += self._update_request(work, outcome)
         return events
 
-    def update_pooling(self, scheduled: ScheduleOutput, vectors: Sequence[bytes | ForewordError | None]) -> list[Event]:
+    def update_pooling(
+        self, scheduled: ScheduleOutput, vectors: Sequence[bytes | ForewordError | None]
+    ) -> list[Event]:
         """Take what became of the prompts that are pooled: vectors, why there is none, or None where tokens are missing."""
         events: list[Event] = []
         for work, vector in zip(scheduled.pooling_requests, vectors, strict=True):
@@ -276,7 +289,9 @@ class Scheduler:
                 break
             self.waiting.remove(state)
             self._start(state)
-            num_tokens = min(self._num_computable(state), budget, pooling_budget if state.is_pooling else budget)
+            num_tokens = min(
+                self._num_computable(state), budget, pooling_budget if state.is_pooling else budget
+            )
             self.block_manager.allocate(state, state.num_computed + num_tokens)
             work += [_schedule_request(state, num_tokens)] if num_tokens else []
             budget -= num_tokens
@@ -305,7 +320,9 @@ class Scheduler:
         for item in requests:
             state = item.state
             num_draft = min(len(state.draft), budget) if item.is_sampled else 0
-            missing = self.block_manager.blocks_needed(state, len(state.tokens) + num_draft) if num_draft else 0
+            missing = (
+                self.block_manager.blocks_needed(state, len(state.tokens) + num_draft) if num_draft else 0
+            )
             if missing > 0 and (self.waiting or missing > self.pool.num_free):
                 num_draft = max(len(state.blocks) * self.block_size - len(state.tokens), 0)
             elif missing > 0:
@@ -339,7 +356,9 @@ class Scheduler:
         return events
 
     def _fail_commit(self, state: RequestState) -> ErrorEvent:
-        return self._finish_with_error(state, RequestFailed("what the engine computed for this request could not be taken"))
+        return self._finish_with_error(
+            state, RequestFailed("what the engine computed for this request could not be taken")
+        )
 
     def _finish_with_error(self, state: RequestState, error: ForewordError) -> ErrorEvent:
         """The end of a request of which a step yielded nothing: as if the step had not been."""
@@ -351,7 +370,10 @@ class Scheduler:
     def _apply_output(self, request: ScheduledRequest, step_output: StepOutput) -> list[Event]:
         state, output = request.state, request.state.num_output
         state.append(step_output.token_ids)
-        self._set_computed(state, request.start + request.num_tokens + min(step_output.num_accepted, len(step_output.token_ids)))
+        self._set_computed(
+            state,
+            request.start + request.num_tokens + min(step_output.num_accepted, len(step_output.token_ids)),
+        )
         self.block_manager.trim(state)
         state.prompt_logprobs += step_output.prompt_logprobs
         events: list[Event] = []
@@ -377,4 +399,9 @@ class Scheduler:
 
 def _schedule_request(state: RequestState, num_tokens: int) -> ScheduledRequest:
     """The next known tokens of a request."""
-    return ScheduledRequest(state, state.num_computed, num_tokens, is_sampled=num_tokens == state.num_uncomputed and not state.is_pooling)
+    return ScheduledRequest(
+        state,
+        state.num_computed,
+        num_tokens,
+        is_sampled=num_tokens == state.num_uncomputed and not state.is_pooling,
+    )

@@ -12,16 +12,15 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from foreword.cache.blocks import BlockPool
-from foreword.core.draft import Draft, StepOutput
-from foreword.core.events import Event, ErrorEvent
+from foreword.core.images import PromptImage
+from foreword.core.outputs import Draft, ErrorEvent, Event, StepOutput
 from foreword.core.params import SamplingParams, Speculation
-from foreword.core.pictures import PromptImage
 from foreword.core.request import Request, RequestState
 from foreword.core.structured import StructuredOutput
-from foreword.engine.plan import ScheduleOutput
+from foreword.engine.schedule import ScheduleOutput
 from foreword.engine.scheduler import Scheduler
 from foreword.errors import ForewordError, InvalidRequest, RequestFailed
+from foreword.kv_cache.block_pool import BlockPool
 
 __all__ = ["RecordingScheduler", "replay"]
 
@@ -38,7 +37,10 @@ class RecordingScheduler(Scheduler):
         super().__init__(pool, *args, **options)
         self._path = path
         self._limits: dict[tuple[str, int], int] = {}
-        self._base_computable_until, self.computable_until = self.computable_until, self._record_computable_until
+        self._base_computable_until, self.computable_until = (
+            self.computable_until,
+            self._record_computable_until,
+        )
         path.write_text("")
         self._write(
             "setup",
@@ -59,7 +61,9 @@ class RecordingScheduler(Scheduler):
 
     def set_drafts(self, drafts: Mapping[str, Draft]) -> None:
         if drafts:
-            self._write("draft", drafts={id_: [draft.drafter, *draft.token_ids] for id_, draft in drafts.items()})
+            self._write(
+                "draft", drafts={id_: [draft.drafter, *draft.token_ids] for id_, draft in drafts.items()}
+            )
         super().set_drafts(drafts)
 
     def schedule(self, used_rows: int = 0) -> ScheduleOutput:
@@ -77,13 +81,17 @@ class RecordingScheduler(Scheduler):
         return reach
 
     def update(self, scheduled: ScheduleOutput, outputs: Sequence[StepOutput]) -> list[Event]:
-        shown = [asdict(replace(o, logprobs=(), prompt_logprobs=(), logits_hashes=(), error=None)) for o in outputs]
+        shown = [
+            asdict(replace(o, logprobs=(), prompt_logprobs=(), logits_hashes=(), error=None)) for o in outputs
+        ]
         for record, outcome in zip(shown, outputs, strict=True):
             record["error"] = None if outcome.error is None else _error_record(outcome.error)
         self._write("commit", outcomes=shown)
         return super().update(scheduled, outputs)
 
-    def update_pooling(self, scheduled: ScheduleOutput, vectors: Sequence[bytes | ForewordError | None]) -> list[Event]:
+    def update_pooling(
+        self, scheduled: ScheduleOutput, vectors: Sequence[bytes | ForewordError | None]
+    ) -> list[Event]:
         self._write("commit_pooled", vectors=[_vector_record(vector) for vector in vectors])
         return super().update_pooling(scheduled, vectors)
 
@@ -115,7 +123,9 @@ def replay(lines: Iterable[str]) -> Iterator[ScheduleOutput]:
         elif what == "remove":
             scheduler.remove(record["id"])
         elif what == "draft":
-            scheduler.set_drafts({id_: Draft(tuple(ids), drafter) for id_, (drafter, *ids) in record["drafts"].items()})
+            scheduler.set_drafts(
+                {id_: Draft(tuple(ids), drafter) for id_, (drafter, *ids) in record["drafts"].items()}
+            )
         elif what == "plan":
             reaches.clear()
             reaches.update({(id_, start): end for id_, start, end in record.pop("reaches")})
@@ -127,7 +137,13 @@ def replay(lines: Iterable[str]) -> Iterator[ScheduleOutput]:
         else:
             outcomes = map(_parse_output, record["outcomes"])
             lost = record.get("lost", ())
-            scheduler.update(plan, [LOST_OUTPUT if work.state.id in lost else o for work, o in zip(plan.requests, outcomes, strict=True)])
+            scheduler.update(
+                plan,
+                [
+                    LOST_OUTPUT if work.state.id in lost else o
+                    for work, o in zip(plan.requests, outcomes, strict=True)
+                ],
+            )
 
 
 def _attach_lost(records: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
@@ -146,7 +162,10 @@ def _attach_lost(records: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 
 
 def _schedule_record(scheduled: ScheduleOutput) -> dict[str, Any]:
-    work = [[w.state.id, w.start, w.num_tokens, w.num_draft_tokens] for w in (*scheduled.requests, *scheduled.pooling_requests)]
+    work = [
+        [w.state.id, w.start, w.num_tokens, w.num_draft_tokens]
+        for w in (*scheduled.requests, *scheduled.pooling_requests)
+    ]
     return {"work": work, "preempted": list(scheduled.preempted_ids)}
 
 
@@ -179,12 +198,16 @@ def _parse_output(record: dict[str, Any]) -> StepOutput:
 def _request_record(request: Request) -> dict[str, Any]:
     """Without the pixels, which no plan depends on."""
     record = asdict(replace(request, images=()))
-    record["images"] = [{**asdict(picture.without_pixels()), "digest": picture.digest.hex()} for picture in request.images]
+    record["images"] = [
+        {**asdict(picture.without_pixels()), "digest": picture.digest.hex()} for picture in request.images
+    ]
     return record
 
 
 def _parse_image(record: dict[str, Any]) -> PromptImage:
-    fixed: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in record.items()}
+    fixed: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in record.items()
+    }
     return PromptImage(**{**fixed, "digest": bytes.fromhex(record["digest"])})
 
 
@@ -194,5 +217,7 @@ def _parse_request(record: dict[str, Any]) -> Request:
     params["structured"] = params["structured"] and StructuredOutput(**params["structured"])
     record["images"] = [_parse_image(picture) for picture in record["images"]]
     params["logit_bias"] = {int(token_id): bias for token_id, bias in params["logit_bias"].items()}
-    fixed: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in record.items()}
+    fixed: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in record.items()
+    }
     return Request(**fixed, params=SamplingParams(**params))

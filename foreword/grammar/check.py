@@ -21,15 +21,14 @@ from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from typing import Final
 
-from foreword.core.structured import StructuredOutput
-from foreword.core.vocabulary import Vocabulary
+from foreword.core.structured import StructuredOutput, Vocabulary
 from foreword.errors import InvalidRequest, Overloaded, RequestFailed
 from foreword.grammar import limits
-from foreword.grammar.worker import READY
+from foreword.grammar.check_worker import READY
 
 __all__ = ["GrammarChecker"]
 
-WORKER: Final = ("-m", "foreword.grammar.worker")
+WORKER: Final = ("-m", "foreword.grammar.check_worker")
 TOO_SLOW: Final = f"it takes more than {limits.COMPILE_CPU_S:g} s to compile"
 TOO_LARGE: Final = "it is too large or nested too deep to be compiled"
 MAX_REPLY_BYTES: Final = 1 << 16
@@ -41,7 +40,9 @@ class GrammarChecker:
     vocabulary  called once, in a thread, when the first constraint comes
     """
 
-    def __init__(self, load_vocabulary: Callable[[], Vocabulary], num_workers: int = limits.NUM_WORKERS) -> None:
+    def __init__(
+        self, load_vocabulary: Callable[[], Vocabulary], num_workers: int = limits.NUM_WORKERS
+    ) -> None:
         self._executor = ThreadPoolExecutor(num_workers, "grammar-check")
         self._workers = [_Worker(load_vocabulary) for _ in range(num_workers)]
         self._idle: SimpleQueue[_Worker] = SimpleQueue()
@@ -78,13 +79,17 @@ class GrammarChecker:
                 known.set_result(self._verdict_cache[key])
                 return known
             if key not in self._pending:
-                self._pending[key] = self._executor.submit(self._run, key, structured, time.monotonic() + limits.QUEUE_TIMEOUT_S)
+                self._pending[key] = self._executor.submit(
+                    self._run, key, structured, time.monotonic() + limits.QUEUE_TIMEOUT_S
+                )
             return self._pending[key]
 
     def _run(self, key: bytes, structured: StructuredOutput, deadline: float) -> str:
         try:
             if time.monotonic() > deadline:
-                raise Overloaded(f"{structured.field}: too many grammars wait to be compiled", structured.field)
+                raise Overloaded(
+                    f"{structured.field}: too many grammars wait to be compiled", structured.field
+                )
             verdict = self._check(structured)
             with self._lock:
                 self._verdict_cache[key] = verdict
@@ -145,12 +150,19 @@ class _Worker:
         command = [sys.executable, *WORKER, str(theirs.fileno())]
         with theirs:
             self._process = subprocess.Popen(
-                command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, process_group=0
+                command,
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                process_group=0,
             )
         self._connection = Connection(ours.detach())
         try:
             self._connection.send(self._load_vocabulary())
-            if self._connection.poll(limits.START_WALL_S) and self._connection.recv_bytes(MAX_REPLY_BYTES) == READY:
+            if (
+                self._connection.poll(limits.START_WALL_S)
+                and self._connection.recv_bytes(MAX_REPLY_BYTES) == READY
+            ):
                 return self._connection
         except (EOFError, OSError):
             pass
@@ -172,7 +184,9 @@ def _exit_reason(structured: StructuredOutput, code: int) -> str:
     if code == -signal.SIGPROF:
         return TOO_SLOW
     if code == -signal.SIGKILL:  # by us, who waited long enough, or by a machine without memory
-        raise Overloaded(f"{structured.field}: the machine is too busy to compile it; try again later", structured.field)
+        raise Overloaded(
+            f"{structured.field}: the machine is too busy to compile it; try again later", structured.field
+        )
     return TOO_LARGE
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from foreword.grammar import limits
-from foreword.grammar.json_text import GrammarError, nesting_depth
+from foreword.grammar.json_schema import GrammarError, nesting_depth
 from foreword.grammar.lark import escape_char
 
 __all__ = ["gbnf_to_lark"]
@@ -28,7 +28,9 @@ TOKEN: Final = re.compile(
       | (?P<sign>[()|*+?.])""",
     re.VERBOSE,
 )
-ESCAPE: Final = re.compile(r"\\x([0-9A-Fa-f]{2})|\\u([0-9A-Fa-f]{4})|\\U([0-9A-Fa-f]{8})|\\(.)|(.)", re.DOTALL)
+ESCAPE: Final = re.compile(
+    r"\\x([0-9A-Fa-f]{2})|\\u([0-9A-Fa-f]{4})|\\U([0-9A-Fa-f]{8})|\\(.)|(.)", re.DOTALL
+)
 CONTROL_ESCAPES: Final = {"n": "\n", "r": "\r", "t": "\t"}
 QUANTIFIERS: Final = {"*": (0, None), "+": (1, None), "?": (0, 1)}
 EMPTY_LITERAL: Final = '""'
@@ -148,7 +150,9 @@ class _Parser:
     def _expect(self, token_type: str) -> str:
         found, text = self._peek()
         if found != token_type:
-            raise GrammarError(f"expected {'a rule name' if token_type == 'name' else '::='} {self._error_context()}")
+            raise GrammarError(
+                f"expected {'a rule name' if token_type == 'name' else '::='} {self._error_context()}"
+            )
         self._position += 1
         return text
 

@@ -1,15 +1,68 @@
-"""JSON schemas as llguidance knows them: draft 2020-12, what it lacks refused by name, whitespace bounded."""
+"""JSON schemas as llguidance knows them: draft 2020-12, what it lacks refused by name, whitespace bounded.
+
+JSON as a caller wrote it: read strictly, measured before anything works on it.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
-from typing import Any, Final
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final, NoReturn
 
 from foreword.grammar import limits
-from foreword.grammar.json_text import GrammarError, read_json
 
-__all__ = ["ANY_OBJECT", "convert_schema", "convert_schema_text"]
+__all__ = [
+    "ANY_OBJECT",
+    "GrammarError",
+    "convert_schema",
+    "convert_schema_text",
+    "nesting_depth",
+    "read_json",
+]
+
+STRING_OR_BRACKET = re.compile(
+    r'"(?:[^"\\]|\\.?)*(?:"|\Z)|[\[\]{}]', re.DOTALL
+)  # linear, also where a text has no end
+
+
+class GrammarError(ValueError):
+    """Why a constraint cannot be used; `compile.grammar_text` names the field."""
+
+
+def read_json(text: str, what: str) -> Any:
+    """The value of a JSON text. Raises GrammarError for what is no JSON, or too deep."""
+    if nesting_depth(match[0] for match in STRING_OR_BRACKET.finditer(text)) > limits.MAX_NESTING:
+        raise GrammarError(f"{what} is nested deeper than {limits.MAX_NESTING} levels")
+    try:
+        return json.loads(text, parse_float=_parse_finite, parse_constant=_reject_constant)
+    except (ValueError, RecursionError) as error:
+        raise GrammarError(f"{what} is not JSON: {error}") from None
+
+
+def nesting_depth(tokens: Iterator[str]) -> int:
+    """How deep brackets stand within brackets; other signs do not count."""
+    depth = deepest = 0
+    for sign in tokens:
+        if sign in ("(", "[", "{"):
+            depth += 1
+            deepest = max(deepest, depth)
+        elif sign in (")", "]", "}"):
+            depth -= 1
+    return deepest
+
+
+def _parse_finite(text: str) -> float:
+    value = float(text)
+    if math.isinf(value):
+        raise ValueError(f"the number {text:.40} is too large")
+    return value
+
+
+def _reject_constant(text: str) -> NoReturn:
+    raise ValueError(f"{text} is no JSON value")
+
 
 MAX_SHOWN_NUMBER: Final = 10**12
 ANY_OBJECT: Final = '{"type": "object"}'
@@ -38,9 +91,30 @@ UNSUPPORTED_KEYWORDS: Final[Mapping[str, Any]] = {
     "divisibleBy": None,
 }
 SUPPORTED_KEYWORDS: Final = (
-    *("$anchor", "$defs", "$id", "$ref", "$schema", "allOf", "anyOf", "const", "definitions", "enum", "id", "oneOf", "type"),
+    *(
+        "$anchor",
+        "$defs",
+        "$id",
+        "$ref",
+        "$schema",
+        "allOf",
+        "anyOf",
+        "const",
+        "definitions",
+        "enum",
+        "id",
+        "oneOf",
+        "type",
+    ),
     *("additionalItems", "items", "maxItems", "minItems", "prefixItems"),
-    *("additionalProperties", "maxProperties", "minProperties", "patternProperties", "properties", "required"),
+    *(
+        "additionalProperties",
+        "maxProperties",
+        "minProperties",
+        "patternProperties",
+        "properties",
+        "required",
+    ),
     *("format", "maxLength", "minLength", "pattern"),
     *("exclusiveMaximum", "exclusiveMinimum", "maximum", "minimum", "multipleOf"),
 )
@@ -66,7 +140,11 @@ def convert_schema(schema: Any, whitespace: bool) -> str:
     if not isinstance(schema, dict | bool):
         raise GrammarError(f"a schema must be an object, got {json.dumps(schema):.80}")
     clean = _SchemaCleaner().clean(schema if isinstance(schema, dict) else {"anyOf": [schema]}, "")
-    spaces = {"whitespace_flexible": True, "whitespace_pattern": WHITESPACE} if whitespace else {"whitespace_flexible": False}
+    spaces = (
+        {"whitespace_flexible": True, "whitespace_pattern": WHITESPACE}
+        if whitespace
+        else {"whitespace_flexible": False}
+    )
     return json.dumps({"x-guidance": spaces, **clean}, ensure_ascii=False)
 
 
@@ -80,28 +158,40 @@ class _SchemaCleaner:
         if isinstance(schema, bool):
             return schema
         if not isinstance(schema, dict):
-            raise GrammarError(f"a schema must be an object or a boolean, got {json.dumps(schema):.80}{_location(path)}")
+            raise GrammarError(
+                f"a schema must be an object or a boolean, got {json.dumps(schema):.80}{_location(path)}"
+            )
         self._count_entries(len(schema))
         _refuse_unsupported(schema, path)
         return _forbid_escaped_keys(
-            {key: self._clean_value(key, value, f"{path}/{key}") for key, value in schema.items() if _is_constraint(key, value)}
+            {
+                key: self._clean_value(key, value, f"{path}/{key}")
+                for key, value in schema.items()
+                if _is_constraint(key, value)
+            }
         )
 
     def _clean_value(self, key: str, value: Any, path: str) -> Any:
         if key in SCHEMA_LIST_KEYWORDS and isinstance(value, list):
-            return self._clean_each(list(enumerate(value)), path, lambda pairs: [schema for _, schema in pairs])
+            return self._clean_each(
+                list(enumerate(value)), path, lambda pairs: [schema for _, schema in pairs]
+            )
         if key in SCHEMA_MAP_KEYWORDS and isinstance(value, dict):
             return self._clean_each(list(value.items()), path, dict)
         if key in SCHEMA_KEYWORDS:
             return self.clean(value, path)
         if key == "enum" and isinstance(value, list) and len(value) > limits.MAX_CHOICES:
-            raise GrammarError(f"an enum may hold {limits.MAX_CHOICES} values, got {len(value)}{_location(path)}")
+            raise GrammarError(
+                f"an enum may hold {limits.MAX_CHOICES} values, got {len(value)}{_location(path)}"
+            )
         if key in LENGTH_KEYWORDS and isinstance(value, int | float) and value > limits.MAX_REPEAT:
             told = f"{value:.12g}" if value < MAX_SHOWN_NUMBER else "more than can be told"
             raise GrammarError(f"{key} may be at most {limits.MAX_REPEAT}, got {told}{_location(path)}")
         return value
 
-    def _clean_each(self, pairs: list[tuple[Any, Any]], path: str, build: Callable[[list[tuple[Any, Any]]], Any]) -> Any:
+    def _clean_each(
+        self, pairs: list[tuple[Any, Any]], path: str, build: Callable[[list[tuple[Any, Any]]], Any]
+    ) -> Any:
         self._count_entries(len(pairs))
         return build([(key, self.clean(value, f"{path}/{key}")) for key, value in pairs])
 
@@ -116,7 +206,9 @@ def _refuse_unsupported(schema: Mapping[str, Any], path: str) -> None:
         if keyword in schema and schema[keyword] != harmless:
             raise GrammarError(f"the keyword {keyword!r} of JSON schema is not supported{_location(path)}")
     if schema.get("format") in UNSUPPORTED_FORMATS:
-        raise GrammarError(f"the format {schema['format']!r} is not supported{_location(path)}; supported are {', '.join(FORMATS)}")
+        raise GrammarError(
+            f"the format {schema['format']!r} is not supported{_location(path)}; supported are {', '.join(FORMATS)}"
+        )
 
 
 def _is_constraint(key: str, value: Any) -> bool:
@@ -133,7 +225,11 @@ def _forbid_escaped_keys(schema: dict[str, Any]) -> dict[str, Any]:
     are not escaped without need.
     """
     named = schema.get("properties") or schema.get("required")
-    if named and not schema.get("patternProperties") and schema.get("additionalProperties", True) in (True, {}):
+    if (
+        named
+        and not schema.get("patternProperties")
+        and schema.get("additionalProperties", True) in (True, {})
+    ):
         return {**schema, "patternProperties": {ANY_PROPERTY_NAME: True}, "additionalProperties": False}
     return schema
 

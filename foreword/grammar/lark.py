@@ -10,11 +10,13 @@ from typing import Final
 from llguidance import regex_to_lark
 
 from foreword.grammar import limits
-from foreword.grammar.json_text import GrammarError, nesting_depth
+from foreword.grammar.json_schema import GrammarError, nesting_depth
 
 __all__ = ["check_brackets", "escape_char", "lark_literal", "lark_regex"]
 
-LARK_STRING: Final = re.compile(r"[\t\n\r -\x7e\xa0-\U0010ffff]*")  # what a Lark string may hold, escaped as in JSON
+LARK_STRING: Final = re.compile(
+    r"[\t\n\r -\x7e\xa0-\U0010ffff]*"
+)  # what a Lark string may hold, escaped as in JSON
 REPEAT: Final = re.compile(r"\{[ \t]*(\d*)[ \t]*,?[ \t]*(\d*)[ \t]*\}|~[ \t]*(\d+)(?:[ \t]*\.\.[ \t]*(\d+))?")
 
 
@@ -46,7 +48,9 @@ def check_brackets(text: str, what: str) -> None:
     """Raises GrammarError for what is nested too deep, and for long repetitions: these cost memory with each token."""
     if nesting_depth(iter(text)) > limits.MAX_NESTING:
         raise GrammarError(f"{what} is nested deeper than {limits.MAX_NESTING} levels")
-    if any(len(times) > 9 or int(times) > limits.MAX_REPEAT for times in _repeat_counts(REPEAT.findall(text))):
+    if any(
+        len(times) > 9 or int(times) > limits.MAX_REPEAT for times in _repeat_counts(REPEAT.findall(text))
+    ):
         raise GrammarError(f"{what} repeats something more than {limits.MAX_REPEAT} times")
 
 

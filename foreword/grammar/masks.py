@@ -13,7 +13,7 @@ import torch
 from llguidance import LLExecutor, LLMatcher
 from torch import Tensor
 
-__all__ = ["MaskBuffer", "MaskJob", "MaskThread", "MaskRequest", "compute_masks"]
+__all__ = ["MaskBuffer", "MaskJob", "MaskRequest", "MaskThread", "compute_masks"]
 
 WORD_BYTES = 4
 
@@ -42,7 +42,9 @@ class MaskBuffer:
     def rows(self, num_rows: int) -> Tensor:
         """int32 [count, W], of any content."""
         if num_rows > self._masks.shape[0]:
-            self._masks = torch.zeros(max(num_rows, 2 * self._masks.shape[0]), self._num_words, dtype=torch.int32)
+            self._masks = torch.zeros(
+                max(num_rows, 2 * self._masks.shape[0]), self._num_words, dtype=torch.int32
+            )
         return self._masks[:num_rows]
 
 
@@ -80,7 +82,9 @@ class MaskJob:
             begin = end
 
 
-def compute_masks(executor: LLExecutor, requests: Sequence[tuple[LLMatcher, tuple[int, ...]]], masks: Tensor) -> None:
+def compute_masks(
+    executor: LLExecutor, requests: Sequence[tuple[LLMatcher, tuple[int, ...]]], masks: Tensor
+) -> None:
     """Masks behind every prefix of each draft, one after the other. Matchers are left as they were.
 
     masks  int32 [sum(len(draft) + 1), W], overwritten; all zero behind a token that is not legal
@@ -110,7 +114,9 @@ class MaskThread:
 
     def __init__(self) -> None:
         self._jobs: SimpleQueue[MaskJob | None] = SimpleQueue()
-        self._thread = threading.Thread(target=_run_jobs, args=(self._jobs,), name="grammar-masks", daemon=True)
+        self._thread = threading.Thread(
+            target=_run_jobs, args=(self._jobs,), name="grammar-masks", daemon=True
+        )
         self._thread.start()
         weakref.finalize(self, self._jobs.put, None)
 

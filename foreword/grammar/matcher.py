@@ -1,4 +1,4 @@
-"""The grammar of one request, as core/grammar.py describes it."""
+"""The grammar of one request, as core/structured.py describes it."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ from llguidance import LLExecutor, LLMatcher
 from torch import Tensor
 
 from foreword.core.request import Request
-from foreword.grammar.compile import error_reason
-from foreword.grammar.compiled import CompiledGrammar
-from foreword.grammar.ends import StopTokens
-from foreword.grammar.forced import JumpForward
+from foreword.grammar.compiler import CompiledGrammar, error_reason
+from foreword.grammar.jump_forward import JumpForward
 from foreword.grammar.masks import MaskJob, MaskRequest, compute_masks
 from foreword.grammar.reasoning import ReasoningDetector, reasoning_ended_in_prompt
-from foreword.grammar.tokens import GrammarVocab
+from foreword.grammar.stop_tokens import StopTokens
+from foreword.grammar.vocab import GrammarVocab
 
 __all__ = ["Matcher"]
 
@@ -33,28 +32,36 @@ class Matcher:
     __slots__ = (
         "_accepted",
         "_compiled",
-        "_masked_draft",
-        "_is_finished",
-        "_stop_tokens",
         "_executor",
-        "_jump_forward",
+        "_is_finished",
         "_job",
+        "_jump_forward",
         "_llg",
+        "_masked_draft",
         "_masks",
-        "_vocab",
         "_reasoning",
+        "_stop_tokens",
+        "_vocab",
         "error",
     )
 
-    def __init__(self, request: Request, compiled: CompiledGrammar, vocab: GrammarVocab, executor: LLExecutor) -> None:
+    def __init__(
+        self, request: Request, compiled: CompiledGrammar, vocab: GrammarVocab, executor: LLExecutor
+    ) -> None:
         self.error: str | None = None
         self._compiled = compiled
         self._llg = compiled.new_matcher()
         self._vocab = vocab
         self._executor = executor
-        self._stop_tokens = StopTokens(vocab, (*request.eos_token_ids, *(i for i in request.params.stop_token_ids if i in vocab.eos_ids)))
+        self._stop_tokens = StopTokens(
+            vocab, (*request.eos_token_ids, *(i for i in request.params.stop_token_ids if i in vocab.eos_ids))
+        )
         ends = request.reasoning_end_ids
-        self._reasoning = ReasoningDetector(ends) if ends and not reasoning_ended_in_prompt(request.prompt_ids, ends) else None
+        self._reasoning = (
+            ReasoningDetector(ends)
+            if ends and not reasoning_ended_in_prompt(request.prompt_ids, ends)
+            else None
+        )
         self._jump_forward = JumpForward(vocab, compiled.kind)
         self._accepted: list[int] = []
         self._is_finished = False
@@ -100,7 +107,11 @@ class Matcher:
         if self._llg.is_error():
             self._rebuild()
             return ()
-        return (*draft, self._stop_tokens.ids[0]) if only_end and self._stop_tokens.ids and len(draft) < max_tokens else draft
+        return (
+            (*draft, self._stop_tokens.ids[0])
+            if only_end and self._stop_tokens.ids and len(draft) < max_tokens
+            else draft
+        )
 
     def mask(self, draft: tuple[int, ...]) -> Tensor | None:
         begin = self._constraint_start(draft)

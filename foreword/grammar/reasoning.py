@@ -7,12 +7,17 @@ from typing import Final
 
 __all__ = ["ReasoningDetector", "reasoning_ended_in_prompt"]
 
-PROMPT_TAIL_TOKENS: Final = 4  # tokens behind the end of reasoning that a template itself closes: line ends; a user's text is longer
+PROMPT_TAIL_TOKENS: Final = (
+    4  # tokens behind the end of reasoning that a template itself closes: line ends; a user's text is longer
+)
 
 
 def reasoning_ended_in_prompt(prompt_ids: Sequence[int], end_ids: Sequence[Sequence[int]]) -> bool:
     """Whether the reasoning is over before the answer begins: hardly anything stands behind an end sequence in the prompt."""
-    return any(_find_subsequence(tuple(prompt_ids[-PROMPT_TAIL_TOKENS - len(end) :]), tuple(end)) is not None for end in end_ids)
+    return any(
+        _find_subsequence(tuple(prompt_ids[-PROMPT_TAIL_TOKENS - len(end) :]), tuple(end)) is not None
+        for end in end_ids
+    )
 
 
 class ReasoningDetector:
@@ -27,7 +32,11 @@ class ReasoningDetector:
     def find_end(self, token_ids: Sequence[int]) -> int | None:
         """How many of these tokens, put behind the output, still belong to the reasoning; None: all, and it goes on."""
         text = (*self._tail, *token_ids)
-        found = [index + len(end) for end in self._end_sequences if (index := _find_subsequence(text, end)) is not None]
+        found = [
+            index + len(end)
+            for end in self._end_sequences
+            if (index := _find_subsequence(text, end)) is not None
+        ]
         return min(found) - len(self._tail) if found else None
 
     def accept(self, token_ids: Sequence[int]) -> None:

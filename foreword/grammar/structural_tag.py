@@ -12,8 +12,7 @@ from typing import Any, Final
 
 from foreword.grammar import limits
 from foreword.grammar.gbnf import gbnf_to_lark
-from foreword.grammar.json_schema import convert_schema
-from foreword.grammar.json_text import GrammarError, read_json
+from foreword.grammar.json_schema import GrammarError, convert_schema, read_json
 from foreword.grammar.lark import lark_literal, lark_regex
 
 __all__ = ["structural_tag_to_lark"]
@@ -49,7 +48,11 @@ def structural_tag_to_lark(text: str, whitespace: bool) -> str:
 def _upgrade_format(value: Mapping[str, Any]) -> Mapping[str, Any]:
     """The older form as the newer one."""
     tags = [
-        {"begin": tag.get("begin"), "content": {"type": "json_schema", "json_schema": _parse_schema(tag)}, "end": tag.get("end")}
+        {
+            "begin": tag.get("begin"),
+            "content": {"type": "json_schema", "json_schema": _parse_schema(tag)},
+            "end": tag.get("end"),
+        }
         for tag in _read_objects(value, "structures")
     ]
     return {"type": "triggered_tags", "triggers": value.get("triggers"), "tags": tags}
@@ -114,7 +117,9 @@ class _Writer:
         return name
 
     def _write_or(self, part: Mapping[str, Any]) -> str:
-        return self._add_rule(" | ".join(self._write_part(option) for option in _read_objects(part, "elements")))
+        return self._add_rule(
+            " | ".join(self._write_part(option) for option in _read_objects(part, "elements"))
+        )
 
     def _write_repeated(self, part: Mapping[str, Any], quantifier: str) -> str:
         return self._add_rule(f"({self._write_part(part.get('content'))}){quantifier}")
@@ -122,7 +127,9 @@ class _Writer:
     def _write_repeat(self, part: Mapping[str, Any]) -> str:
         low, high = part.get("min"), part.get("max")
         if type(low) is not int or type(high) is not int or not 0 <= low <= high <= limits.MAX_REPEAT:
-            raise GrammarError(f"`min` and `max` must be whole numbers between 0 and {limits.MAX_REPEAT}, `min` the smaller one")
+            raise GrammarError(
+                f"`min` and `max` must be whole numbers between 0 and {limits.MAX_REPEAT}, `min` the smaller one"
+            )
         return self._write_repeated(part, f"{{{low},{high}}}")
 
     def _write_any_text(self, part: Mapping[str, Any]) -> str:
@@ -146,12 +153,20 @@ class _Writer:
 
     def _write_after_opening(self, part: Mapping[str, Any]) -> list[str]:
         """A part whose opening text was read already."""
-        return [] if part["type"] == "const_string" else [self._write_tag(part, skip_chars=len(_opening_text(part)))]
+        return (
+            []
+            if part["type"] == "const_string"
+            else [self._write_tag(part, skip_chars=len(_opening_text(part)))]
+        )
 
     def _write_tag(self, part: Mapping[str, Any], skip_chars: int = 0) -> str:
         """begin content end, without the first `skip` characters."""
         _check_format({"type": "tag", **part})
-        begin, content, ends = _read_text(part, "begin")[skip_chars:], part.get("content"), _closing_texts(part)
+        begin, content, ends = (
+            _read_text(part, "begin")[skip_chars:],
+            part.get("content"),
+            _closing_texts(part),
+        )
         head = lark_literal(begin) if begin else ""
         if isinstance(content, dict) and content.get("type") == "any_text" and ends:
             return self._add_rule(f"{head} {self._write_text_until(content, ends)}")
@@ -160,7 +175,9 @@ class _Writer:
 
     def _write_text_until(self, part: Mapping[str, Any], ends: Sequence[str]) -> str:
         """Free text up to the first of these texts, which is part of it."""
-        return self._add_rule(f"{self._text_terminal(part)} ({' | '.join(map(lark_literal, ends))})", lazy=True)
+        return self._add_rule(
+            f"{self._text_terminal(part)} ({' | '.join(map(lark_literal, ends))})", lazy=True
+        )
 
     def _text_terminal(self, part: Mapping[str, Any]) -> str:
         """A terminal for any text without those that are excluded."""
@@ -177,10 +194,16 @@ class _Writer:
         calls = " | ".join(self._write_tags_after(part, trigger, tags) for trigger in triggers)
         rest = "" if part.get("stop_after_first") else f" {self._add_rule(self._text_terminal(part))}"
         if part.get("stop_after_first"):
-            return self._add_rule(f"({calls})" if part.get("at_least_one") else f"({calls}) | {self._add_rule(self._text_terminal(part))}")
+            return self._add_rule(
+                f"({calls})"
+                if part.get("at_least_one")
+                else f"({calls}) | {self._add_rule(self._text_terminal(part))}"
+            )
         return self._add_rule(f"({calls}){'+' if part.get('at_least_one') else '*'}{rest}")
 
-    def _write_tags_after(self, part: Mapping[str, Any], trigger: str, tags: Sequence[Mapping[str, Any]]) -> str:
+    def _write_tags_after(
+        self, part: Mapping[str, Any], trigger: str, tags: Sequence[Mapping[str, Any]]
+    ) -> str:
         mine = [tag for tag in tags if _read_text(tag, "begin").startswith(trigger)]
         if not mine:
             raise GrammarError(f"no tag begins with the trigger {trigger!r:.80}")
@@ -199,7 +222,9 @@ def _check_format(part: Mapping[str, Any]) -> str:
     """The type of a format, all of whose fields are known."""
     kind = part.get("type")
     if not isinstance(kind, str) or kind not in FORMAT_FIELDS:
-        raise GrammarError(f"the format {json.dumps(kind):.80} is not supported; known are {', '.join(FORMAT_FIELDS)}")
+        raise GrammarError(
+            f"the format {json.dumps(kind):.80} is not supported; known are {', '.join(FORMAT_FIELDS)}"
+        )
     for name, value in part.items():
         if name != "type" and name not in FORMAT_FIELDS[kind] and value not in (None, False, []):
             raise GrammarError(f"the field {name!r:.80} of the format {kind!r} is not supported")
@@ -240,7 +265,11 @@ def _read_objects(part: Mapping[str, Any], name: str) -> list[Mapping[str, Any]]
 
 def _read_texts(part: Mapping[str, Any], name: str) -> list[str]:
     values = part.get(name)
-    if not isinstance(values, list) or not values or not all(isinstance(value, str) and value for value in values):
+    if (
+        not isinstance(values, list)
+        or not values
+        or not all(isinstance(value, str) and value for value in values)
+    ):
         raise GrammarError(f"`{name}` must be a list of texts that are not empty")
     return list(dict.fromkeys(values))
 

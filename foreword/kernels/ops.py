@@ -3,6 +3,8 @@
 Shapes use the letters of `core.batch`. Every operation is row-invariant: the bits of one row do not
 depend on how many other rows there are, on what they hold, or on the row's place among them.
 `reference.py` is the specification; a backend that cannot do better for some operation inherits it.
+
+Operations that are others in a row, for backends that gain nothing from doing them at once.
 """
 
 from __future__ import annotations
@@ -14,20 +16,20 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from foreword.core.batch import Batch
-from foreword.core.kv import KVLayer
+from foreword.core.batch import Batch, KVLayer
 
 __all__ = [
     "AttentionMetadata",
-    "MRopeSections",
-    "QuantizedBlocks",
     "DraftJob",
     "DraftLoop",
     "DraftSamplingParams",
     "DraftTokens",
+    "MRopeSections",
     "Matrix",
     "Ops",
     "PackedLinear",
+    "QuantizedBlocks",
+    "UnfusedOps",
 ]
 
 PackedLinear = Any  # what pack_linear() of the same backend made
@@ -123,7 +125,9 @@ class DraftLoop(Protocol):
 
     def __call__(self, batch: Batch) -> Tensor: ...
 
-    def draft(self, jobs: Sequence[DraftJob], block_size: int, never_sampled_ids: Tensor) -> list[DraftTokens]:
+    def draft(
+        self, jobs: Sequence[DraftJob], block_size: int, never_sampled_ids: Tensor
+    ) -> list[DraftTokens]:
         """Pass after pass, each lane's next token sampled from its row: the bits of the same operations one by one.
 
         A lane that is done has no row in the next pass. unused int64 [U]: ids that are never sampled.
@@ -150,21 +154,27 @@ class Ops(Protocol):
         """The same function, perhaps faster from its second call on, and perhaps a DraftLoop. What it computes must go
         through these operations and views of tensors, the same ones for every batch."""
 
-    def pack_linear(self, parts: Sequence[Matrix], weight_format: str, bias: Tensor | None = None) -> PackedLinear:
+    def pack_linear(
+        self, parts: Sequence[Matrix], weight_format: str, bias: Tensor | None = None
+    ) -> PackedLinear:
         """A matrix [N, K], given as parts one below the other, laid out once at load; bias [N].
 
         kind  what tensors become: "float32", "bfloat16", "float16", "int8" or "fp8" (a scale for each row) or "int4" (a
               scale for each 32 values of a row). Blocks keep what they are.
         """
 
-    def linear(self, x: Tensor, weight: PackedLinear, dtype: torch.dtype | None = None, add_to: Tensor | None = None) -> Tensor:
+    def linear(
+        self, x: Tensor, weight: PackedLinear, dtype: torch.dtype | None = None, add_to: Tensor | None = None
+    ) -> Tensor:
         """x [T, K] -> [T, N] of `dtype` (that of x if None), added to `add_to` [T, N] if given, which stays as it is.
         The reduction over K has one order whatever T."""
 
     def linear_gated_act(self, x: Tensor, weight: PackedLinear, activation: str) -> Tensor:
         """gated(linear(x, weight), activation): x [T, K], weight [2I, K] -> [T, I]."""
 
-    def embedding(self, token_ids: Tensor, weight: PackedLinear, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
+    def embedding(
+        self, token_ids: Tensor, weight: PackedLinear, dtype: torch.dtype, scale: float = 1.0
+    ) -> Tensor:
         """ids int64 [T], weight [V, H] -> [T, H] of `dtype`, times scale."""
 
     def add(self, a: Tensor, b: Tensor) -> Tensor:
@@ -179,7 +189,9 @@ class Ops(Protocol):
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x [T, ..., H], weight float32 [H] -> x / sqrt(mean(x^2) + eps) * weight, computed in float32."""
 
-    def rope(self, x: Tensor, cos_sin: Tensor, positions: Tensor, mrope_sections: MRopeSections | None = None) -> Tensor:
+    def rope(
+        self, x: Tensor, cos_sin: Tensor, positions: Tensor, mrope_sections: MRopeSections | None = None
+    ) -> Tensor:
         """x [T, heads, D] rotated in halves over its first D_rot values.
 
         table float32 [positions, D_rot]: cosines of D_rot / 2 angles, then their sines; positions int64 [T], or with axes
@@ -190,7 +202,15 @@ class Ops(Protocol):
         """gate_up [T, 2I] -> activation(gate) * up [T, I]; activation is "silu", "gelu" or "gelu_tanh"."""
 
     def rope_and_cache(
-        self, q: Tensor, k: Tensor, v: Tensor, cos_sin: Tensor, positions: Tensor, mrope_sections: MRopeSections | None, cache: KVLayer, slots: Tensor
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cos_sin: Tensor,
+        positions: Tensor,
+        mrope_sections: MRopeSections | None,
+        cache: KVLayer,
+        slots: Tensor,
     ) -> Tensor:
         """rope() of q [T, Hq, D], which is returned, and of k [T, Hk, D], which goes with v to the cache as by write_kv()."""
 
@@ -215,7 +235,13 @@ class Ops(Protocol):
         `plan` is plan_attention(batch, window), made here if missing; rows of padding yield zeros."""
 
     def varlen_attention(
-        self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Sequence[int], cu_seqlens_k: Sequence[int], scale: float
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cu_seqlens_q: Sequence[int],
+        cu_seqlens_k: Sequence[int],
+        scale: float,
     ) -> Tensor:
         """Attention without order, as towers need it: q [N, heads, D], k and v [M, heads, D] -> [N, heads, D].
 
@@ -244,7 +270,9 @@ class Ops(Protocol):
         starts int64 [R+1], ids int64 [N], none twice in a row, amounts float32 [N]. An id beyond V is nowhere.
         """
 
-    def apply_repetition_penalty(self, logits: Tensor, starts: Tensor, ids: Tensor, penalties: Tensor) -> None:
+    def apply_repetition_penalty(
+        self, logits: Tensor, starts: Tensor, ids: Tensor, penalties: Tensor
+    ) -> None:
         """Divide those of the ids that are positive by penalties[r], and multiply the others; ids as in add_at,
         penalties float32 [R]."""
 
@@ -269,7 +297,9 @@ class Ops(Protocol):
     def apply_min_p(self, logits: Tensor, p: Tensor) -> None:
         """Mask ids less likely than p[r] times the likeliest; p float64 [R] in [0, 1]."""
 
-    def apply_xtc(self, logits: Tensor, seeds: Tensor, positions: Tensor, probabilities: Tensor, thresholds: Tensor) -> None:
+    def apply_xtc(
+        self, logits: Tensor, seeds: Tensor, positions: Tensor, probabilities: Tensor, thresholds: Tensor
+    ) -> None:
         """XTC: with probability chances[r], mask the ids whose probability reaches thresholds[r], all but the last of
         them by (value descending, id ascending). The coin is keyed as the noise of sample() is, for a purpose of its
         own; chances and thresholds float64 [R] in [0, 1]."""
@@ -280,3 +310,27 @@ class Ops(Protocol):
         seeds int64 [R] (bits of the unsigned seed), positions int64 [R], greedy bool [R] (no noise).
         A row with no finite value yields -1; so does a row that holds a NaN.
         """
+
+
+class UnfusedOps:
+    """Mixin of a backend that has the parts."""
+
+    def linear_gated_act(self: Ops, x: Tensor, weight: PackedLinear, activation: str) -> Tensor:
+        """x [T, K], weight [2I, K] -> [T, I]"""
+        return self.gated_act(self.linear(x, weight), activation)
+
+    def rope_and_cache(
+        self: Ops,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cos_sin: Tensor,
+        positions: Tensor,
+        mrope_sections: MRopeSections | None,
+        cache: KVLayer,
+        slots: Tensor,
+    ) -> Tensor:
+        """q [T, Hq, D] turned; k and v [T, Hk, D] go to the cache"""
+        turned = self.rope(q, cos_sin, positions, mrope_sections)
+        self.write_kv(self.rope(k, cos_sin, positions, mrope_sections), v, cache, slots)
+        return turned

@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-__all__ = ["FRACTION_BITS", "log", "exp_fixed_point"]
+__all__ = ["FRACTION_BITS", "exp_fixed_point", "log"]
 
 # ln 2 in two parts: the first ends in zeros, so that its product with a small whole number is exact.
 LN2_HIGH = float.fromhex("0x1.62e42fee00000p-1")

@@ -13,7 +13,15 @@ from torch import Tensor
 
 from foreword.kernels.ops import QuantizedBlocks
 
-__all__ = ["QUANT_BLOCKS", "QuantBlock", "QuantizedWeight", "dequantize", "quantize", "fake_quantize", "split_blocks"]
+__all__ = [
+    "QUANT_BLOCKS",
+    "QuantBlock",
+    "QuantizedWeight",
+    "dequantize",
+    "fake_quantize",
+    "quantize",
+    "split_blocks",
+]
 
 MIN_MAGNITUDE = 2.0**-100  # a largest magnitude below this counts as zero: its inverse could not be written
 INT4_GROUP = 32
@@ -47,7 +55,10 @@ def dequantize(blocks: QuantizedBlocks) -> Tensor:
     """float32 [N, K]"""
     block = QUANT_BLOCKS[blocks.format]
     rows = blocks.data.shape[0]
-    assert blocks.columns % block.num_values == 0 and blocks.data.shape[1] == blocks.columns // block.num_values * block.num_bytes
+    assert (
+        blocks.columns % block.num_values == 0
+        and blocks.data.shape[1] == blocks.columns // block.num_values * block.num_bytes
+    )
     values = DEQUANTIZERS[blocks.format](blocks.data.reshape(-1, block.num_bytes))
     return values.reshape(rows, blocks.columns)
 
@@ -70,16 +81,25 @@ class QuantizedWeight:
 
 def quantize(weight: Tensor, weight_format: str) -> QuantizedWeight:
     """`weight` [N, K] as "int8" or "fp8" (a scale for each row) or "int4" (for each 32 values)."""
-    return {"int8": _quantize_int8, "fp8": _quantize_fp8, "int4": _quantize_int4}[weight_format](weight.to(torch.float32))
+    return {"int8": _quantize_int8, "fp8": _quantize_fp8, "int4": _quantize_int4}[weight_format](
+        weight.to(torch.float32)
+    )
 
 
 def split_blocks(blocks: QuantizedBlocks) -> QuantizedWeight:
     """The values and the scales of "q8_0" or "q4_0", which have no more to them; scales are float16."""
     block = QUANT_BLOCKS[blocks.format]
     data = blocks.data.reshape(-1, block.num_bytes)
-    steps = data[:, 2:].view(torch.int8) if blocks.format == "q8_0" else _unpack_nibbles(data[:, 2:], 16).to(torch.int8) - 8
+    steps = (
+        data[:, 2:].view(torch.int8)
+        if blocks.format == "q8_0"
+        else _unpack_nibbles(data[:, 2:], 16).to(torch.int8) - 8
+    )
     rows = blocks.data.shape[0]
-    return QuantizedWeight(steps.to(torch.float32).reshape(rows, -1, block.num_values), _read_float16(data[:, :2]).reshape(rows, -1))
+    return QuantizedWeight(
+        steps.to(torch.float32).reshape(rows, -1, block.num_values),
+        _read_float16(data[:, :2]).reshape(rows, -1),
+    )
 
 
 def fake_quantize(weight: Tensor, weight_format: str) -> Tensor:

@@ -8,17 +8,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from foreword.errors import ConfigError
-from foreword.kernels.cards import current_gpu, triton_unavailable_reason
 from foreword.kernels.cpu.backend import CpuOps
-from foreword.kernels.cpu.library import ISAS, supported_isas, load_library
+from foreword.kernels.cpu.library import ISAS, load_library, supported_isas
 from foreword.kernels.cpu.sampling import NativeSampling
-from foreword.kernels.fast_math import FastMathOps
+from foreword.kernels.gpu import current_gpu, triton_unavailable_reason
 from foreword.kernels.ops import Ops
-from foreword.kernels.reference import ReferenceOps
+from foreword.kernels.reference.backend import FastMathOps, ReferenceOps
 
-__all__ = ["BackendStatus", "list_backends", "select_backend", "source_digest", "native_unavailable_reason"]
+__all__ = ["BackendStatus", "list_backends", "native_unavailable_reason", "select_backend", "source_digest"]
 
-TRITON_OPS = ("foreword.kernels.triton.backend", "TritonOps")  # imported where they are to be used: nothing else needs Triton
+TRITON_OPS = (
+    "foreword.kernels.triton.backend",
+    "TritonOps",
+)  # imported where they are to be used: nothing else needs Triton
 TRITON_FAST_MATH_OPS = ("foreword.kernels.triton.fast_math", "TritonFastMath")
 
 ISA_REQUIREMENTS = {
@@ -50,7 +52,9 @@ class BackendStatus:
     reason: str
 
 
-def select_backend(device: str, fast_math: bool = False, threads: int = 1, isa: str = "auto", eager: bool = False) -> Ops:
+def select_backend(
+    device: str, fast_math: bool = False, threads: int = 1, isa: str = "auto", eager: bool = False
+) -> Ops:
     """The best backend for a torch device ("cpu", "cuda").
 
     threads  of the native kernels
@@ -60,9 +64,13 @@ def select_backend(device: str, fast_math: bool = False, threads: int = 1, isa: 
     """
     library, missing = load_library() if device == "cpu" else (None, "the native kernels are for the CPU")
     if isa in ISAS and isa not in supported_isas():
-        raise ConfigError(f"cpu_isa {isa} cannot be used here: {missing or 'it needs ' + ISA_REQUIREMENTS[isa]}", "cpu_isa")
+        raise ConfigError(
+            f"cpu_isa {isa} cannot be used here: {missing or 'it needs ' + ISA_REQUIREMENTS[isa]}", "cpu_isa"
+        )
     if isa in ISAS and (fast_math or device != "cpu"):
-        raise ConfigError(f"cpu_isa {isa} has no effect {'with --fast-math' if fast_math else 'on ' + device}", "cpu_isa")
+        raise ConfigError(
+            f"cpu_isa {isa} has no effect {'with --fast-math' if fast_math else 'on ' + device}", "cpu_isa"
+        )
     if device == "cuda" and triton_unavailable_reason() is None:
         return _make_triton_ops(fast_math, eager)
     if library is None:
@@ -101,10 +109,29 @@ def list_backends() -> list[BackendStatus]:
     found, refused = current_gpu(), triton_unavailable_reason()
     return [
         BackendStatus("triton", refused is None, refused or f"kernels for {found}"),
-        *(BackendStatus(f"cpu-{isa}", isa in supported_isas(), missing or f"native kernels for {ISA_REQUIREMENTS[isa]}") for isa in reversed(ISAS)),
-        BackendStatus(NativeReference.name, library is not None, missing or "torch on the CPU, sampling in C++"),
-        BackendStatus(ReferenceOps.name, True, "torch on any device" if found else "torch on the CPU (no CUDA device was found)"),
-        BackendStatus(NativeFastMath.name, library is not None, missing or "only with --fast-math: bits depend on the batch"),
-        BackendStatus("triton-fast-math", refused is None, refused or "only with --fast-math: bits depend on the batch"),
+        *(
+            BackendStatus(
+                f"cpu-{isa}",
+                isa in supported_isas(),
+                missing or f"native kernels for {ISA_REQUIREMENTS[isa]}",
+            )
+            for isa in reversed(ISAS)
+        ),
+        BackendStatus(
+            NativeReference.name, library is not None, missing or "torch on the CPU, sampling in C++"
+        ),
+        BackendStatus(
+            ReferenceOps.name,
+            True,
+            "torch on any device" if found else "torch on the CPU (no CUDA device was found)",
+        ),
+        BackendStatus(
+            NativeFastMath.name,
+            library is not None,
+            missing or "only with --fast-math: bits depend on the batch",
+        ),
+        BackendStatus(
+            "triton-fast-math", refused is None, refused or "only with --fast-math: bits depend on the batch"
+        ),
         BackendStatus(FastMathOps.name, True, "only with --fast-math: bits depend on the batch"),
     ]

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from foreword.core.batch import Batch
-from foreword.core.kv import KVLayer
+from foreword.core.batch import Batch, KVLayer
 from foreword.kernels.ops import AttentionMetadata, MRopeSections, Ops
 from foreword.layers.linear import Linear
 from foreword.layers.norm import RMSNorm
@@ -57,7 +56,9 @@ class Attention:
         self._q_norm = q_norm
         self._k_norm = k_norm
 
-    def __call__(self, x: Tensor, context: ForwardContext, cache: KVLayer, residual: Tensor | None = None) -> Tensor:
+    def __call__(
+        self, x: Tensor, context: ForwardContext, cache: KVLayer, residual: Tensor | None = None
+    ) -> Tensor:
         """x [T, H] -> [T, H], added to `residual` [T, H] if given. K and V go to the cache first: rows of one step see each
         other only there."""
         config, batch = self._config, context.batch
@@ -66,6 +67,10 @@ class Attention:
         q, k, v = qkv[:, :heads], qkv[:, heads:all_heads], qkv[:, all_heads:]
         if self._q_norm is not None and self._k_norm is not None:
             q, k = self._q_norm(q), self._k_norm(k)
-        q = self._ops.rope_and_cache(q, k, v, context.cos_sin, context.positions, context.mrope_sections, cache, batch.slots)
-        seen = self._ops.attention(q, cache, batch, config.scale, config.window, config.softcap, context.attention_metadata)
+        q = self._ops.rope_and_cache(
+            q, k, v, context.cos_sin, context.positions, context.mrope_sections, cache, batch.slots
+        )
+        seen = self._ops.attention(
+            q, cache, batch, config.scale, config.window, config.softcap, context.attention_metadata
+        )
         return self._out(seen.flatten(1), residual)

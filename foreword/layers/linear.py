@@ -31,9 +31,20 @@ class Linear:
 
 
 def load_linear(
-    ops: Ops, weights: Weights, weight_format: str, in_features: int, out_features: Mapping[str, int], bias: bool = False
+    ops: Ops,
+    weights: Weights,
+    weight_format: str,
+    in_features: int,
+    out_features: Mapping[str, int],
+    bias: bool = False,
 ) -> PackedLinear:
     """The layers of these names and numbers of outputs as one, in this order; kind as in Ops.pack_linear."""
-    biases = torch.cat([weights.tensor(f"{name}.bias", size) for name, size in out_features.items()]) if bias else None
-    with weights.weights({f"{name}.weight": size for name, size in out_features.items()}, in_features) as parts:
+    biases = (
+        torch.cat([weights.tensor(f"{name}.bias", size) for name, size in out_features.items()])
+        if bias
+        else None
+    )
+    with weights.weights(
+        {f"{name}.weight": size for name, size in out_features.items()}, in_features
+    ) as parts:
         return ops.pack_linear(parts, weight_format, biases)

@@ -87,10 +87,16 @@ def _llama3(config: RopeConfig, max_len: int) -> tuple[Tensor, float]:
     """Long waves are stretched, short ones kept, those between interpolated (Llama 3.1)."""
     plain = _inverse_frequencies(config.theta, config.rotary_dim)
     wavelength = 2 * math.pi / plain
-    smooth = (config.original_max_position / wavelength - config.low_freq_factor) / (config.high_freq_factor - config.low_freq_factor)
+    smooth = (config.original_max_position / wavelength - config.low_freq_factor) / (
+        config.high_freq_factor - config.low_freq_factor
+    )
     between = (1 - smooth) * plain / config.factor + smooth * plain
-    stretched = torch.where(wavelength > config.original_max_position / config.low_freq_factor, plain / config.factor, between)
-    return torch.where(wavelength < config.original_max_position / config.high_freq_factor, plain, stretched), 1.0
+    stretched = torch.where(
+        wavelength > config.original_max_position / config.low_freq_factor, plain / config.factor, between
+    )
+    return torch.where(
+        wavelength < config.original_max_position / config.high_freq_factor, plain, stretched
+    ), 1.0
 
 
 def _yarn(config: RopeConfig, max_len: int) -> tuple[Tensor, float]:

@@ -23,7 +23,9 @@ class Weights(Protocol):
     def tensor(self, name: str, *shape: int) -> Tensor:
         """The tensor of this name, which must have this shape: float32, on the engine's device, in memory of its own."""
 
-    def weights(self, out_features: Mapping[str, int], in_features: int) -> AbstractContextManager[Sequence[Matrix]]:
+    def weights(
+        self, out_features: Mapping[str, int], in_features: int
+    ) -> AbstractContextManager[Sequence[Matrix]]:
         """The matrices of these names and numbers of rows as they stand in the file, on the engine's device.
 
         They may lie in a mapped file, whose pages are given back at the end of the `with` block: what is kept must be

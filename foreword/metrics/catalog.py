@@ -10,12 +10,12 @@ from dataclasses import dataclass
 
 __all__ = [
     "CATALOG",
-    "EMBEDDING_TASKS",
     "EMBEDDING_FINISH_REASONS",
+    "EMBEDDING_TASKS",
     "ENCODE_STAGE",
     "FAULT_STAGES",
-    "PREFIX",
     "FINISH_REASONS",
+    "PREFIX",
     "REJECT_REASONS",
     "STEP_STAGES",
     "Metric",
@@ -42,10 +42,58 @@ REJECT_REASONS = (
 EMBEDDING_TASKS = ("embed", "rank")
 EMBEDDING_FINISH_REASONS = ("done", "abort", "error")
 
-LATENCY_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
-TOKEN_LATENCY_BUCKETS_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
+LATENCY_BUCKETS_S = (
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.1,
+    0.25,
+    0.5,
+    1.0,
+    2.5,
+    5.0,
+    10.0,
+    30.0,
+    60.0,
+    120.0,
+)
+TOKEN_LATENCY_BUCKETS_S = (
+    0.0001,
+    0.00025,
+    0.0005,
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.1,
+    0.25,
+    0.5,
+    1.0,
+    2.5,
+)
 DRAFT_LENGTH_BUCKETS = (1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 24.0, 32.0, 48.0, 64.0)
-STAGE_BUCKETS_S = (0.00001, 0.000025, 0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0)
+STAGE_BUCKETS_S = (
+    0.00001,
+    0.000025,
+    0.00005,
+    0.0001,
+    0.00025,
+    0.0005,
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.1,
+    0.25,
+    1.0,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +133,9 @@ def _image_metric(metric_type: str, name: str, help_: str) -> Metric:
     return Metric(name, metric_type, help_, multimodal=True)
 
 
-def _spec_metric(metric_type: str, name: str, help_: str, *labels: str, buckets: tuple[float, ...] = ()) -> Metric:
+def _spec_metric(
+    metric_type: str, name: str, help_: str, *labels: str, buckets: tuple[float, ...] = ()
+) -> Metric:
     return Metric(name, metric_type, help_, labels, buckets, speculative=True)
 
 
@@ -103,22 +153,37 @@ CATALOG = (
     _counter("prefix_cache_hits_total", "Prompt tokens found in the prefix cache."),
     _counter("preemptions_total", "Requests put back to make room."),
     _counter("requests_finished_total", "Requests that ended, by reason.", "reason"),
-    _counter("requests_rejected_total", "Requests that were refused before any work was done, by reason.", "reason"),
+    _counter(
+        "requests_rejected_total", "Requests that were refused before any work was done, by reason.", "reason"
+    ),
     _counter("engine_restarts_total", "Engines started anew under live requests."),
     _counter(
-        "engine_faults_total", "Errors inside the engine that ended the request they belong to and no other, by stage.", "stage"
+        "engine_faults_total",
+        "Errors inside the engine that ended the request they belong to and no other, by stage.",
+        "stage",
     ),
     _counter("runaway_requests_total", "Requests whose output fell into a repeating pattern."),
     _histogram("time_to_first_token_seconds", "From arrival to the first token.", LATENCY_BUCKETS_S),
-    _histogram("inter_token_latency_seconds", "Time per token; a burst of m tokens after t counts m times t/m.", TOKEN_LATENCY_BUCKETS_S),
+    _histogram(
+        "inter_token_latency_seconds",
+        "Time per token; a burst of m tokens after t counts m times t/m.",
+        TOKEN_LATENCY_BUCKETS_S,
+    ),
     _histogram("e2e_request_latency_seconds", "From arrival to the end of the answer.", LATENCY_BUCKETS_S),
     _histogram("request_queue_seconds", "From arrival to the first step.", LATENCY_BUCKETS_S),
     _counter(
-        "embedding_requests_total", "Requests for vectors or scores that ended, by what they wanted and how.", "kind", "reason"
+        "embedding_requests_total",
+        "Requests for vectors or scores that ended, by what they wanted and how.",
+        "kind",
+        "reason",
     ),
-    _counter("embedding_inputs_total", "Texts that became vectors, and pairs of texts that were scored.", "kind"),
+    _counter(
+        "embedding_inputs_total", "Texts that became vectors, and pairs of texts that were scored.", "kind"
+    ),
     _counter("embedding_tokens_total", "Tokens of these texts.", "kind"),
-    _histogram("embedding_seconds", "From arrival to all vectors or scores of a request.", LATENCY_BUCKETS_S, "kind"),
+    _histogram(
+        "embedding_seconds", "From arrival to all vectors or scores of a request.", LATENCY_BUCKETS_S, "kind"
+    ),
     _histogram("step_seconds", "Time of one step, by stage.", STAGE_BUCKETS_S, "stage"),
     _image_metric("counter", "images_encoded_total", "Pictures that went through the model's tower."),
     _image_metric(
@@ -142,8 +207,16 @@ CATALOG = (
         "drafter",
         "position",
     ),
-    _spec_metric("counter", "spec_draft_tokens_per_position_total", "Tokens drafted, by place in the draft.", "drafter", "position"),
-    _spec_metric("counter", "spec_drafter_errors_total", "Drafts dropped because the drafter failed.", "drafter"),
+    _spec_metric(
+        "counter",
+        "spec_draft_tokens_per_position_total",
+        "Tokens drafted, by place in the draft.",
+        "drafter",
+        "position",
+    ),
+    _spec_metric(
+        "counter", "spec_drafter_errors_total", "Drafts dropped because the drafter failed.", "drafter"
+    ),
     _spec_metric(
         "gauge",
         "spec_system_efficiency_ratio",
@@ -151,10 +224,33 @@ CATALOG = (
         "drafter",
     ),
     _spec_metric("gauge", "spec_acceptance_ratio", "Delivered drafted tokens per drafted token.", "drafter"),
-    _spec_metric("histogram", "spec_draft_length", "Tokens of the drafts that were chosen.", "drafter", buckets=DRAFT_LENGTH_BUCKETS),
-    _spec_metric("counter", "spec_no_draft_total", "Times that a request that may be drafted for got no draft, by reason.", "reason"),
-    _spec_metric("counter", "spec_forced_tokens_total", "Tokens delivered that a grammar forced; they are no part of any acceptance."),
-    _spec_metric("counter", "spec_predicted_step_seconds_total", "What the steps that verified a draft were thought to cost."),
+    _spec_metric(
+        "histogram",
+        "spec_draft_length",
+        "Tokens of the drafts that were chosen.",
+        "drafter",
+        buckets=DRAFT_LENGTH_BUCKETS,
+    ),
+    _spec_metric(
+        "counter",
+        "spec_no_draft_total",
+        "Times that a request that may be drafted for got no draft, by reason.",
+        "reason",
+    ),
+    _spec_metric(
+        "counter",
+        "spec_forced_tokens_total",
+        "Tokens delivered that a grammar forced; they are no part of any acceptance.",
+    ),
+    _spec_metric(
+        "counter",
+        "spec_predicted_step_seconds_total",
+        "What the steps that verified a draft were thought to cost.",
+    ),
     _spec_metric("counter", "spec_realised_step_seconds_total", "What the steps that verified a draft cost."),
-    _spec_metric("counter", "spec_exploration_seconds_total", "Spent on drafts and plain steps whose only use was to learn."),
+    _spec_metric(
+        "counter",
+        "spec_exploration_seconds_total",
+        "Spent on drafts and plain steps whose only use was to learn.",
+    ),
 )

@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import (
+    CONTENT_TYPE_LATEST,
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    generate_latest,
+)
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 
@@ -70,4 +77,6 @@ class _WithoutCreated(Collector):
 
 def _build_metric(metric: Metric, registry: CollectorRegistry) -> Any:
     more = {"buckets": metric.buckets} if metric.buckets else {}
-    return INSTRUMENTS[metric.metric_type](PREFIX + metric.name, metric.help, metric.labels, registry=registry, **more)
+    return INSTRUMENTS[metric.metric_type](
+        PREFIX + metric.name, metric.help, metric.labels, registry=registry, **more
+    )

@@ -7,15 +7,23 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from foreword.core.events import GRAMMAR, DraftingStats, DraftResult, StepStats, TokenEvent
+from foreword.core.outputs import GRAMMAR, DraftingStats, DraftResult, StepStats, TokenEvent
+from foreword.core.repetition import Repetition
 from foreword.core.request import Request
-from foreword.core.runaway import Repetition
 from foreword.errors import ForewordError, safe_message
-from foreword.metrics import log
-from foreword.metrics.answer import AnswerMetrics, ChoiceStats, RequestProgress, summarize_choices
-from foreword.metrics.catalog import EMBEDDING_TASKS, EMBEDDING_FINISH_REASONS, ENCODE_STAGE, FAULT_STAGES, FINISH_REASONS, REJECT_REASONS, STEP_STAGES
+from foreword.metrics import logging_stats as log
+from foreword.metrics.catalog import (
+    EMBEDDING_FINISH_REASONS,
+    EMBEDDING_TASKS,
+    ENCODE_STAGE,
+    FAULT_STAGES,
+    FINISH_REASONS,
+    REJECT_REASONS,
+    STEP_STAGES,
+)
 from foreword.metrics.prometheus import MetricsRegistry
-from foreword.metrics.tally import SpecDecodeStats
+from foreword.metrics.request_stats import AnswerMetrics, ChoiceStats, RequestProgress, summarize_choices
+from foreword.metrics.spec_stats import SpecDecodeStats
 
 __all__ = ["MetricsRecorder"]
 
@@ -86,7 +94,9 @@ class MetricsRecorder:
 
     def _init_series(self) -> None:
         self._registry.init_series("requests_finished_total", FINISH_REASONS)
-        self._registry.init_series("step_seconds", [stage for stage in STEP_STAGES if stage != DRAFT_STAGE or self._drafters])
+        self._registry.init_series(
+            "step_seconds", [stage for stage in STEP_STAGES if stage != DRAFT_STAGE or self._drafters]
+        )
         self._registry.init_series("engine_faults_total", FAULT_STAGES)
         self._registry.init_series("requests_rejected_total", REJECT_REASONS)
         for name in ("step_seconds", "engine_faults_total") if self._multimodal else ():
@@ -153,7 +163,9 @@ class MetricsRecorder:
         self._count_busy(self._clock())
         self._num_embedding += 1
 
-    def on_embedding_finish(self, task: str, reason: str, num_inputs: int, num_tokens: int, seconds: float) -> None:
+    def on_embedding_finish(
+        self, task: str, reason: str, num_inputs: int, num_tokens: int, seconds: float
+    ) -> None:
         """kind and reason as in the catalog; texts and tokens count if all of them are done."""
         self._count_busy(self._clock())
         self._num_embedding -= 1
@@ -181,18 +193,24 @@ class MetricsRecorder:
         """The engine after a step. The same step may be told twice; it counts once."""
         if stats.step == self._stats.step:
             return
-        before = self._stats if stats.step > self._stats.step else StepStats()  # an engine started again counts from zero
+        before = (
+            self._stats if stats.step > self._stats.step else StepStats()
+        )  # an engine started again counts from zero
         for name in (*STEP_COUNTERS, *(IMAGE_COUNTERS if self._multimodal else ())):
             self._registry.add(name, _delta(getattr(before, name), getattr(stats, name)))
         for stage, seconds in stats.stage_seconds.items():
             self._registry.observe("step_seconds", seconds, stage)
         for drafter, errors in stats.drafter_errors.items():
-            self._registry.add("spec_drafter_errors_total", _delta(before.drafter_errors.get(drafter, 0), errors), drafter)
+            self._registry.add(
+                "spec_drafter_errors_total", _delta(before.drafter_errors.get(drafter, 0), errors), drafter
+            )
         for stage, faults in stats.faults.items():
             self._registry.add("engine_faults_total", _delta(before.faults.get(stage, 0), faults), stage)
         if self._drafters:
             self._count_decisions(before.drafting, stats.drafting)
-        self._interval.prefix_queries += _delta(before.prefix_cache_queries_total, stats.prefix_cache_queries_total)
+        self._interval.prefix_queries += _delta(
+            before.prefix_cache_queries_total, stats.prefix_cache_queries_total
+        )
         self._interval.prefix_hits += _delta(before.prefix_cache_hits_total, stats.prefix_cache_hits_total)
         self._stats = stats
 
@@ -206,10 +224,16 @@ class MetricsRecorder:
         for drafter, lengths in now.draft_length_counts.items():
             known = before.draft_length_counts.get(drafter, {})
             for length, count in lengths.items():
-                if count != known.get(length):  # most are as they were, and looking a series up costs more than this
-                    self._registry.observe("spec_draft_length", length, drafter, times=_delta(known.get(length, 0), count))
+                if count != known.get(
+                    length
+                ):  # most are as they were, and looking a series up costs more than this
+                    self._registry.observe(
+                        "spec_draft_length", length, drafter, times=_delta(known.get(length, 0), count)
+                    )
         for reason, count in now.no_draft_counts.items():
-            self._registry.add("spec_no_draft_total", _delta(before.no_draft_counts.get(reason, 0), count), reason)
+            self._registry.add(
+                "spec_no_draft_total", _delta(before.no_draft_counts.get(reason, 0), count), reason
+            )
         for name, seconds in DRAFTING_SECONDS.items():
             self._registry.add(name, _delta(getattr(before, seconds), getattr(now, seconds)))
 

@@ -9,11 +9,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from foreword.core.batch import Batch
-from foreword.core.kv import KVLayer
-from foreword.core.pictures import PromptImage
+from foreword.config.resolve import ModelInfo
+from foreword.core.batch import Batch, KVLayer
+from foreword.core.images import PromptImage
 from foreword.kernels.ops import Ops
-from foreword.resolve import ModelInfo
 
 __all__ = ["KVCache", "Model", "Precision", "VisionEncoder"]
 
@@ -32,7 +31,9 @@ class Precision:
     embedding_format: str
 
     @classmethod
-    def from_dtypes(cls, dtype: str, weight_dtype: str | None = None, quantization: str | None = None) -> Precision:
+    def from_dtypes(
+        cls, dtype: str, weight_dtype: str | None = None, quantization: str | None = None
+    ) -> Precision:
         """weight_dtype is that of activations if None. Quantized to 4 bits, the embedding and the head have 8: they
         decide which token comes out."""
         plain = weight_dtype or dtype

@@ -10,7 +10,13 @@ from foreword.models.rope import read_rope, scaled_context_length
 
 __all__ = ["ACTIVATIONS", "read_decoder_config", "read_head_dim", "read_layer_windows"]
 
-ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
+ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+}
 MAX_LAYERS = 1024
 MAX_HIDDEN_SIZE = 1 << 17  # values of a vector between two layers, or within one
 LAYER_TYPES = ("full_attention", "sliding_attention")
@@ -42,7 +48,9 @@ def read_decoder_config(
         raise config.error("num_key_value_heads", f"{kv_heads} does not divide num_attention_heads {heads}")
     head_dim = read_head_dim(config, head_dim)
     if heads * head_dim > MAX_HIDDEN_SIZE:
-        raise config.error("num_attention_heads", f"{heads} times head_dim {head_dim} must be at most {MAX_HIDDEN_SIZE} here")
+        raise config.error(
+            "num_attention_heads", f"{heads} times head_dim {head_dim} must be at most {MAX_HIDDEN_SIZE} here"
+        )
     positions = config.get_int("max_position_embeddings")
     if layer_types is None:
         rope = read_rope(config, head_dim, positions)
@@ -74,10 +82,14 @@ def read_head_dim(config: ConfigReader, default: int | None = None) -> int:
     return config.get_int("head_dim", share, high=MAX_HIDDEN_SIZE)
 
 
-def read_layer_windows(config: ConfigReader, window: int | None, is_sliding: Callable[[int], bool]) -> tuple[int | None, ...]:
+def read_layer_windows(
+    config: ConfigReader, window: int | None, is_sliding: Callable[[int], bool]
+) -> tuple[int | None, ...]:
     """The window of each layer: as `layer_types` says, or else where `is_sliding(index)` holds."""
     num_layers = _read_num_layers(config)
-    types = config.get_strs("layer_types", num_layers) or tuple(LAYER_TYPES[is_sliding(index)] for index in range(num_layers))
+    types = config.get_strs("layer_types", num_layers) or tuple(
+        LAYER_TYPES[is_sliding(index)] for index in range(num_layers)
+    )
     for layer_type in types:
         if layer_type not in LAYER_TYPES:
             raise config.error("layer_types", f"holds {layer_type!r}; known: {', '.join(LAYER_TYPES)}")

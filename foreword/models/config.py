@@ -135,7 +135,11 @@ class ConfigReader:
 
     def get_optional_int(self, key: str, default: int | None = None) -> int | None:
         """A whole number, None where null stands, `absent` where nothing does."""
-        return self.get_int(key, default) if key in self or self._uses_default(key, default) else self.get(key, None)
+        return (
+            self.get_int(key, default)
+            if key in self or self._uses_default(key, default)
+            else self.get(key, None)
+        )
 
     def get_float(self, key: str, default: Any = MISSING) -> float:
         """A positive number that can be computed with."""
@@ -148,7 +152,11 @@ class ConfigReader:
 
     def get_optional_float(self, key: str, default: float | None = None) -> float | None:
         """A positive number, None where null stands, `absent` where nothing does."""
-        return self.get_float(key, default) if key in self or self._uses_default(key, default) else self.get(key, None)
+        return (
+            self.get_float(key, default)
+            if key in self or self._uses_default(key, default)
+            else self.get(key, None)
+        )
 
     def get_bool(self, key: str, default: bool) -> bool:
         value = self.get(key, default)
@@ -168,7 +176,11 @@ class ConfigReader:
         value = self.get(key, None)
         if value is None:
             return None
-        if not isinstance(value, list) or len(value) != length or not all(isinstance(item, str) for item in value):
+        if (
+            not isinstance(value, list)
+            or len(value) != length
+            or not all(isinstance(item, str) for item in value)
+        ):
             raise self._value_error(key, value, f"a list of {length} names")
         return tuple(value)
 
@@ -179,7 +191,9 @@ class ConfigReader:
             raise self._value_error(key, value, f"a list of {length} numbers")
         for item in value:
             if not MIN_FLOAT <= item <= MAX_FLOAT:
-                raise self._value_error(key, item, f"a list of numbers between {MIN_FLOAT:g} and {MAX_FLOAT:g}")
+                raise self._value_error(
+                    key, item, f"a list of numbers between {MIN_FLOAT:g} and {MAX_FLOAT:g}"
+                )
         return tuple(float(item) for item in value)
 
     def get_section(self, key: str) -> ConfigReader | None:
@@ -216,11 +230,18 @@ class ConfigReader:
     def check_all_read(self) -> None:
         """Raises CheckpointError for options that nobody asked for, unless they are unset or without influence."""
         for key, value in self._values.items():
-            if key in self._read_keys or key in IGNORED_KEYS or key.startswith("_") or value in (None, {}, []):
+            if (
+                key in self._read_keys
+                or key in IGNORED_KEYS
+                or key.startswith("_")
+                or value in (None, {}, [])
+            ):
                 continue
             if key in NOOP_VALUES and value == NOOP_VALUES[key]:
                 continue
-            raise CheckpointError(f"{self.source}: `{key}` = {_abbreviate(value)} is not supported for this architecture")
+            raise CheckpointError(
+                f"{self.source}: `{key}` = {_abbreviate(value)} is not supported for this architecture"
+            )
 
     def error(self, key: str, reason: str) -> CheckpointError:
         """An error about one option."""
@@ -236,7 +257,11 @@ class ConfigReader:
 
 def _is_number(value: Any) -> bool:
     """Finite, and no bool. Whole numbers may be too long for a float."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and (isinstance(value, int) or math.isfinite(value))
+    return (
+        isinstance(value, int | float)
+        and not isinstance(value, bool)
+        and (isinstance(value, int) or math.isfinite(value))
+    )
 
 
 def _abbreviate(value: Any) -> str:

@@ -10,10 +10,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from foreword.core.batch import Batch, ImageFeatures
-from foreword.core.kv import KVLayer
+from foreword.config.resolve import ModelInfo
+from foreword.core.batch import Batch, ImageFeatures, KVLayer
+from foreword.executor.decode_loop import SupportsDecodeLoop
 from foreword.kernels.ops import DraftLoop, Ops
-from foreword.kernels.rounds import SupportsDecodeLoop
 from foreword.layers.attention import Attention, AttentionConfig, ForwardContext
 from foreword.layers.embedding import Embedding
 from foreword.layers.linear import Linear, load_linear
@@ -23,9 +23,8 @@ from foreword.layers.rope import Rope, RopeConfig
 from foreword.layers.weights import Weights
 from foreword.models.base import KVCache, Precision, VisionEncoder
 from foreword.models.config import ConfigReader
-from foreword.resolve import ModelInfo
 
-__all__ = ["Decoder", "DecoderConfig", "LayerType", "DecoderLayer", "LayerBuilder"]
+__all__ = ["Decoder", "DecoderConfig", "DecoderLayer", "LayerBuilder", "LayerType"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +81,9 @@ class DecoderLayer(Protocol):
 class LayerBuilder:
     """Builds the parts of one layer from its tensors, which keep the names they have in the checkpoint."""
 
-    def __init__(self, ops: Ops, config: DecoderConfig, precision: Precision, layer_type: LayerType, weights: Weights) -> None:
+    def __init__(
+        self, ops: Ops, config: DecoderConfig, precision: Precision, layer_type: LayerType, weights: Weights
+    ) -> None:
         self.ops = ops
         self._config = config
         self._precision = precision
@@ -118,10 +119,14 @@ class LayerBuilder:
         return MLP(self.ops, gate_up, down, config.activation)
 
     def _linear(self, weights: Weights, inputs: int, outputs: Mapping[str, int], bias: bool) -> Linear:
-        return Linear(self.ops, load_linear(self.ops, weights, self._precision.linear_format, inputs, outputs, bias))
+        return Linear(
+            self.ops, load_linear(self.ops, weights, self._precision.linear_format, inputs, outputs, bias)
+        )
 
     def _norm(self, weights: Weights, name: str, size: int) -> RMSNorm:
-        return RMSNorm(self.ops, weights.tensor(f"{name}.weight", size), self._config.eps, self._config.norm_offset)
+        return RMSNorm(
+            self.ops, weights.tensor(f"{name}.weight", size), self._config.eps, self._config.norm_offset
+        )
 
     def _attention_config(self) -> AttentionConfig:
         config = self._config
@@ -139,14 +144,22 @@ class Decoder(ABC):
     """A decoder-only model. A subclass, one to an architecture, reads the config and builds the layers."""
 
     def __init__(
-        self, config: DecoderConfig, ops: Ops, precision: Precision, weights: Weights, device: str, max_model_len: int
+        self,
+        config: DecoderConfig,
+        ops: Ops,
+        precision: Precision,
+        weights: Weights,
+        device: str,
+        max_model_len: int,
     ) -> None:
         self.ops = ops
         self.config = config
         self.vocab_size = config.vocab_size
         self.kv_layer_shapes = ((config.num_kv_heads, config.head_dim),) * len(config.layer_types)
         body = weights.prefixed("model.")
-        embedding = load_linear(ops, body, precision.embedding_format, config.hidden_size, {"embed_tokens": self.vocab_size})
+        embedding = load_linear(
+            ops, body, precision.embedding_format, config.hidden_size, {"embed_tokens": self.vocab_size}
+        )
         self._embedding = Embedding(ops, embedding, precision.dtype, config.embedding_scale)
         self._layer_types = tuple(dict.fromkeys(config.layer_types))
         self._layer_type_indexes = tuple(self._layer_types.index(kind) for kind in config.layer_types)
@@ -154,10 +167,14 @@ class Decoder(ABC):
             self.build_layer(LayerBuilder(ops, config, precision, kind, body.prefixed(f"layers.{index}.")))
             for index, kind in enumerate(config.layer_types)
         ]
-        self._norm = RMSNorm(ops, body.tensor("norm.weight", config.hidden_size), config.eps, config.norm_offset)
+        self._norm = RMSNorm(
+            ops, body.tensor("norm.weight", config.hidden_size), config.eps, config.norm_offset
+        )
         head = embedding
         if not config.tie_word_embeddings:
-            head = load_linear(ops, weights, precision.embedding_format, config.hidden_size, {"lm_head": self.vocab_size})
+            head = load_linear(
+                ops, weights, precision.embedding_format, config.hidden_size, {"lm_head": self.vocab_size}
+            )
         self._lm_head = Linear(ops, head, torch.float32)
         self._device = device
         self.set_max_model_len(max_model_len)
@@ -166,7 +183,10 @@ class Decoder(ABC):
 
     def set_max_model_len(self, max_model_len: int) -> None:
         """Be ready for contexts of this length, as if loaded for it. Nothing is compiled yet."""
-        self._ropes = {rope: Rope(rope, max_model_len, self._device) for rope in {kind.rope for kind in self._layer_types}}
+        self._ropes = {
+            rope: Rope(rope, max_model_len, self._device)
+            for rope in {kind.rope for kind in self._layer_types}
+        }
 
     @classmethod
     @abstractmethod
@@ -181,7 +201,9 @@ class Decoder(ABC):
         """Hidden states [T, H] of every row; K and V of every row are written to the cache."""
         x = self._embedding(batch.token_ids)
         if batch.image_features is not None:
-            self.ops.scatter_rows(x, batch.image_features.rows, batch.image_features.values[:, : self.config.hidden_size])
+            self.ops.scatter_rows(
+                x, batch.image_features.rows, batch.image_features.values[:, : self.config.hidden_size]
+            )
         shared = [self._forward_context(batch, kind) for kind in self._layer_types]
         for index, (layer, kind) in enumerate(zip(self._layers, self._layer_type_indexes, strict=True)):
             x = layer(x, shared[kind], kv_cache.layer(index))
@@ -194,7 +216,9 @@ class Decoder(ABC):
         size = self.config.hidden_size
         values = features.values[:, layer_index * size : (layer_index + 1) * size]
         if values.shape[1]:
-            self.ops.scatter_rows(x, features.rows, self.ops.add(self.ops.index_rows(x, features.rows), values.contiguous()))
+            self.ops.scatter_rows(
+                x, features.rows, self.ops.add(self.ops.index_rows(x, features.rows), values.contiguous())
+            )
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[R, H] -> float32 [R, V]"""
@@ -220,9 +244,15 @@ class Decoder(ABC):
 
     def _compile(self, forward: Callable[[Batch], Tensor]) -> Callable[[Batch], Tensor]:
         quick = self.ops.compile(forward)
-        if self.vision_encoder is None or isinstance(quick, SupportsDecodeLoop):  # which takes batches with pictures as they are
+        if self.vision_encoder is None or isinstance(
+            quick, SupportsDecodeLoop
+        ):  # which takes batches with pictures as they are
             return quick
-        return _ImageAwareDraftLoop(quick, forward) if isinstance(quick, DraftLoop) else _ImageAwareForward(quick, forward)
+        return (
+            _ImageAwareDraftLoop(quick, forward)
+            if isinstance(quick, DraftLoop)
+            else _ImageAwareForward(quick, forward)
+        )
 
     @property
     def uses_mrope(self) -> bool:
@@ -230,7 +260,10 @@ class Decoder(ABC):
         return any(kind.rope.mrope_sections is not None for kind in self._layer_types)
 
     def _forward_context(self, batch: Batch, layer_type: LayerType) -> ForwardContext:
-        plan, axes = self.ops.build_attention_metadata(batch, layer_type.window), layer_type.rope.mrope_sections
+        plan, axes = (
+            self.ops.build_attention_metadata(batch, layer_type.window),
+            layer_type.rope.mrope_sections,
+        )
         positions = batch.positions if axes is None else batch.mrope_positions
         assert positions is not None, "a batch without positions in several directions"
         return ForwardContext(batch, self._ropes[layer_type.rope].cos_sin, plan, positions, axes)
@@ -265,6 +298,8 @@ def _model_info(config: DecoderConfig, num_parameters: int) -> ModelInfo:
         vocab_size=config.vocab_size,
         kv_values_per_token=2 * len(config.layer_types) * config.num_kv_heads * config.head_dim,
         kv_vectors_per_token=2 * len(config.layer_types) * config.num_kv_heads,
-        embedding_parameters=config.vocab_size * config.hidden_size * (1 if config.tie_word_embeddings else 2),
+        embedding_parameters=config.vocab_size
+        * config.hidden_size
+        * (1 if config.tie_word_embeddings else 2),
         activation_values_per_row=3 * config.hidden_size + max(3 * config.intermediate_size, 2 * projected),
     )

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from foreword.core.kv import KVLayer
+from foreword.core.batch import KVLayer
 from foreword.layers.attention import ForwardContext
 from foreword.models.common import read_decoder_config, read_layer_windows
 from foreword.models.config import ConfigReader

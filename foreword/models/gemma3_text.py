@@ -6,12 +6,12 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from foreword.core.kv import KVLayer
+from foreword.core.batch import KVLayer
 from foreword.layers.attention import ForwardContext
 from foreword.layers.rope import RopeConfig
 from foreword.models.common import read_decoder_config, read_head_dim, read_layer_windows
 from foreword.models.config import ConfigReader
-from foreword.models.decoder import Decoder, DecoderConfig, LayerType, DecoderLayer, LayerBuilder
+from foreword.models.decoder import Decoder, DecoderConfig, DecoderLayer, LayerBuilder, LayerType
 from foreword.models.gemma2 import HEAD_DIM, WINDOW, apply_gemma_options
 from foreword.models.rope import read_rope_section
 
@@ -83,4 +83,6 @@ def _read_ropes(config: ConfigReader) -> tuple[RopeConfig, RopeConfig]:
     local = (nested and nested.get_section("sliding_attention")) or empty
     if nested is not None:
         nested.check_all_read()
-    return read_rope_section(wide, head_dim, context, wide_theta), read_rope_section(local, head_dim, context, local_theta)
+    return read_rope_section(wide, head_dim, context, wide_theta), read_rope_section(
+        local, head_dim, context, local_theta
+    )

@@ -19,14 +19,18 @@ def resolve_path(name_or_path: str) -> Path:
     if path.is_dir() or is_gguf(path):
         return path
     if path.exists():
-        raise CheckpointError(f"{name_or_path} is a file, but not in GGUF format; other checkpoints are directories")
+        raise CheckpointError(
+            f"{name_or_path} is a file, but not in GGUF format; other checkpoints are directories"
+        )
     if name_or_path.count("/") != 1 or name_or_path.startswith((".", "/", "~")) or name_or_path.endswith("/"):
         raise CheckpointError(f"there is no directory or file {name_or_path}")
     return _download(name_or_path)
 
 
 def _download(model_id: str) -> Path:
-    hub = importlib.import_module("huggingface_hub")  # slow to import, and of no use to those with a directory
+    hub = importlib.import_module(
+        "huggingface_hub"
+    )  # slow to import, and of no use to those with a directory
     try:
         return Path(hub.snapshot_download(model_id, allow_patterns=list(DOWNLOAD_PATTERNS)))
     except Exception as error:  # its client lets errors of several libraries through

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from foreword.config.resolve import ModelInfo
 from foreword.errors import CheckpointError
 from foreword.kernels.ops import Ops
 from foreword.layers.weights import Weights
@@ -16,15 +17,14 @@ from foreword.models.architectures import ARCHITECTURES, read_decoder
 from foreword.models.base import Model, Precision
 from foreword.models.config import ConfigReader, read_json
 from foreword.models.decoder import Decoder, DecoderConfig
-from foreword.models.dummy import DummyWeights
+from foreword.models.device_loader import DeviceLoader
+from foreword.models.dummy_weights import DummyWeights
 from foreword.models.gguf.config import read_hf_config
 from foreword.models.gguf.reader import GGUFFile, is_gguf, open_gguf, split_files
 from foreword.models.gguf.weights import GGUFWeights, check_tensor_types, read_rope_factors, with_memory_info
-from foreword.models.staging import DeviceLoader
 from foreword.models.vision.base import PREPROCESSOR_FILE, PROCESSOR_FILE, VisionModel
 from foreword.models.vision.registry import VISION_MODELS
-from foreword.models.weights import HeadlessWeights, MetaWeights, FileWeights, MultipartWeights, MetaOps
-from foreword.resolve import ModelInfo
+from foreword.models.weights import FileWeights, HeadlessWeights, MetaOps, MetaWeights, MultipartWeights
 
 __all__ = ["load_model", "read_model_info", "weight_files"]
 
@@ -40,7 +40,9 @@ def read_model_info(path: Path, gguf_dequantize: bool = False) -> ModelInfo:
     gguf = open_gguf(path)
     architecture, config = _read_gguf_config(gguf)
     check_tensor_types(gguf, gguf_dequantize)
-    return with_memory_info(architecture(config, MetaOps(), precision, counted, "cpu", INFO_MAX_MODEL_LEN).info, gguf)
+    return with_memory_info(
+        architecture(config, MetaOps(), precision, counted, "cpu", INFO_MAX_MODEL_LEN).info, gguf
+    )
 
 
 def weight_files(path: Path) -> list[Path]:
@@ -75,7 +77,9 @@ def load_model(
         if is_gguf(path):
             gguf = open_gguf(path)
             architecture, config = _read_gguf_config(gguf)
-            weights = GGUFWeights(gguf, (config.num_heads, config.num_kv_heads), gguf_dequantize, progress, staging)
+            weights = GGUFWeights(
+                gguf, (config.num_heads, config.num_kv_heads), gguf_dequantize, progress, staging
+            )
             model = architecture(config, ops, precision, weights, device, max_model_len)
             weights.check_all_read()
             return model
@@ -100,7 +104,9 @@ def _open_device_loader(device: str) -> Iterator[DeviceLoader | None]:
 def _load_dummy_model(path: Path, ops: Ops, precision: Precision, device: str, max_model_len: int) -> Model:
     """The model of a config.json, with random weights."""
     if is_gguf(path):
-        raise CheckpointError(f"{path}: load_format dummy needs a directory with a config.json", "load_format")
+        raise CheckpointError(
+            f"{path}: load_format dummy needs a directory with a config.json", "load_format"
+        )
     described = _read_config(path)
     weights = DummyWeights(device, getattr(torch, described.config.dtype))
     return _build_model(described, ops, precision, weights, device, max_model_len)
@@ -116,7 +122,9 @@ class _ModelSpec:
     name: str = ""
 
 
-def _build_model(spec: _ModelSpec, ops: Ops, precision: Precision, weights: Weights, device: str, max_model_len: int) -> Decoder:
+def _build_model(
+    spec: _ModelSpec, ops: Ops, precision: Precision, weights: Weights, device: str, max_model_len: int
+) -> Decoder:
     model = spec.architecture(spec.config, ops, precision, weights, device, max_model_len)
     vision = spec.vision
     if vision is None:
@@ -174,6 +182,12 @@ def _read_known_decoder(reader: ConfigReader) -> tuple[type[Decoder], DecoderCon
     model_type = reader.get("model_type")
     if not isinstance(model_type, str) or model_type not in ARCHITECTURES:
         known = ", ".join(sorted((*ARCHITECTURES, *VISION_MODELS)))
-        foreign = "; the code that `auto_map` names is not run: no code out of a checkpoint is" if "auto_map" in reader else ""
-        raise CheckpointError(f"{reader.source}: model_type {model_type!r:.80} is not supported{foreign}; known: {known}")
+        foreign = (
+            "; the code that `auto_map` names is not run: no code out of a checkpoint is"
+            if "auto_map" in reader
+            else ""
+        )
+        raise CheckpointError(
+            f"{reader.source}: model_type {model_type!r:.80} is not supported{foreign}; known: {known}"
+        )
     return read_decoder(reader)

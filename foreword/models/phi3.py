@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from foreword.core.kv import KVLayer
+from foreword.core.batch import KVLayer
 from foreword.layers.attention import ForwardContext
 from foreword.models.common import read_decoder_config, read_layer_windows
 from foreword.models.config import ConfigReader

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from foreword.core.kv import KVLayer
+from foreword.core.batch import KVLayer
 from foreword.layers.attention import ForwardContext
 from foreword.models.common import read_decoder_config
 from foreword.models.config import ConfigReader
@@ -39,7 +39,9 @@ class Qwen3(Decoder):
         """config.json of model_type `qwen3`"""
         bias = config.get_bool("attention_bias", False)
         windows = read_qwen_layer_windows(config)
-        return read_decoder_config(config, "qwen3", windows=windows, head_dim=HEAD_DIM, qkv_bias=bias, out_bias=bias)
+        return read_decoder_config(
+            config, "qwen3", windows=windows, head_dim=HEAD_DIM, qkv_bias=bias, out_bias=bias
+        )
 
     def build_layer(self, builder: LayerBuilder) -> DecoderLayer:
         """Build one layer."""

@@ -15,7 +15,11 @@ ROPE_TYPE_NAMES = {name: name for name in ROPE_TYPES} | {"su": "longrope", "mrop
 
 
 def read_rope(
-    config: ConfigReader, head_dim: int, context_length: int, default_theta: float = 10000.0, mrope_sections: MRopeSections | None = None
+    config: ConfigReader,
+    head_dim: int,
+    context_length: int,
+    default_theta: float = 10000.0,
+    mrope_sections: MRopeSections | None = None,
 ) -> RopeConfig:
     """From `rope_parameters`, or from `rope_theta` and `rope_scaling` beside each other.
 
@@ -31,28 +35,47 @@ def read_rope(
     own = None if mrope_sections is None else _read_mrope_sections(table, mrope_sections)
     rope = read_rope_section(table, head_dim, context_length, theta, share, original)
     if own is not None and sum(own.sections) != rope.rotary_dim // 2:
-        raise table.error("mrope_section", f"has {sum(own.sections)} angles, and a head has {rope.rotary_dim // 2}")
+        raise table.error(
+            "mrope_section", f"has {sum(own.sections)} angles, and a head has {rope.rotary_dim // 2}"
+        )
     return replace(rope, mrope_sections=own)
 
 
 def read_rope_section(
-    options: ConfigReader, head_dim: int, context_length: int, theta: float, partial_rotary_factor: float = 1.0, original_max_position: int | None = None
+    options: ConfigReader,
+    head_dim: int,
+    context_length: int,
+    theta: float,
+    partial_rotary_factor: float = 1.0,
+    original_max_position: int | None = None,
 ) -> RopeConfig:
     """One table of RoPE options; `theta`, `share` and `original` hold where it does not say otherwise."""
-    rope_type = options.get_choice("rope_type" if "rope_type" in options else "type", ROPE_TYPE_NAMES, "default")
+    rope_type = options.get_choice(
+        "rope_type" if "rope_type" in options else "type", ROPE_TYPE_NAMES, "default"
+    )
     if options.get_choice("type", ROPE_TYPE_NAMES, rope_type) != rope_type:
         raise options.error("type", f"must be rope_type, {rope_type}")
-    rope = RopeConfig(rope_type, _read_theta(options, theta), _read_rotary_dim(options, head_dim, partial_rotary_factor))
-    original_max_position = original_max_position or options.get_int("original_max_position_embeddings", context_length)
+    rope = RopeConfig(
+        rope_type, _read_theta(options, theta), _read_rotary_dim(options, head_dim, partial_rotary_factor)
+    )
+    original_max_position = original_max_position or options.get_int(
+        "original_max_position_embeddings", context_length
+    )
     if rope_type in ("linear", "dynamic", "llama3", "yarn"):
-        rope = replace(rope, factor=options.get_float("factor"), original_max_position=context_length if rope_type == "dynamic" else original_max_position)
+        rope = replace(
+            rope,
+            factor=options.get_float("factor"),
+            original_max_position=context_length if rope_type == "dynamic" else original_max_position,
+        )
     if rope_type == "llama3":
         low, high = options.get_float("low_freq_factor"), options.get_float("high_freq_factor")
         if low == high:
             raise options.error("high_freq_factor", f"must not be low_freq_factor, {low}")
         rope = replace(rope, low_freq_factor=low, high_freq_factor=high)
     if rope_type == "dynamic" and rope.rotary_dim < 4:
-        raise options.error("rope_type", f"dynamic needs heads of at least 4 values that rotate, got {rope.rotary_dim}")
+        raise options.error(
+            "rope_type", f"dynamic needs heads of at least 4 values that rotate, got {rope.rotary_dim}"
+        )
     if rope_type == "yarn":
         rope = _with_yarn(rope, options)
     if rope_type == "longrope":
@@ -65,7 +88,11 @@ def _read_mrope_sections(options: ConfigReader, default: MRopeSections) -> MRope
     """`mrope_section`; whether directions take turns is the architecture's affair, the file can only repeat it."""
     options.require_value("mrope_interleaved", default.interleaved)
     sections = options.get("mrope_section", list(default.sections))
-    if not isinstance(sections, list) or len(sections) != 3 or not all(type(item) is int and item >= 0 for item in sections):
+    if (
+        not isinstance(sections, list)
+        or len(sections) != 3
+        or not all(type(item) is int and item >= 0 for item in sections)
+    ):
         raise options.error("mrope_section", f"must be a list of 3 whole numbers, got {sections!r:.60}")
     time, row, column = sections
     return MRopeSections((time, row, column), default.interleaved)
@@ -97,7 +124,9 @@ def _with_yarn(rope: RopeConfig, options: ConfigReader) -> RopeConfig:
     )
 
 
-def _with_longrope(rope: RopeConfig, options: ConfigReader, context_length: int, original_max_position: int) -> RopeConfig:
+def _with_longrope(
+    rope: RopeConfig, options: ConfigReader, context_length: int, original_max_position: int
+) -> RopeConfig:
     length = rope.rotary_dim // 2
     if original_max_position < 2:
         raise options.error("original_max_position_embeddings", "must be at least 2 for longrope, got 1")

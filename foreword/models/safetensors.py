@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from foreword.errors import CheckpointError
-from foreword.models.mapped import MappedFile
-from foreword.models.staging import FileSpan
+from foreword.models.device_loader import FileSpan
+from foreword.models.mmap_file import MappedFile
 
-__all__ = ["TensorEntry", "SafetensorsFile"]
+__all__ = ["SafetensorsFile", "TensorEntry"]
 
 DTYPES = MappingProxyType({"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16})
 MAX_HEADER_BYTES = 100 << 20  # as in the format's own reader
@@ -53,10 +53,14 @@ class SafetensorsFile:
         """The tensor in the mapped file, float32, bfloat16 or float16."""
         entry = self.entries[name]
         if entry.dtype_name not in DTYPES:
-            raise CheckpointError(f"{self.path}: tensor `{name}` is of type {entry.dtype_name}; weights must be {', '.join(DTYPES)}")
+            raise CheckpointError(
+                f"{self.path}: tensor `{name}` is of type {entry.dtype_name}; weights must be {', '.join(DTYPES)}"
+            )
         count = math.prod(entry.shape)
         if entry.num_bytes != count * DTYPES[entry.dtype_name].itemsize:
-            raise self._corrupt_file_error(f"tensor `{name}` {list(entry.shape)} of type {entry.dtype_name} has {entry.num_bytes} bytes")
+            raise self._corrupt_file_error(
+                f"tensor `{name}` {list(entry.shape)} of type {entry.dtype_name} has {entry.num_bytes} bytes"
+            )
         return self._file.tensor(DTYPES[entry.dtype_name], entry.start, count).view(entry.shape)
 
     def span(self, name: str) -> FileSpan:
@@ -71,23 +75,36 @@ class SafetensorsFile:
         length = int.from_bytes(self._file.read(0, 8), "little")
         begin = 8 + length
         if self.num_bytes < 8 or length > MAX_HEADER_BYTES or begin > self.num_bytes:
-            raise self._corrupt_file_error(f"its header is said to have {length} bytes; the file has {self.num_bytes}")
+            raise self._corrupt_file_error(
+                f"its header is said to have {length} bytes; the file has {self.num_bytes}"
+            )
         try:
             header = json.loads(self._file.read(8, length))
         except (ValueError, RecursionError) as error:
             raise self._corrupt_file_error(f"its header is not JSON: {error}") from None
         if not isinstance(header, dict):
             raise self._corrupt_file_error("its header is not a JSON object")
-        return {name: self._parse_entry(name, value, begin) for name, value in header.items() if name != METADATA_KEY}
+        return {
+            name: self._parse_entry(name, value, begin)
+            for name, value in header.items()
+            if name != METADATA_KEY
+        }
 
     def _parse_entry(self, name: str, value: Any, begin: int) -> TensorEntry:
         try:
             first, last = (_to_natural(offset) for offset in value["data_offsets"])
-            entry = TensorEntry(str(value["dtype"]), tuple(_to_natural(size) for size in value["shape"]), begin + first, last - first)
+            entry = TensorEntry(
+                str(value["dtype"]),
+                tuple(_to_natural(size) for size in value["shape"]),
+                begin + first,
+                last - first,
+            )
         except (KeyError, TypeError, ValueError):
             raise self._corrupt_file_error(f"tensor `{name}` is described as {value!r:.80}") from None
         if entry.num_bytes < 0 or begin + last > self.num_bytes:
-            raise self._corrupt_file_error(f"tensor `{name}` is said to end at byte {begin + last} of {self.num_bytes}")
+            raise self._corrupt_file_error(
+                f"tensor `{name}` is said to end at byte {begin + last} of {self.num_bytes}"
+            )
         return entry
 
     def _corrupt_file_error(self, reason: str) -> CheckpointError:

@@ -11,13 +11,13 @@ from torch import Tensor
 
 from foreword.errors import CheckpointError
 from foreword.kernels.ops import Matrix
-from foreword.kernels.reference import ReferenceWeight, ReferenceOps
+from foreword.kernels.reference.backend import ReferenceOps, ReferenceWeight
 from foreword.layers.weights import Weights
 from foreword.models.config import read_json
+from foreword.models.device_loader import DeviceLoader
 from foreword.models.safetensors import SafetensorsFile
-from foreword.models.staging import DeviceLoader
 
-__all__ = ["HeadlessWeights", "MetaWeights", "FileWeights", "MultipartWeights", "PrefixedWeights", "MetaOps"]
+__all__ = ["FileWeights", "HeadlessWeights", "MetaOps", "MetaWeights", "MultipartWeights", "PrefixedWeights"]
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
@@ -28,7 +28,9 @@ DERIVED_SUFFIXES = ("rotary_emb.inv_freq", ".masked_bias", ".attn.bias")  # buff
 class MetaOps(ReferenceOps):
     """Builds models whose weights are CountedWeights, which nobody wants packed."""
 
-    def pack_linear(self, parts: Sequence[Matrix], weight_format: str, bias: Tensor | None = None) -> ReferenceWeight:
+    def pack_linear(
+        self, parts: Sequence[Matrix], weight_format: str, bias: Tensor | None = None
+    ) -> ReferenceWeight:
         return ReferenceWeight(torch.empty(0), None)
 
 
@@ -61,7 +63,12 @@ class FileWeights:
     Raises CheckpointError, here for missing or damaged files, in `take` for tensors, in `finish` for tensors left over.
     """
 
-    def __init__(self, path: Path, progress: Callable[[int, int], None] | None = None, device_loader: DeviceLoader | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        progress: Callable[[int, int], None] | None = None,
+        device_loader: DeviceLoader | None = None,
+    ) -> None:
         self._path = path
         self._progress = progress
         self._device_loader = device_loader
@@ -96,7 +103,11 @@ class FileWeights:
 
     def check_all_read(self, ignored: Mapping[str, str] | None = None) -> None:
         """Every tensor must have been taken, but for those that `ignore` names (with the reason)."""
-        left = sorted(name for name in self._file_by_name if name not in self._read_names and not name.endswith(DERIVED_SUFFIXES))
+        left = sorted(
+            name
+            for name in self._file_by_name
+            if name not in self._read_names and not name.endswith(DERIVED_SUFFIXES)
+        )
         left = [name for name in left if name not in (ignored or {})]
         if left:
             more = f" and {len(left) - 3} more" if len(left) > 3 else ""
@@ -107,7 +118,11 @@ class FileWeights:
     def _read_tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """The tensor on the engine's device."""
         tensor = self._lookup(name, shape)
-        return tensor if self._device_loader is None else self._device_loader.tensor(self._file_by_name[name].span(name), tensor.dtype, shape)
+        return (
+            tensor
+            if self._device_loader is None
+            else self._device_loader.tensor(self._file_by_name[name].span(name), tensor.dtype, shape)
+        )
 
     def _lookup(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """The tensor where it stands in its file; nothing of it is read."""
@@ -115,7 +130,9 @@ class FileWeights:
             raise CheckpointError(f"{self._path}: tensor `{name}` {list(shape)} is missing")
         tensor = self._file_by_name[name].tensor(name)
         if tuple(tensor.shape) != shape:
-            raise CheckpointError(f"{self._path}: tensor `{name}` is {list(tensor.shape)}, the config says {list(shape)}")
+            raise CheckpointError(
+                f"{self._path}: tensor `{name}` is {list(tensor.shape)}, the config says {list(shape)}"
+            )
         self._read_names.add(name)
         self.num_parameters += tensor.numel()
         return tensor
@@ -142,8 +159,12 @@ class PrefixedWeights:
     def tensor(self, name: str, *shape: int) -> Tensor:
         return self._weights.tensor(self._prefix + name, *shape)
 
-    def weights(self, out_features: Mapping[str, int], in_features: int) -> AbstractContextManager[Sequence[Matrix]]:
-        return self._weights.weights({self._prefix + name: size for name, size in out_features.items()}, in_features)
+    def weights(
+        self, out_features: Mapping[str, int], in_features: int
+    ) -> AbstractContextManager[Sequence[Matrix]]:
+        return self._weights.weights(
+            {self._prefix + name: size for name, size in out_features.items()}, in_features
+        )
 
     def prefixed(self, prefix: str) -> Weights:
         return PrefixedWeights(self._weights, self._prefix + prefix)
@@ -165,7 +186,9 @@ class MultipartWeights(PrefixedWeights):
     prefixes  beginning of a name as it is asked for -> what it may be in the files; the first that is there holds
     """
 
-    def __init__(self, weights: Weights, names: frozenset[str], prefixes: Mapping[str, Sequence[str]]) -> None:
+    def __init__(
+        self, weights: Weights, names: frozenset[str], prefixes: Mapping[str, Sequence[str]]
+    ) -> None:
         super().__init__(weights, "")
         self._file_prefixes = {
             asked: next((one for one in given if any(name.startswith(one) for name in names)), given[0])
@@ -175,8 +198,12 @@ class MultipartWeights(PrefixedWeights):
     def tensor(self, name: str, *shape: int) -> Tensor:
         return self._weights.tensor(self.name_in_file(name), *shape)
 
-    def weights(self, out_features: Mapping[str, int], in_features: int) -> AbstractContextManager[Sequence[Matrix]]:
-        return self._weights.weights({self.name_in_file(name): size for name, size in out_features.items()}, in_features)
+    def weights(
+        self, out_features: Mapping[str, int], in_features: int
+    ) -> AbstractContextManager[Sequence[Matrix]]:
+        return self._weights.weights(
+            {self.name_in_file(name): size for name, size in out_features.items()}, in_features
+        )
 
     def prefixed(self, prefix: str) -> Weights:
         return PrefixedWeights(self._weights, self.name_in_file(prefix))
@@ -200,5 +227,7 @@ def _list_files(path: Path) -> list[str]:
         return [SINGLE_FILE]
     pickles = sorted(item.name for pattern in PICKLE_PATTERNS for item in path.glob(pattern))
     if pickles:
-        raise CheckpointError(f"{path} holds pickled weights ({pickles[0]}), which can run code; convert them to safetensors")
+        raise CheckpointError(
+            f"{path} holds pickled weights ({pickles[0]}), which can run code; convert them to safetensors"
+        )
     raise CheckpointError(f"{path} holds neither {SINGLE_FILE} nor {INDEX_FILE}")

@@ -10,15 +10,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from foreword.core.events import TokenLogprob
+from foreword.core.batch import Arrays, SampleRow, upload
+from foreword.core.outputs import TokenLogprob
 from foreword.core.request import RequestState
-from foreword.core.rows import SampleRow
-from foreword.core.uploads import Arrays, upload
-from foreword.kernels.hashes import hash_logits
+from foreword.executor.decode_slots import hash_logits
 from foreword.kernels.ops import Ops
-from foreword.sampling.steps import PIPELINE, LogitsProcessor, rng_keys, may_mask_all, find_runs, active_processors
+from foreword.sampling.logits_processors import (
+    PIPELINE,
+    LogitsProcessor,
+    active_processors,
+    find_runs,
+    may_mask_all,
+    rng_keys,
+)
 
-__all__ = ["NON_FINITE", "ALL_MASKED", "SamplerOutput", "Sampler"]
+__all__ = ["ALL_MASKED", "NON_FINITE", "Sampler", "SamplerOutput"]
 
 NON_FINITE = -1  # in place of a token: the logits are not finite
 ALL_MASKED = -2  # in place of a token: what the request asks for masks every one
@@ -64,7 +70,9 @@ class Sampler:
     unused_ids  ids below vocab_size that no token has; they are never sampled, and not part of any distribution
     """
 
-    def __init__(self, ops: Ops, vocab_size: int, never_sampled_ids: Sequence[int], test_mode: bool = False) -> None:
+    def __init__(
+        self, ops: Ops, vocab_size: int, never_sampled_ids: Sequence[int], test_mode: bool = False
+    ) -> None:
         self._ops = ops
         self._vocab_size = vocab_size
         self._never_sampled_ids = torch.tensor(sorted(never_sampled_ids), dtype=torch.int64)
@@ -96,13 +104,22 @@ class Sampler:
         limited = [r for r, steps in enumerate(wanted) if may_mask_all(steps)]
         tasks = _processor_calls(wanted, rows, self._vocab_size)
         greedy = np.array([one.greedy for one in params], np.bool_)
-        arrays = [*rng_keys(rows), greedy, np.array(asked, np.int64), *(array for task in tasks for array in task.gathered)]
+        arrays = [
+            *rng_keys(rows),
+            greedy,
+            np.array(asked, np.int64),
+            *(array for task in tasks for array in task.gathered),
+        ]
         seeds, positions, greedy_rows, asked_rows, *gathered = upload(arrays, logits.device)
 
         hashes = [hash_logits(line) for line in logits] if self._test_mode else []
         self._mask_never_sampled(logits)
         wishes = [params[r] for r in asked]
-        raw = self._keep_raw(logits.index_select(0, asked_rows), max(one.logprobs or 0 for one in wishes)) if asked else None
+        raw = (
+            self._keep_raw(logits.index_select(0, asked_rows), max(one.logprobs or 0 for one in wishes))
+            if asked
+            else None
+        )
         peaks = _max_logits(logits, limited) if limited else None
         for task in tasks:
             count = len(task.gathered)
@@ -119,15 +136,23 @@ class Sampler:
         token_ids: list[int] = sampled.tolist()
         if peaks is not None and min(token_ids) == NON_FINITE:
             for r in limited:
-                if token_ids[r] == NON_FINITE and float(peaks[r]) > -torch.inf and float(logits[r].amax()) == -torch.inf:
+                if (
+                    token_ids[r] == NON_FINITE
+                    and float(peaks[r]) > -torch.inf
+                    and float(logits[r].amax()) == -torch.inf
+                ):
                     token_ids[r] = ALL_MASKED
         return SamplerOutput(token_ids, found, hashes)
 
-    def prompt_logprobs(self, logits: Tensor, target_ids: Sequence[int], num_logprobs: int) -> list[TokenLogprob]:
+    def prompt_logprobs(
+        self, logits: Tensor, target_ids: Sequence[int], num_logprobs: int
+    ) -> list[TokenLogprob]:
         """Log-probabilities of the tokens targets[r] that follow logits [R, V], and of the `num` likeliest."""
         self._mask_never_sampled(logits)
         (token_ids,) = upload([np.array(target_ids, np.int64)], logits.device)
-        return self._compute_logprobs(self._keep_raw(logits, num_logprobs), token_ids, [num_logprobs] * len(target_ids))
+        return self._compute_logprobs(
+            self._keep_raw(logits, num_logprobs), token_ids, [num_logprobs] * len(target_ids)
+        )
 
     def _processors_of(self, rows: Sequence[SampleRow]) -> list[tuple[LogitsProcessor, ...]]:
         """The steps of each row. Those of requests that were sampled last are known."""
@@ -144,9 +169,13 @@ class Sampler:
             logits.index_fill_(1, self._never_sampled_ids, -torch.inf)
 
     def _keep_raw(self, logits: Tensor, num_top: int) -> _RawLogits:
-        return _RawLogits(logits, self._ops.log_sum_exp(logits), self._ops.top_ids(logits, min(num_top, self._vocab_size)))
+        return _RawLogits(
+            logits, self._ops.log_sum_exp(logits), self._ops.top_ids(logits, min(num_top, self._vocab_size))
+        )
 
-    def _compute_logprobs(self, raw: _RawLogits, token_ids: Tensor, num_top: Sequence[int]) -> list[TokenLogprob]:
+    def _compute_logprobs(
+        self, raw: _RawLogits, token_ids: Tensor, num_top: Sequence[int]
+    ) -> list[TokenLogprob]:
         """Log-probabilities of one id a row, int64 [n] (any id where it is -1), with the nums[r] likeliest."""
         chosen = token_ids.clamp(min=0)[:, None]
         value = raw.logits.gather(1, chosen)
@@ -162,19 +191,25 @@ class Sampler:
         ]
 
 
-def _requested_logprobs(raw: _RawLogits, requested_ids: Sequence[Sequence[int]]) -> list[tuple[tuple[int, float], ...]]:
+def _requested_logprobs(
+    raw: _RawLogits, requested_ids: Sequence[Sequence[int]]
+) -> list[tuple[tuple[int, float], ...]]:
     """(id, logprob) of ids[r] in row r. An id beyond the vocabulary is as unlikely as can be."""
     if not any(requested_ids):
         return [()] * len(requested_ids)
     width = max(map(len, requested_ids))
-    (columns,) = upload([np.array([[*own, *[0] * (width - len(own))] for own in requested_ids], np.int64)], raw.logits.device)
+    (columns,) = upload(
+        [np.array([[*own, *[0] * (width - len(own))] for own in requested_ids], np.int64)], raw.logits.device
+    )
     known = columns < raw.logits.shape[1]
     values = raw.logits.gather(1, torch.where(known, columns, 0)) - raw.log_sum_exp[:, None]
     scores = torch.where(known, values, -torch.inf).tolist()
     return [tuple(zip(own, line, strict=False)) for own, line in zip(requested_ids, scores, strict=True)]
 
 
-def _processor_calls(processors: Sequence[tuple[LogitsProcessor, ...]], rows: Sequence[SampleRow], vocab_size: int) -> list[_ProcessorCall]:
+def _processor_calls(
+    processors: Sequence[tuple[LogitsProcessor, ...]], rows: Sequence[SampleRow], vocab_size: int
+) -> list[_ProcessorCall]:
     """What is to be done, in the pipeline's order, for consecutive rows that asked for it."""
     asked = set(chain.from_iterable(set(processors)))
     tasks: list[_ProcessorCall] = []

@@ -10,7 +10,14 @@ from random import Random
 import pytest
 
 from benchmarks import fuzz_parsers, fuzz_worker
-from benchmarks.fuzz_mutate import MAX_BYTES, change_bytes, change_json, change_lines, change_safetensors, shrink
+from benchmarks.fuzz_mutate import (
+    MAX_BYTES,
+    change_bytes,
+    change_json,
+    change_lines,
+    change_safetensors,
+    shrink,
+)
 from benchmarks.fuzz_parsers import ParserTally, main
 from benchmarks.fuzz_targets import FuzzTarget
 from benchmarks.fuzz_worker import TARGETS, fuzz
@@ -85,7 +92,9 @@ def test_new_lines_are_kept(tmp_path: Path) -> None:
     assert report.kept == 1 and lines.seen
 
 
-def test_a_process_that_ends_is_a_finding_with_its_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_ends_is_a_finding_with_its_input(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     worker = tmp_path / "worker.py"
     worker.write_text(
         "import os, sys\n"
@@ -107,7 +116,10 @@ def test_memory_that_grows_is_told() -> None:
 
 @pytest.mark.parametrize("change", [change_bytes, change_json, change_lines, change_safetensors])
 def test_changes_of_anything(change: Callable[[Random, bytes, bytes], bytes]) -> None:
-    random, inputs = Random(3), [b"", b"{", b"[]", b'{"a": [1, {"b": null}]}', b"x\n{}", (2).to_bytes(8, "little") + b"{}ab"]
+    random, inputs = (
+        Random(3),
+        [b"", b"{", b"[]", b'{"a": [1, {"b": null}]}', b"x\n{}", (2).to_bytes(8, "little") + b"{}ab"],
+    )
     for _ in range(2000):
         data = change(random, random.choice(inputs), random.choice(inputs))
         assert len(data) <= MAX_BYTES + 64

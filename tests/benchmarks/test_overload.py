@@ -6,17 +6,25 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from benchmarks.overload import OverloadFindings, LoadGenerator, _body, proportional_bytes, verdicts
+from benchmarks.overload import LoadGenerator, OverloadFindings, _body, proportional_bytes, verdicts
 from benchmarks.raw_http import ConnectionBroken, RawConnection
 from benchmarks.soak import SoakReading
-from foreword.config import Config
+from foreword.config.options import Config
 
 Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
 def good() -> OverloadFindings:
     readings = [SoakReading(size, 0, 0) for size in (50, 90, 100, 100, 100, 104)]
-    return OverloadFindings(asked=900, answered=90, refused=700, seconds=10, first_s=[0.1, 11.0], health_s=[0.1], readings=readings)
+    return OverloadFindings(
+        asked=900,
+        answered=90,
+        refused=700,
+        seconds=10,
+        first_s=[0.1, 11.0],
+        health_s=[0.1],
+        readings=readings,
+    )
 
 
 def test_all_is_well() -> None:
@@ -48,7 +56,9 @@ def test_memory_of_this_process() -> None:
 def test_bodies_are_mixed() -> None:
     bodies = [_body("m", number) for number in range(200)]
     assert {body["stream"] for body in bodies} == {True, False}
-    assert {body.get("n", 1) for body in bodies} == {1, 2} and any("response_format" in body for body in bodies)
+    assert {body.get("n", 1) for body in bodies} == {1, 2} and any(
+        "response_format" in body for body in bodies
+    )
 
 
 def response(status: str, body: bytes, headers: str = "") -> bytes:
@@ -96,7 +106,9 @@ async def test_a_stream_is_answered() -> None:
 
 
 async def test_a_refusal_says_when_to_come_again() -> None:
-    found = await asked(response("429 Too Many", b"{}", "Retry-After: 1\r\n"), response("429 Too Many", b"{}"))
+    found = await asked(
+        response("429 Too Many", b"{}", "Retry-After: 1\r\n"), response("429 Too Many", b"{}")
+    )
     assert found.refused == 2 and found.wrong == {"429 without Retry-After": 1}
 
 

@@ -48,14 +48,18 @@ def log(tmp_path: Path) -> Path:
 @pytest.fixture
 def foreword(checkpoint: Path, log: Path) -> Iterator[Worker]:
     worker = Worker(sys.executable, SCRIPTS / "peers_foreword.py", log)
-    facts = worker("load", path=str(checkpoint), threads=1, tokens=2048, streams=16, options={"cpu_isa": "reference"})
+    facts = worker(
+        "load", path=str(checkpoint), threads=1, tokens=2048, streams=16, options={"cpu_isa": "reference"}
+    )
     assert facts["weight_bytes"] > 2 * 1024 * 256
     yield worker
     worker.close()
 
 
 def test_the_script_starts() -> None:
-    done = subprocess.run([sys.executable, SCRIPTS / "peers.py", "--help"], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, SCRIPTS / "peers.py", "--help"], capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 0, done.stderr
     assert "llama.cpp" in done.stdout
 

@@ -10,8 +10,20 @@ import torch
 from benchmarks import quality
 
 
-def test_figures_of_every_mode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["quality", "--model", "tiny", "--files", str(tmp_path), "--samples", "1", "--cpu-isa", "reference"]
+def test_figures_of_every_mode(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [
+        "quality",
+        "--model",
+        "tiny",
+        "--files",
+        str(tmp_path),
+        "--samples",
+        "1",
+        "--cpu-isa",
+        "reference",
+    ]
     monkeypatch.setattr(sys, "argv", words)
     monkeypatch.setattr(quality, "POOLING_MODES", (quality.FLOAT32_MODE, quality.MODES[1], quality.MODES[-1]))
     monkeypatch.setattr(quality.corpus, "KINDS", {"faq": quality.corpus.KINDS["faq"]})

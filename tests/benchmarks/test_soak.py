@@ -8,8 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.soak import SoakFindings, SoakReading, _endless, acceptance_change, memory_growth, resident_bytes, verdicts
-from foreword.cli.bench_speculate_prompts import PromptBudget
+from benchmarks.soak import (
+    SoakFindings,
+    SoakReading,
+    _endless,
+    acceptance_change,
+    memory_growth,
+    resident_bytes,
+    verdicts,
+)
+from foreword.bench.speculate.workloads import PromptBudget
 
 ROOT = Path(__file__).parents[2]
 ROOM = PromptBudget(200, 16, 3.0, 4.0, range(10, 60), ("def f(value):\n    return value",))
@@ -18,7 +26,10 @@ ROOM = PromptBudget(200, 16, 3.0, 4.0, range(10, 60), ("def f(value):\n    retur
 def readings(memory: list[int], share: list[float]) -> list[SoakReading]:
     """100 tokens drafted between two readings, of which a share is accepted."""
     accepted = itertools.accumulate(int(100 * one) for one in share)
-    return [SoakReading(size, 100 * (i + 1), got) for i, (size, got) in enumerate(zip(memory, accepted, strict=True))]
+    return [
+        SoakReading(size, 100 * (i + 1), got)
+        for i, (size, got) in enumerate(zip(memory, accepted, strict=True))
+    ]
 
 
 def good() -> SoakFindings:
@@ -72,11 +83,15 @@ def test_traffic_is_mixed() -> None:
     assert {mode.name for _, _, mode in work} == {"auto", "off", "at most two"}
     assert {script.num_turns for _, script, _ in work} == {1, 4}
     assert len({script.turns for _, script, _ in work}) > 40
-    assert any(script.prediction for _, script, _ in work) and any(script.temperature == 0 for _, script, _ in work)
+    assert any(script.prediction for _, script, _ in work) and any(
+        script.temperature == 0 for _, script, _ in work
+    )
 
 
 @pytest.mark.parametrize("script", ["soak.py", "speculate_peers.py"])
 def test_the_scripts_start(script: str) -> None:
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, ROOT / "benchmarks" / script, "--help"], capture_output=True, timeout=60, env=environ)
+    done = subprocess.run(
+        [sys.executable, ROOT / "benchmarks" / script, "--help"], capture_output=True, timeout=60, env=environ
+    )
     assert done.returncode == 0, done.stderr

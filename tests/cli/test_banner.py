@@ -8,18 +8,18 @@ from pathlib import Path
 import pytest
 
 from foreword.cli.banner import (
-    local_url,
     banner_lines,
     curl_line,
     device_line,
     loading_line,
+    local_url,
     model_name,
     parse_loading_line,
     speculation_line,
 )
-from foreword.config import Config
+from foreword.config.options import Config
+from foreword.config.resolve import EngineInfo, ResolvedConfig
 from foreword.demo import MODEL, VISION_MODEL
-from foreword.resolve import EngineInfo, ResolvedConfig
 
 RESOLVED = ResolvedConfig(
     device="cpu", dtype="bfloat16", weight_dtype="bfloat16", quantization=None, weight_format="bfloat16",
@@ -54,8 +54,15 @@ def test_drafters_bound_and_the_way_out() -> None:
     assert speculation_line(INFO) == (
         "speculation: ngram; whenever there is a guess, up to 4 tokens a request and step; turn off with --speculate off"
     )
-    several = replace(RESOLVED, drafters=("prediction", "suffix", "draft"), draft_length="adaptive", num_speculative_tokens=32)
-    assert speculation_line(replace(INFO, resolved=several, draft_model="small", draft_parameters=400_000)) == (
+    several = replace(
+        RESOLVED,
+        drafters=("prediction", "suffix", "draft"),
+        draft_length="adaptive",
+        num_speculative_tokens=32,
+    )
+    assert speculation_line(
+        replace(INFO, resolved=several, draft_model="small", draft_parameters=400_000)
+    ) == (
         "speculation: prediction, suffix, draft (draft model small, 400.0 k parameters); "
         "as much as pays, at most 32 tokens a request and step; turn off with --speculate off"
     )
@@ -65,19 +72,29 @@ def test_drafters_bound_and_the_way_out() -> None:
 
 def test_all_of_it() -> None:
     lines = banner_lines(Config(), INFO, "demo", URL, 2.0)
-    assert lines[0] == "loaded: demo (llama, 4.8 M parameters, reference) in 2.00 s (start 0.25 s, import 1.50 s, weights 0.25 s)"
-    assert lines[1].startswith("memory: weights 9.0 MiB in bfloat16, KV cache 3.0 MiB in bfloat16 for 4096 tokens; context 1024")
+    assert (
+        lines[0]
+        == "loaded: demo (llama, 4.8 M parameters, reference) in 2.00 s (start 0.25 s, import 1.50 s, weights 0.25 s)"
+    )
+    assert lines[1].startswith(
+        "memory: weights 9.0 MiB in bfloat16, KV cache 3.0 MiB in bfloat16 for 4096 tokens; context 1024"
+    )
     assert lines[3].startswith(f"address: {URL} ")
     assert lines[-1] == "warning: mind the gap"
 
 
 def test_stages_can_be_read_back() -> None:
-    assert parse_loading_line(loading_line("demo", INFO, 2.0)) == {"start": 0.25, "import": 1.5, "weights": 0.25}
+    assert parse_loading_line(loading_line("demo", INFO, 2.0)) == {
+        "start": 0.25,
+        "import": 1.5,
+        "weights": 0.25,
+    }
     assert parse_loading_line("address: somewhere 2.00 s)") is None
 
 
 @pytest.mark.parametrize(
-    ("host", "url"), [("127.0.0.1", URL), ("0.0.0.0", URL), ("::", "http://[::1]:8000"), ("box", "http://box:8000")]
+    ("host", "url"),
+    [("127.0.0.1", URL), ("0.0.0.0", URL), ("::", "http://[::1]:8000"), ("box", "http://box:8000")],
 )
 def test_address(host: str, url: str) -> None:
     assert local_url(host, 8000) == url
@@ -102,10 +119,18 @@ def test_an_open_door_is_said(host: str, key: str | None, warned: bool) -> None:
 
 def test_a_gpu_is_told_with_its_graphs() -> None:
     seconds = {"weights": 4.0, "memory": 1.0, "graphs": 3.25}
-    info = replace(INFO, gpu="NVIDIA X (compute capability 9.0)", backend="triton", num_cuda_graphs=24, load_seconds=seconds)
+    info = replace(
+        INFO,
+        gpu="NVIDIA X (compute capability 9.0)",
+        backend="triton",
+        num_cuda_graphs=24,
+        load_seconds=seconds,
+    )
     lines = banner_lines(Config(), info, "demo", URL, 9.0)
     assert lines[1] == "device: NVIDIA X (compute capability 9.0); triton, 24 CUDA graphs in 3.25 s"
     eager = replace(info, num_cuda_graphs=0, resolved=replace(RESOLVED, enforce_eager=True))
     assert device_line(eager).endswith("; triton, no CUDA graphs (--enforce-eager)")
-    assert device_line(replace(info, backend="reference", num_cuda_graphs=0)).endswith("; reference, no CUDA graphs")
+    assert device_line(replace(info, backend="reference", num_cuda_graphs=0)).endswith(
+        "; reference, no CUDA graphs"
+    )
     assert not any(line.startswith("device:") for line in banner_lines(Config(), INFO, "demo", URL, 2.0))

@@ -9,11 +9,11 @@ import pytest
 from rich.console import Console
 
 from foreword.cli import chat
-from foreword.cli.answers import ChatResult, Message, ChatPiece
+from foreword.cli.client import ChatPiece, ChatResult, Message
 from foreword.cli.main import main
 from foreword.core.params import SamplingParams
 from foreword.errors import ContextLengthExceeded
-from tests.pictures import png
+from tests.support.images import png
 
 PARAMS = SamplingParams()
 
@@ -41,9 +41,13 @@ class Echo:
         return ChatResult("".join(piece.text for piece in self.stream(prompt, params)), "stop", None, None)
 
 
-def talk(*lines: str, color: bool = False, system: Sequence[Message] = (), images: Sequence[str] = ()) -> tuple[str, Echo]:
+def talk(
+    *lines: str, color: bool = False, system: Sequence[Message] = (), images: Sequence[str] = ()
+) -> tuple[str, Echo]:
     out, source = io.StringIO(), Echo()
-    console = Console(file=out, force_terminal=color, color_system="standard" if color else None, highlight=False, width=200)
+    console = Console(
+        file=out, force_terminal=color, color_system="standard" if color else None, highlight=False, width=200
+    )
     chat.converse(source, PARAMS, console, lines, system, images)
     return out.getvalue(), source
 
@@ -59,7 +63,9 @@ def test_every_turn_carries_the_conversation() -> None:
 
 
 def test_exit_empty_lines_and_clear() -> None:
-    shown, source = talk("one", "", "/clear", "two", "/exit", "three", system=[{"role": "system", "content": "s"}])
+    shown, source = talk(
+        "one", "", "/clear", "two", "/exit", "three", system=[{"role": "system", "content": "s"}]
+    )
     assert shown == "2 one\n2 two\n"
     assert len(source.asked) == 2
 
@@ -67,13 +73,25 @@ def test_exit_empty_lines_and_clear() -> None:
 def test_pictures_are_shown_with_the_next_line(tmp_path: Path) -> None:
     (tmp_path / "a b.png").write_bytes(png())
     shown, source = talk(
-        f"/image {tmp_path / 'a b.png'}", "one", "two", "/image nowhere.png", "lost", "three", images=[str(tmp_path / "a b.png")]
+        f"/image {tmp_path / 'a b.png'}",
+        "one",
+        "two",
+        "/image nowhere.png",
+        "lost",
+        "three",
+        images=[str(tmp_path / "a b.png")],
     )
     first = source.asked[0][0]["content"]
-    assert [part["type"] for part in first] == ["image_url", "image_url", "text"] and first[2]["text"] == "one"
+    assert [part["type"] for part in first] == ["image_url", "image_url", "text"] and first[2][
+        "text"
+    ] == "one"
     assert source.asked[1][0]["content"] == first and source.asked[1][2]["content"] == "two"
     assert "--image nowhere.png: No such file or directory" in shown
-    assert [message["content"] for message in source.asked[2] if message["role"] == "user"] == [first, "two", "three"]
+    assert [message["content"] for message in source.asked[2] if message["role"] == "user"] == [
+        first,
+        "two",
+        "three",
+    ]
 
 
 def test_a_line_that_cannot_be_answered_is_forgotten() -> None:
@@ -84,7 +102,10 @@ def test_a_line_that_cannot_be_answered_is_forgotten() -> None:
 
 def test_an_answer_that_was_ended_as_a_runaway_is_told() -> None:
     shown, source = talk("loop", "one")
-    assert shown == "1 loop\n(the answer repeated itself and was ended; --on-runaway warn lets it go on)\n3 one\n"
+    assert (
+        shown
+        == "1 loop\n(the answer repeated itself and was ended; --on-runaway warn lets it go on)\n3 one\n"
+    )
     assert source.asked[1][1] == {"role": "assistant", "content": "1 loop"}
 
 

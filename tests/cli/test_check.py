@@ -8,13 +8,13 @@ import pytest
 
 from foreword.cli import check as command
 from foreword.cli.main import main
-from foreword.config import Config
+from foreword.config.options import Config
+from foreword.config.resolve import HardwareInfo
 from foreword.demo import DRAFTER, MODEL
 from foreword.errors import ConfigError
-from foreword.resolve import HardwareInfo
-from tests.checkpoints import write_checkpoint
-from tests.gguf_files import Kind, write_gguf
-from tests.vision_checkpoints import write_vision_checkpoint
+from tests.support.checkpoints import write_checkpoint
+from tests.support.gguf_files import Kind, write_gguf
+from tests.support.vision_checkpoints import write_vision_checkpoint
 
 
 def check(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
@@ -52,7 +52,9 @@ def test_another_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     vocab = tokenizer["model"]["vocab"]
     a, b = sorted(vocab, key=vocab.get)[400:402]
     vocab[a], vocab[b] = vocab[b], vocab[a]
-    code, text = check(capsys, "demo", "--draft-model", edited(tmp_path, DRAFTER, "tokenizer.json", model=tokenizer["model"]))
+    code, text = check(
+        capsys, "demo", "--draft-model", edited(tmp_path, DRAFTER, "tokenizer.json", model=tokenizer["model"])
+    )
     assert code == 1
     assert "no   draft model: the draft model's tokenizer differs from the model's: id 400 is" in text
 
@@ -73,21 +75,27 @@ def test_what_a_picture_costs(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     code, text = check(capsys, str(write_vision_checkpoint(tmp_path, "llava_next")))
     assert code == 0
     # 16 of the whole, and of four tiles, 8 x 8 features, the rows 1 to 6 and 2 to 5, each with a newline.
-    assert "ok   pictures: 26.7 k parameters see them; 640 x 480 is 70 tokens, 1920 x 1080 is 52 tokens" in text
+    assert (
+        "ok   pictures: 26.7 k parameters see them; 640 x 480 is 70 tokens, 1920 x 1080 is 52 tokens" in text
+    )
     assert "pictures" not in check(capsys, "demo")[1]
 
 
 def test_pictures_that_cannot_be_prepared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write_vision_checkpoint(tmp_path)
     values = json.loads((path / "preprocessor_config.json").read_text(encoding="utf-8"))
-    (path / "preprocessor_config.json").write_text(json.dumps(values | {"crop_size": {"height": 20, "width": 20}}))
+    (path / "preprocessor_config.json").write_text(
+        json.dumps(values | {"crop_size": {"height": 20, "width": 20}})
+    )
     code, text = check(capsys, str(path))
     assert code == 1
     assert "no   pictures:" in text and "28 x 28 pixels of the model's tower" in text
 
 
 def test_a_gguf_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    checkpoint = write_checkpoint(tmp_path / "model", hidden_size=256, intermediate_size=256, num_attention_heads=8)
+    checkpoint = write_checkpoint(
+        tmp_path / "model", hidden_size=256, intermediate_size=256, num_attention_heads=8
+    )
     file = write_gguf(checkpoint, tmp_path / "model.gguf", Kind.Q4_0)
     code, text = check(capsys, str(file), "--draft-model", str(checkpoint))
     assert code == 0
@@ -115,22 +123,32 @@ def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch, capsys: pytest
 
 
 @pytest.mark.parametrize("reason", [None, "Triton is not installed"])
-def test_what_a_gpu_would_hold(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], reason: str | None) -> None:
+def test_what_a_gpu_would_hold(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], reason: str | None
+) -> None:
     """An old card, too: the estimate, float16 for bfloat16, and why Triton does not compute."""
     gpu = HardwareInfo("cuda", 4, 15 << 30, False, "triton", 16 << 30, "Tesla T4", (7, 5))
     monkeypatch.setattr(command, "detect_hardware", lambda config: gpu)
     monkeypatch.setattr(command, "native_unavailable_reason", lambda device: reason)
     code, text = check(capsys, "demo")
     assert code == 0
-    assert "note device: dtype bfloat16 is not to be had on Tesla T4 (compute capability 7.5): float16 instead" in text
+    assert (
+        "note device: dtype bfloat16 is not to be had on Tesla T4 (compute capability 7.5): float16 instead"
+        in text
+    )
     assert "ok   Tesla T4: 14.40 of 16.00 GiB may be used; estimated: weights 0.01, activations" in text
     assert "by this estimate it does not fit" not in text
     assert ("note device: Triton is not installed" in text) is (reason is not None)
 
 
-def test_what_the_estimate_doubts_is_a_note(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_the_estimate_doubts_is_a_note(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     tiny = HardwareInfo("cuda", 4, 1 << 30, True, "triton", 1100 << 20, "NVIDIA X", (8, 6))
     monkeypatch.setattr(command, "detect_hardware", lambda config: tiny)
     monkeypatch.setattr(command, "native_unavailable_reason", lambda device: None)
     code, text = check(capsys, "demo", "--max-num-batched-tokens", "60000", "--max-num-seqs", "8")
-    assert code == 0 and "note by this estimate it does not fit; whether it does is measured when it is loaded" in text
+    assert (
+        code == 0
+        and "note by this estimate it does not fit; whether it does is measured when it is loaded" in text
+    )

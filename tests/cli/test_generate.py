@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from foreword.cli import generate
-from foreword.cli.answers import ChatResult
+from foreword.cli.client import ChatResult
 from foreword.cli.main import main
 from foreword.core.params import SamplingParams
 from tests.cli.test_chat import Echo
-from tests.pictures import png, data_url
+from tests.support.images import data_url, png
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +30,10 @@ def test_a_runaway_is_told_beside_the_answer(capsys: pytest.CaptureFixture[str])
     assert main(["generate", "loop"]) == 0
     printed = capsys.readouterr()
     assert printed.out == "1 loop\n"
-    assert printed.err == "foreword generate: the answer repeated itself and was ended; --on-runaway warn lets it go on\n"
+    assert (
+        printed.err
+        == "foreword generate: the answer repeated itself and was ended; --on-runaway warn lets it go on\n"
+    )
 
 
 def test_a_prompt_from_stdin(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -43,7 +46,11 @@ def test_pictures_are_parts_in_front_of_the_prompt(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     heard: list[Any] = []
-    monkeypatch.setattr(Echo, "output", lambda self, prompt, params: heard.append(prompt) or ChatResult("", "stop", None, None))
+    monkeypatch.setattr(
+        Echo,
+        "output",
+        lambda self, prompt, params: heard.append(prompt) or ChatResult("", "stop", None, None),
+    )
     first, second = tmp_path / "a.png", tmp_path / "b.jpg"
     first.write_bytes(png("red"))
     second.write_bytes(b"no picture; the server will say so")
@@ -66,9 +73,15 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     }  # fmt: skip
 
 
-def test_a_prediction_is_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_prediction_is_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     heard: list[SamplingParams] = []
-    monkeypatch.setattr(Echo, "output", lambda self, prompt, params: heard.append(params) or ChatResult("", "stop", None, None))
+    monkeypatch.setattr(
+        Echo,
+        "output",
+        lambda self, prompt, params: heard.append(params) or ChatResult("", "stop", None, None),
+    )
     (tmp_path / "old.txt").write_text("old text\n")
     assert main(["generate", "hello", "--json", "--prediction", str(tmp_path / "old.txt")]) == 0
     assert heard[0].prediction == "old text\n"

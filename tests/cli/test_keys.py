@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from foreword.cli.main import main
-from foreword.serve.key_file import hash_key, read_key_file
+from foreword.server.auth.key_file import hash_key, read_key_file
 
 
 @pytest.fixture
@@ -24,14 +24,24 @@ def test_new(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said = capsys.readouterr()
     secret = said.out.removesuffix("\n")
     (key,) = read_key_file(path)
-    assert secret.startswith("fw-") and "\n" not in secret and key.digest == hash_key(secret.encode(), key.salt)
-    assert (key.name, key.admin, key.models, key.expires, key.priority) == ("alice", True, ("a", "b"), 1896048000.0, -1)
+    assert (
+        secret.startswith("fw-") and "\n" not in secret and key.digest == hash_key(secret.encode(), key.salt)
+    )
+    assert (key.name, key.admin, key.models, key.expires, key.priority) == (
+        "alice",
+        True,
+        ("a", "b"),
+        1896048000.0,
+        -1,
+    )
     assert (key.requests_per_minute, key.tokens_per_minute, key.max_concurrency) == (60, 1000, 4)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert secret not in said.err and secret not in path.read_text()
 
 
-def test_list_and_revoke(path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_list_and_revoke(
+    path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("FOREWORD_API_KEY_FILE", str(path))
     for name in ("alice", "bob"):
         assert main(["keys", "new", name, "--expires", "90d"]) == 0
@@ -51,8 +61,14 @@ def test_list_and_revoke(path: Path, capsys: pytest.CaptureFixture[str], monkeyp
     [
         (["new", "alice"], "there is a key alice already"),
         (["new", "a b"], "name must be 1 to 64 letters"),
-        (["new", "bob", "--expires", "soon"], "expires must be a date .* or from now, such as 90d or 12h, got 'soon'"),
-        (["new", "bob", "--requests-per-minute", "0"], "requests_per_minute must be a whole number, at least 1"),
+        (
+            ["new", "bob", "--expires", "soon"],
+            "expires must be a date .* or from now, such as 90d or 12h, got 'soon'",
+        ),
+        (
+            ["new", "bob", "--requests-per-minute", "0"],
+            "requests_per_minute must be a whole number, at least 1",
+        ),
         (["new", "bob", "--models", "a,,b"], "models must be a list of names"),
         (["revoke", "bob"], "has no key 'bob'"),
     ],
@@ -78,9 +94,14 @@ def test_without_a_file(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_command_needs_no_torch(path: Path) -> None:
-    code = "import sys; from foreword.cli.main import main; main(sys.argv[1:]); sys.exit('torch' in sys.modules)"
+    code = (
+        "import sys; from foreword.cli.main import main; main(sys.argv[1:]); sys.exit('torch' in sys.modules)"
+    )
     done = subprocess.run(
-        [sys.executable, "-c", code, "keys", "new", "a", "--file", str(path)], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", code, "keys", "new", "a", "--file", str(path)],
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("fw-")

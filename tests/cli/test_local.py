@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from foreword.cli.local import LocalBackend
+from foreword.cli.client import LocalBackend
 from foreword.cli.main import main
-from foreword.config import Config
+from foreword.config.options import Config
 from foreword.core.params import SamplingParams
-from tests.checkpoints import write_checkpoint
+from tests.support.checkpoints import write_checkpoint
 
 PROMPT = "the thing in the thing in the thing in"
 PARAMS = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
@@ -27,7 +27,9 @@ def local(tiny: Path) -> LocalBackend:
 
 def test_who_answers(local: LocalBackend) -> None:
     assert local.name == "tiny"
-    assert str(local.speculation).startswith("speculation: grammar, prediction, suffix; as much as pays, at most 32")
+    assert str(local.speculation).startswith(
+        "speculation: grammar, prediction, suffix; as much as pays, at most 32"
+    )
 
 
 @pytest.mark.parametrize("prompt", [PROMPT, [{"role": "user", "content": PROMPT}]])
@@ -48,7 +50,9 @@ def test_generate_from_the_command_line(tiny: Path, capsys: pytest.CaptureFixtur
 
 
 def test_a_prompt_that_is_too_long_is_one_line(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["generate", "x" * 600, "--raw", "--model", str(tiny), "--kv-cache-memory", "2000tokens"]) == 1
+    assert (
+        main(["generate", "x" * 600, "--raw", "--model", str(tiny), "--kv-cache-memory", "2000tokens"]) == 1
+    )
     said = capsys.readouterr().err
     assert said.startswith("foreword generate: the prompt has 6")
     assert said.count("\n") == 1

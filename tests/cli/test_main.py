@@ -44,7 +44,8 @@ def test_success(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "code"), [(ConfigError("port is odd"), 2), (CheckpointError("no weights"), 2), (KeyboardInterrupt(), 130)]
+    ("error", "code"),
+    [(ConfigError("port is odd"), 2), (CheckpointError("no weights"), 2), (KeyboardInterrupt(), 130)],
 )
 def test_errors_are_one_line(
     error: BaseException, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -55,7 +56,9 @@ def test_errors_are_one_line(
     assert printed == (f"foreword fake: {error}\n" if str(error) else "")
 
 
-def test_a_wrong_flag_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_flag_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     fake_command(monkeypatch)
     with pytest.raises(SystemExit) as caught:
         cli.main(["fake", "--wrong"])
@@ -96,7 +99,9 @@ def test_commands_that_need_no_torch_do_not_load_it(module: str) -> None:
 
 
 def test_the_package_runs() -> None:
-    done = subprocess.run([sys.executable, "-m", "foreword", "--version"], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "foreword", "--version"], capture_output=True, text=True, check=True
+    )
     assert done.stdout.startswith("foreword ")
 
 
@@ -113,12 +118,12 @@ def test_a_reader_that_leaves_early_is_no_traceback() -> None:
 def test_a_server_may_be_ended_while_it_is_imported(name: str, code: int, tmp_path: Path) -> None:
     """Which takes seconds; nothing has begun that would have to be ended."""
     (tmp_path / "heavy.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(60)")
-    start = (
-        f"from foreword.cli import main as cli; cli.COMMANDS = (cli.Command({name!r}, 'heavy', 'pretend'),); cli.main([{name!r}])"
-    )
+    start = f"from foreword.cli import main as cli; cli.COMMANDS = (cli.Command({name!r}, 'heavy', 'pretend'),); cli.main([{name!r}])"
     paths = os.pathsep.join((str(tmp_path), str(Path(__file__).parents[2])))
     command = [sys.executable, "-c", start]
-    process = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": paths}, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process = subprocess.Popen(
+        command, env={**os.environ, "PYTHONPATH": paths}, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
     assert process.stdout is not None and process.stdout.readline() == b"importing\n"
     process.send_signal(signal.SIGTERM)
     assert process.communicate(timeout=30) == (b"", b"") and process.returncode == code

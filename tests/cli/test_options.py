@@ -5,8 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from foreword.cli.options import add_config_options, engine_fields, environment_name, flag, help_text, read_config
-from foreword.config import Config, option_fields
+from foreword.cli.options import (
+    add_config_options,
+    engine_fields,
+    environment_name,
+    flag,
+    help_text,
+    read_config,
+)
+from foreword.config.options import Config, option_fields
 from foreword.errors import ConfigError
 
 
@@ -30,7 +37,9 @@ def test_every_field_is_a_flag() -> None:
 def test_flag_beats_environment_beats_file_beats_default(tmp_path: Path) -> None:
     file = tmp_path / "options.yaml"
     file.write_text("port: 1\nmax-num-seqs: 1\nblock_size: 32\n")
-    config = read_config(parse("--config", str(file), "--port", "3"), {"FOREWORD_PORT": "2", "FOREWORD_MAX_NUM_SEQS": "2"})
+    config = read_config(
+        parse("--config", str(file), "--port", "3"), {"FOREWORD_PORT": "2", "FOREWORD_MAX_NUM_SEQS": "2"}
+    )
     assert (config.port, config.max_num_seqs, config.block_size, config.threads) == (3, 2, 32, None)
 
 
@@ -43,12 +52,21 @@ def test_the_file_may_be_named_in_the_environment(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("text", "value"), [("off", "off"), ('"off"', "off"), ("ngram", "ngram")])
 def test_yaml_does_not_turn_off_into_a_boolean(tmp_path: Path, text: str, value: str) -> None:
     file = tmp_path / "options.yaml"
-    file.write_text(f"speculate: {text}\napi-key: 0123\nprefix_caching: no\nlog-interval: 2\nmax_model_len:\n")
+    file.write_text(
+        f"speculate: {text}\napi-key: 0123\nprefix_caching: no\nlog-interval: 2\nmax_model_len:\n"
+    )
     config = read_config(parse("--config", str(file)), {})
-    assert (config.speculate, config.api_key, config.prefix_caching, config.log_interval) == (value, "0123", False, 2.0)
+    assert (config.speculate, config.api_key, config.prefix_caching, config.log_interval) == (
+        value,
+        "0123",
+        False,
+        2.0,
+    )
 
 
-@pytest.mark.parametrize(("words", "value"), [(["--no-prefix-caching"], False), (["--prefix-caching"], True), ([], True)])
+@pytest.mark.parametrize(
+    ("words", "value"), [(["--no-prefix-caching"], False), (["--prefix-caching"], True), ([], True)]
+)
 def test_switches(words: list[str], value: bool) -> None:
     assert read_config(parse(*words), {}).prefix_caching is value
 
@@ -59,7 +77,9 @@ def test_switches_in_the_environment(text: str, value: bool) -> None:
 
 
 def test_speculative_config_is_spread() -> None:
-    config = read_config(parse("--speculative-config", '{"method": "ngram", "num_speculative_tokens": 7}'), {})
+    config = read_config(
+        parse("--speculative-config", '{"method": "ngram", "num_speculative_tokens": 7}'), {}
+    )
     assert (config.speculate, config.num_speculative_tokens, config.speculative_config) == ("ngram", 7, None)
 
 
@@ -118,4 +138,7 @@ def test_engine_fields_are_what_differs() -> None:
 
 
 def test_names() -> None:
-    assert (flag("max_model_len"), environment_name("max_model_len")) == ("--max-model-len", "FOREWORD_MAX_MODEL_LEN")
+    assert (flag("max_model_len"), environment_name("max_model_len")) == (
+        "--max-model-len",
+        "FOREWORD_MAX_MODEL_LEN",
+    )

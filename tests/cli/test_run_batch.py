@@ -13,15 +13,15 @@ from typing import Any
 import httpx
 import pytest
 
-from foreword.cli import backends
-from foreword.cli.batch_file import SUPPORTED_URLS, InvalidLine, BatchLine, BatchOutput, read_lines
+from foreword.cli import server_stack as backends
+from foreword.cli.batch_file import SUPPORTED_URLS, BatchLine, BatchOutput, InvalidLine, read_lines
 from foreword.cli.main import main
 from foreword.cli.run_batch import BatchClient, BatchSummary, answer_all
 from foreword.errors import ConfigError, EngineDead
-from tests.fakes import FakeEngineClient, FakeOutput
-from tests.pictures import image_part
-from tests.serve.conftest import run_server
-from tests.vision_checkpoints import write_vision_checkpoint
+from tests.server.conftest import run_server
+from tests.support.fakes import FakeEngineClient, FakeOutput
+from tests.support.images import image_part
+from tests.support.vision_checkpoints import write_vision_checkpoint
 
 CHAT = "/v1/chat/completions"
 
@@ -67,7 +67,18 @@ def test_lines_that_are_no_requests(tmp_path: Path, text: Any, reason: str) -> N
 
 
 def test_lines_are_counted_and_ids_stand_once(tmp_path: Path) -> None:
-    items = list(read_lines(write(tmp_path / "in", chat("a"), "", chat("b"), chat("a"), *(line(url, url) for url in SUPPORTED_URLS))))
+    items = list(
+        read_lines(
+            write(
+                tmp_path / "in",
+                chat("a"),
+                "",
+                chat("b"),
+                chat("a"),
+                *(line(url, url) for url in SUPPORTED_URLS),
+            )
+        )
+    )
     assert items[0] == BatchLine(1, "a", CHAT, chat("a")["body"])
     assert [item.line_number for item in items] == [1, 3, 4, 5, 6, 7, 8, 9]
     assert isinstance(items[2], InvalidLine) and "earlier line" in items[2].reason
@@ -82,7 +93,9 @@ def test_bytes_that_are_no_text(tmp_path: Path) -> None:
 
 
 def replies(status: int) -> Callable[[httpx.Request], httpx.Response]:
-    return lambda request: httpx.Response(status, json={"usage": {"prompt_tokens": 2, "completion_tokens": 3}})
+    return lambda request: httpx.Response(
+        status, json={"usage": {"prompt_tokens": 2, "completion_tokens": 3}}
+    )
 
 
 def answer(path: Path, output: Path, handler: Any, patience_s: float = 0.0) -> BatchSummary:
@@ -99,7 +112,10 @@ def answer(path: Path, output: Path, handler: Any, patience_s: float = 0.0) -> B
 
 
 def test_what_is_answered_is_not_asked_again(tmp_path: Path) -> None:
-    source, output = write(tmp_path / "in", *(chat(f"r{i}") for i in range(20)), "{", chat("r1")), tmp_path / "out"
+    source, output = (
+        write(tmp_path / "in", *(chat(f"r{i}") for i in range(20)), "{", chat("r1")),
+        tmp_path / "out",
+    )
     tally = answer(source, output, replies(200))
     assert (tally.ok, tally.failed, tally.prompt_tokens, tally.generated_tokens) == (20, 2, 40, 60)
     before = output.read_bytes()
@@ -141,10 +157,16 @@ def test_fewer_choices_than_asked_for_are_an_error_and_asked_for_again(tmp_path:
     tally = answer(source, output, choices(1))
     assert (tally.ok, tally.failed) == (1, 2)
     found = records(output)
-    assert found["a"]["error"] == {"code": "missing_choices", "message": "line 1: 1 choices were returned, of 3", "line": 1}
+    assert found["a"]["error"] == {
+        "code": "missing_choices",
+        "message": "line 1: 1 choices were returned, of 3",
+        "line": 1,
+    }
     assert found["a"]["response"]["body"]["choices"] == [{}] and found["b"]["error"] is None
     again = answer(source, output, choices(3))
-    assert (again.ok, again.failed) == (2, 0) and all(record["error"] is None for record in records(output).values())
+    assert (again.ok, again.failed) == (2, 0) and all(
+        record["error"] is None for record in records(output).values()
+    )
 
 
 def test_a_busy_server_is_waited_for(tmp_path: Path) -> None:
@@ -159,7 +181,9 @@ def test_a_busy_server_is_waited_for(tmp_path: Path) -> None:
     assert records(output)["a"]["response"] == {"status_code": 200, "request_id": "q", "body": {}}
 
 
-def test_a_server_that_is_gone_ends_the_run_and_not_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_is_gone_ends_the_run_and_not_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source, output, asked = write(tmp_path / "in", *(chat(f"r{i}") for i in range(9))), tmp_path / "out", []
 
     def dying(request: httpx.Request) -> httpx.Response:
@@ -201,16 +225,32 @@ def test_the_application_in_this_process(
     """The bundled model answers; bad lines are lines of their own; the second run loads nothing. Keys are a server's."""
     monkeypatch.setenv("FOREWORD_API_KEY_FILE", str(tmp_path / "none.yaml"))
     completion = line("c", "/v1/completions", prompt="Once upon a time", max_tokens=4, n=2)
-    endless = line("d", "/v1/completions", prompt="x", allowed_token_ids=[40], ignore_eos=True, max_tokens=400)
-    source = write(tmp_path / "in", chat("a", max_tokens=4), completion, chat("b", temperature=-1), "{", endless)
-    arguments = ["run-batch", "demo", "-i", str(source), "-o", str(tmp_path / "out"), "--kv-cache-memory", "4000tokens"]
+    endless = line(
+        "d", "/v1/completions", prompt="x", allowed_token_ids=[40], ignore_eos=True, max_tokens=400
+    )
+    source = write(
+        tmp_path / "in", chat("a", max_tokens=4), completion, chat("b", temperature=-1), "{", endless
+    )
+    arguments = [
+        "run-batch",
+        "demo",
+        "-i",
+        str(source),
+        "-o",
+        str(tmp_path / "out"),
+        "--kv-cache-memory",
+        "4000tokens",
+    ]
     arguments += ["--on-runaway", "stop"]
     assert main(arguments) == 1
     found = records(tmp_path / "out")
     assert found["a"]["response"]["body"]["object"] == "chat.completion" and found["a"]["error"] is None
     assert len(found["a"]["response"]["request_id"]) == 32
     assert len(found["c"]["response"]["body"]["choices"]) == 2
-    assert found["b"]["response"]["status_code"] == 400 and "temperature" in found["b"]["response"]["body"]["error"]["message"]
+    assert (
+        found["b"]["response"]["status_code"] == 400
+        and "temperature" in found["b"]["response"]["body"]["error"]["message"]
+    )
     assert found[None]["response"] is None and found[None]["error"]["line"] == 4
     assert found["d"]["response"]["body"]["choices"][0]["finish_reason"] == "repetition"
     assert found["d"]["response"]["body"]["usage"]["completion_tokens"] == 1 + 256
@@ -226,7 +266,16 @@ def test_pictures_in_lines(tmp_path: Path) -> None:
     broken = [{"role": "user", "content": [image_part(b"no picture")]}]
     lines = line("a", messages=look, n=3, max_tokens=4, seed=1), line("b", messages=broken)
     source = write(tmp_path / "in", *lines)
-    arguments = ["run-batch", str(model), "-i", str(source), "-o", str(tmp_path / "out"), "--kv-cache-memory", "4000tokens"]
+    arguments = [
+        "run-batch",
+        str(model),
+        "-i",
+        str(source),
+        "-o",
+        str(tmp_path / "out"),
+        "--kv-cache-memory",
+        "4000tokens",
+    ]
     assert main(arguments) == 1
     found = records(tmp_path / "out")
     body = found["a"]["response"]["body"]
@@ -235,14 +284,18 @@ def test_pictures_in_lines(tmp_path: Path) -> None:
     assert found["b"]["response"]["body"]["error"]["param"] == "messages[0].content[0].image_url.url"
 
 
-def test_an_engine_that_dies_leaves_a_file_to_go_on_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_dies_leaves_a_file_to_go_on_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     client = FakeEngineClient()
 
     class Fake(FakeEngineClient):
         def __new__(cls, *arguments: Any) -> Any:
             return client
 
-    client.script = lambda request: FakeOutput() if len(client.submitted) < 5 else client.kill() or FakeOutput()
+    client.script = lambda request: (
+        FakeOutput() if len(client.submitted) < 5 else client.kill() or FakeOutput()
+    )
     monkeypatch.setattr(backends, "SubprocessClient", Fake)
     source = write(tmp_path / "in", *(chat(f"r{i}", max_tokens=3) for i in range(9)))
     assert main(["run-batch", "-i", str(source), "-o", str(tmp_path / "out"), "--concurrency", "1"]) == 1

@@ -2,8 +2,7 @@
 
 import argparse
 
-from foreword.cli.options import add_config_options
-from foreword.cli.sampling import FLAGS, add_sampling_options, read_params
+from foreword.cli.options import FLAGS, add_config_options, add_sampling_options, read_params
 from foreword.core.params import SamplingParams, Speculation
 
 

@@ -16,12 +16,12 @@ from pathlib import Path
 import httpx
 import pytest
 
+from foreword.bench.server import ServerProcess
 from foreword.cli.main import main
 from foreword.cli.serve import bind
-from foreword.cli.server_process import ServerProcess
-from foreword.config import Config
+from foreword.config.options import Config
 from foreword.errors import ConfigError, ForewordError
-from tests.checkpoints import write_checkpoint
+from tests.support.checkpoints import write_checkpoint
 
 ROOT = Path(__file__).parents[2]
 ASK = {
@@ -40,7 +40,9 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def plain(tiny: Path) -> Iterator[ServerProcess]:
     """A server without speculation that may be used, but is ended by the test that comes last."""
-    with ServerProcess(Config(model=str(tiny), speculate="off", log_interval=0.5, max_model_len=192)) as server:
+    with ServerProcess(
+        Config(model=str(tiny), speculate="off", log_interval=0.5, max_model_len=192)
+    ) as server:
         yield server
 
 
@@ -61,7 +63,12 @@ def engine_pid(server: ServerProcess) -> int:
 def test_the_curl_line_works_when_pasted(plain: ServerProcess) -> None:
     (line,) = [line.removeprefix("try: ") for line in plain.banner_lines if line.startswith("try: ")]
     words = shlex.split(line)
-    got = httpx.post(words[1], content=words[words.index("-d") + 1], headers={"Content-Type": "application/json"}, timeout=60)
+    got = httpx.post(
+        words[1],
+        content=words[words.index("-d") + 1],
+        headers={"Content-Type": "application/json"},
+        timeout=60,
+    )
     assert got.status_code == 200
     assert got.json()["choices"][0]["message"]["role"] == "assistant"
 
@@ -87,7 +94,10 @@ def test_with_speculation_off_nothing_of_it_is_there(plain: ServerProcess) -> No
 def test_sigterm_ends_it_with_0_and_takes_the_engine_along(tiny: Path) -> None:
     with ServerProcess(Config(model=str(tiny))) as server:
         engine = engine_pid(server)
-        assert any(line.startswith("speculation: grammar, prediction, suffix; as much as pays") for line in server.banner_lines)
+        assert any(
+            line.startswith("speculation: grammar, prediction, suffix; as much as pays")
+            for line in server.banner_lines
+        )
         assert server.stop() == 0
     with pytest.raises(ProcessLookupError):
         os.kill(engine, 0)
@@ -148,7 +158,10 @@ def test_sigterm_lets_answers_finish_or_hands_them_back(roomy: Config) -> None:
             assert time.monotonic() < deadline
         assert health.json()["status"] == "draining"
         refused = ask(server.url)
-        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "shutting_down") and refused.headers["Retry-After"]
+        assert (refused.status_code, refused.json()["error"]["code"]) == (
+            503,
+            "shutting_down",
+        ) and refused.headers["Retry-After"]
         assert server.wait(30) == 0
         reader.join(30)
         assert "Traceback" not in "".join(server.read_log())
@@ -217,7 +230,12 @@ def test_what_keeps_it_from_starting_is_one_line(tmp_path: Path, flags: list[str
     (tmp_path / "empty").mkdir()
     command = [sys.executable, "-m", "foreword", "serve", "--port", "0", *flags]
     done = subprocess.run(
-        command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=120
+        command,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert done.returncode == 2 and done.stdout == ""
     (line,) = done.stderr.splitlines()

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from foreword.cli.answers import request_body
-from foreword.cli.structured import add_structured_options, read_structured
+from foreword.cli.client import request_body
+from foreword.cli.options import add_structured_options, read_structured
 from foreword.core.params import SamplingParams
 from foreword.core.structured import StructuredOutput
 from foreword.errors import ConfigError, InvalidRequest
-from foreword.serve.schema.chat import ChatBody
+from foreword.server.protocol.chat import ChatBody
 
 
 def read(*words: str) -> StructuredOutput | None:
@@ -26,10 +26,14 @@ def test_each_flag(tmp_path: Path) -> None:
     schema.write_text('{"type": "object"}')
     grammar.write_text('root ::= "ä"', encoding="utf-8")
     assert read() is None
-    assert read("--json-schema", str(schema)) == StructuredOutput("json_schema", '{"type": "object"}', field="--json-schema")
+    assert read("--json-schema", str(schema)) == StructuredOutput(
+        "json_schema", '{"type": "object"}', field="--json-schema"
+    )
     assert read("--grammar", str(grammar)) == StructuredOutput("gbnf", 'root ::= "ä"', field="--grammar")
     assert read("--regex", "a+") == StructuredOutput("regex", "a+", field="--regex")
-    assert read("--choice", "yes", "--choice", "no") == StructuredOutput("choice", '["yes","no"]', field="--choice")
+    assert read("--choice", "yes", "--choice", "no") == StructuredOutput(
+        "choice", '["yes","no"]', field="--choice"
+    )
 
 
 def test_what_is_wrong_names_the_flag(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

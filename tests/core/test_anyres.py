@@ -8,7 +8,7 @@ from transformers.image_processing_utils import select_best_resolution
 from transformers.models.llava_next.modeling_llava_next import unpad_image
 from transformers.models.llava_next.processing_llava_next import LlavaNextProcessor
 
-from foreword.core.anyres import choose_resolution, compute_tiling
+from foreword.core.images import choose_resolution, compute_tiling
 
 RESOLUTIONS = ((336, 672), (672, 336), (672, 672), (1008, 336), (336, 1008))
 SIZES = st.tuples(st.integers(1, 3000), st.integers(1, 3000))
@@ -25,7 +25,9 @@ def test_best_resolution(size: tuple[int, int], tiles: list[tuple[int, int]]) ->
 def test_what_remains_of_tiles(size: tuple[int, int]) -> None:
     """As the model of transformers cuts, and as its processor counts."""
     made = compute_tiling(size, RESOLUTIONS, tile_size=336, features_per_side=24)
-    assert made.tile_grid == tuple(length // 336 for length in select_best_resolution(size, list(RESOLUTIONS)))
+    assert made.tile_grid == tuple(
+        length // 336 for length in select_best_resolution(size, list(RESOLUTIONS))
+    )
     rows, columns = 24 * made.tile_grid[0], 24 * made.tile_grid[1]
     kept = unpad_image(Shape(rows, columns), size)
     assert kept == (*made.padding, *made.feature_grid)
@@ -41,6 +43,7 @@ class Shape:
 
     def __getitem__(self, key: tuple[slice, ...]) -> tuple[int, int, int, int]:
         (top, bottom, _), (left, right, _) = (
-            one.indices(length) for one, length in zip((*key[1:], slice(None))[:2], self.shape[1:], strict=True)
+            one.indices(length)
+            for one, length in zip((*key[1:], slice(None))[:2], self.shape[1:], strict=True)
         )
         return top, left, bottom - top, right - left

@@ -7,7 +7,10 @@ from foreword.core.batch import Chunk, build_batch, request_index_of
 
 
 def test_rows_stand_where_they_belong() -> None:
-    chunks = [Chunk([11, 12, 13], start=3, blocks=[5, 2], num_sampled=0), Chunk([21, 22], start=0, blocks=[7], num_sampled=2)]
+    chunks = [
+        Chunk([11, 12, 13], start=3, blocks=[5, 2], num_sampled=0),
+        Chunk([21, 22], start=0, blocks=[7], num_sampled=2),
+    ]
     batch = build_batch(chunks, block_size=4, row_tile=8, device="cpu")
     assert batch.token_ids.tolist() == [11, 12, 13, 21, 22, 0, 0, 0]
     assert batch.positions.tolist() == [3, 4, 5, 0, 1, 0, 0, 0]
@@ -19,7 +22,9 @@ def test_rows_stand_where_they_belong() -> None:
 
 def test_a_row_without_a_slot_is_our_bug() -> None:
     with pytest.raises(AssertionError, match="slot"):
-        build_batch([Chunk([1, 2], start=7, blocks=[1, 2], num_sampled=0)], block_size=4, row_tile=1, device="cpu")
+        build_batch(
+            [Chunk([1, 2], start=7, blocks=[1, 2], num_sampled=0)], block_size=4, row_tile=1, device="cpu"
+        )
 
 
 @pytest.mark.parametrize("row_tile", [1, 8])

@@ -87,8 +87,15 @@ def test_speculation_is_checked(method: Any, max_tokens: Any) -> None:
 
 
 def test_lists_and_lone_texts_are_taken() -> None:
-    params = SamplingParams(stop="a", bad_words=["b", "c"], stop_token_ids=[1], allowed_token_ids=[2], logit_bias={3: 1})  # type: ignore[arg-type]
-    assert (params.stop, params.bad_words, params.stop_token_ids, params.allowed_token_ids) == (("a",), ("b", "c"), (1,), (2,))
+    params = SamplingParams(
+        stop="a", bad_words=["b", "c"], stop_token_ids=[1], allowed_token_ids=[2], logit_bias={3: 1}
+    )  # type: ignore[arg-type]
+    assert (params.stop, params.bad_words, params.stop_token_ids, params.allowed_token_ids) == (
+        ("a",),
+        ("b", "c"),
+        (1,),
+        (2,),
+    )
 
 
 def test_seeds_of_choices_wrap_around() -> None:
@@ -110,7 +117,9 @@ def test_ids_to_score_ask_for_log_probabilities() -> None:
 
 def test_repeats_cost_nothing_unless_asked() -> None:
     assert SamplingParams(dry_multiplier=1).uses_dry
-    assert not SamplingParams().uses_dry and not SamplingParams(dry_multiplier=1, dry_penalty_last_n=0).uses_dry
+    assert (
+        not SamplingParams().uses_dry and not SamplingParams(dry_multiplier=1, dry_penalty_last_n=0).uses_dry
+    )
 
 
 def test_greedy_begins_below_its_bound() -> None:

@@ -6,8 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foreword.core.pictures import PromptImage
-from foreword.core.positions import MRopePositions
+from foreword.core.images import MRopePositions, PromptImage
 
 
 def picture(start: int, grid: tuple[int, int, int]) -> PromptImage:

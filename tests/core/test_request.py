@@ -9,7 +9,11 @@ from foreword.core.request import FinishResult, Request, RequestState
 
 
 def state_of(max_model_len: int = 100, delivered: tuple[int, ...] = (), **params: object) -> RequestState:
-    return RequestState(Request("a", (1, 2, 3), SamplingParams(**params), 0, (9,), resume_output_ids=delivered), 0, max_model_len)  # type: ignore[arg-type]
+    return RequestState(
+        Request("a", (1, 2, 3), SamplingParams(**params), 0, (9,), resume_output_ids=delivered),
+        0,
+        max_model_len,
+    )  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -25,7 +29,9 @@ def state_of(max_model_len: int = 100, delivered: tuple[int, ...] = (), **params
         ({"max_tokens": 50, "max_model_len": 5}, [5, 6, 7], (2, "length", None)),
     ],
 )
-def test_the_earliest_token_decides(params: dict[str, object], run: list[int], ending: tuple[object, ...]) -> None:
+def test_the_earliest_token_decides(
+    params: dict[str, object], run: list[int], ending: tuple[object, ...]
+) -> None:
     assert state_of(**params).check_finish(run) == FinishResult(*ending)  # type: ignore[arg-type]
 
 

@@ -16,7 +16,9 @@ class Person(pydantic.BaseModel):
 def test_schemas_in_all_their_forms() -> None:
     text = '{"type":"object","properties":{"b":{},"a":{}}}'
     assert StructuredOutput.json_schema(text).text == text
-    assert StructuredOutput.json_schema({"type": "object", "properties": {"b": {}, "a": {}}}).text == text  # order is kept
+    assert (
+        StructuredOutput.json_schema({"type": "object", "properties": {"b": {}, "a": {}}}).text == text
+    )  # order is kept
     assert StructuredOutput.json_schema(True).text == "true"
     assert '"Person"' in StructuredOutput.json_schema(Person).text
 

@@ -4,9 +4,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foreword.core.uploads import upload
-from tests.device import DEVICE
-from tests.pretend_cuda import FakeCuda
+from foreword.core.batch import upload
+from tests.support.device import DEVICE
+from tests.support.fake_cuda import FakeCuda
 
 pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="there is a real GPU")
 

@@ -14,7 +14,13 @@ from tokenizers import Tokenizer
 from foreword import demo
 
 FOLDERS = (demo.MODEL, demo.DRAFTER)
-FILES = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
+FILES = (
+    "config.json",
+    "generation_config.json",
+    "model.safetensors",
+    "tokenizer.json",
+    "tokenizer_config.json",
+)
 TOKENIZER = Tokenizer.from_file(str(demo.MODEL / "tokenizer.json"))
 
 

@@ -30,7 +30,9 @@ def test_labels_are_the_next_tokens_of_the_same_document() -> None:
     assert (rows.documents[learned] >= 0).all()
 
 
-@pytest.mark.parametrize("kind", [one for one in corpus.KINDS if one != "greeting"])  # greetings are too few to split
+@pytest.mark.parametrize(
+    "kind", [one for one in corpus.KINDS if one != "greeting"]
+)  # greetings are too few to split
 def test_nothing_held_out_is_trained_on(kind: str) -> None:
     tests = {one.prompt for one in corpus.test_samples(kind, 50)}
     rng = Random(3)
@@ -66,7 +68,10 @@ def test_replace_leaves_the_rest() -> None:
 def test_delete_takes_one_word() -> None:
     for sample in corpus.test_samples("delete", 50):
         passage = sample.prompt.partition(":\n")[2] or sample.prompt.rpartition("\n\n")[0]
-        assert len(re.findall(r"\w+", passage)) == len(re.findall(r"\w+", sample.answer)) + 1 or "\n\n" in sample.answer
+        assert (
+            len(re.findall(r"\w+", passage)) == len(re.findall(r"\w+", sample.answer)) + 1
+            or "\n\n" in sample.answer
+        )
 
 
 def test_stories_are_recognised_and_others_are_not() -> None:
@@ -78,7 +83,10 @@ def test_stories_are_recognised_and_others_are_not() -> None:
 
 def test_chains_count_as_speculative_decoding_does() -> None:
     output = [1, 2, 3, 4, 5, 6, 7]
-    assert evaluate.count_accepted(output, lambda at: output[at : at + 4]) == (6, 6)  # 4 and a free one, then the last 2
+    assert evaluate.count_accepted(output, lambda at: output[at : at + 4]) == (
+        6,
+        6,
+    )  # 4 and a free one, then the last 2
     assert evaluate.count_accepted(output, lambda at: [0, 0, 0, 0]) == (4 + 4 + 4 + 4 + 3 + 2 + 1, 0)
     assert evaluate.count_accepted(output, lambda at: []) == (0, 0)
 

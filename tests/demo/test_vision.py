@@ -9,19 +9,25 @@ from safetensors import safe_open
 from transformers import AutoProcessor
 
 from foreword import LLM, SamplingParams, demo
-from foreword.config import Config
-from foreword.core.pictures import expand_placeholders
-from foreword.media.processor import read_processor
-from foreword.prepare import resolve_paths, read_tokenizer
-from tests.models.driving import ForwardHelper
-from tests.models.vision.against import TransformersReference
+from foreword.checkpoint import read_tokenizer, resolve_paths
+from foreword.config.options import Config
+from foreword.core.images import expand_placeholders
+from foreword.multimodal.processor import read_processor
+from tests.support.forward_helpers import ForwardHelper
+from tests.support.vs_transformers import TransformersReference
 from training.vision.cases import Case, cases
 from training.vision.draw import draw_image
 from training.vision.evaluate import GREEDY, messages
 from training.vision.make import EXAMPLE
 from training.vision.model import CHAT_TEMPLATE
 
-CHECKPOINT = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+CHECKPOINT = {
+    "config.json",
+    "generation_config.json",
+    "model.safetensors",
+    "tokenizer.json",
+    "tokenizer_config.json",
+}
 PICTURES = {"preprocessor_config.json", "processor_config.json"}
 FOLDERS = (demo.VISION_MODEL, demo.VISION_DRAFTER)
 
@@ -60,7 +66,9 @@ def test_weights_are_bfloat16() -> None:
 def test_tokenizers_are_equal_and_the_placeholder_is_no_text() -> None:
     target, drafter = (read_tokenizer(folder)[0] for folder in FOLDERS)
     assert target.diff(drafter) is None
-    placeholder = json.loads((demo.VISION_MODEL / "config.json").read_text(encoding="utf-8"))["image_token_index"]
+    placeholder = json.loads((demo.VISION_MODEL / "config.json").read_text(encoding="utf-8"))[
+        "image_token_index"
+    ]
     assert target.encode("<image>", add_special_tokens=False) == [placeholder]
 
 
@@ -77,7 +85,10 @@ def test_the_picture_is_the_one_of_the_recipe() -> None:
 
 def test_questions_about_the_picture_are_answered(llm: LLM) -> None:
     url = {"type": "image", "image": str(demo.PICTURE)}
-    conversations = [[{"role": "user", "content": [{"type": "text", "text": text}, url]}] for text in demo.PICTURE_QUESTIONS]
+    conversations = [
+        [{"role": "user", "content": [{"type": "text", "text": text}, url]}]
+        for text in demo.PICTURE_QUESTIONS
+    ]
     texts = [output.text.lower() for output in llm.chat(conversations, GREEDY)]
     wanted = (("circles",), ("three", "3"), ("red",), ("circles",), ("no", "not"))
     for text, words in zip(texts, wanted, strict=True):
@@ -86,14 +97,20 @@ def test_questions_about_the_picture_are_answered(llm: LLM) -> None:
 
 def test_nine_in_ten_held_out_questions_are_answered_right(llm: LLM, chats: list[Case]) -> None:
     outputs = llm.chat([messages(case) for case in chats], GREEDY)
-    wrong = [(case.question, output.text) for case, output in zip(chats, outputs, strict=True) if not case.is_right(output.text)]
+    wrong = [
+        (case.question, output.text)
+        for case, output in zip(chats, outputs, strict=True)
+        if not case.is_right(output.text)
+    ]
     assert len(wrong) <= 4, wrong
 
 
 def test_eight_choices_are_several_phrasings_and_right(llm: LLM, chats: list[Case]) -> None:
     params = SamplingParams(temperature=0.7, max_tokens=40, n=8, seed=1)
     good, different = [], []
-    for case, output in zip(chats[:10], llm.chat([messages(case) for case in chats[:10]], params), strict=True):
+    for case, output in zip(
+        chats[:10], llm.chat([messages(case) for case in chats[:10]], params), strict=True
+    ):
         texts = [choice.text for choice in output.outputs]
         assert len(texts) == 8
         good.append(sum(map(case.is_right, texts)))
@@ -112,24 +129,37 @@ def test_drafted_or_not_the_same_is_said(llm: LLM, chats: list[Case]) -> None:
     asked = [messages(case) for case in chats[:6]]
     plain = LLM("demo-vision", speculate="off", threads=1, kv_cache_memory="8000tokens")
     params = SamplingParams(temperature=0.7, max_tokens=40, n=4, seed=3)
-    texts = [[[choice.token_ids for choice in one.outputs] for one in each.chat(asked, params)] for each in (llm, plain)]
+    texts = [
+        [[choice.token_ids for choice in one.outputs] for one in each.chat(asked, params)]
+        for each in (llm, plain)
+    ]
     assert texts[0] == texts[1]
 
 
 def test_the_drafter_guesses_what_is_taken(llm: LLM, chats: list[Case]) -> None:
     outputs = llm.chat([messages(case) for case in chats], GREEDY)
-    taken = [output.metrics.draft_tokens_acceptance for output in outputs if output.metrics and output.metrics.draft_tokens]
+    taken = [
+        output.metrics.draft_tokens_acceptance
+        for output in outputs
+        if output.metrics and output.metrics.draft_tokens
+    ]
     assert taken and sum(share or 0 for share in taken) / len(taken) > 0.2
 
 
 def test_transformers_sees_and_answers_the_same(chats: list[Case]) -> None:
-    processor, peer, ours = read_processor(demo.VISION_MODEL), TransformersReference(demo.VISION_MODEL), ForwardHelper(demo.VISION_MODEL)
+    processor, peer, ours = (
+        read_processor(demo.VISION_MODEL),
+        TransformersReference(demo.VISION_MODEL),
+        ForwardHelper(demo.VISION_MODEL),
+    )
     theirs, tokenizer = AutoProcessor.from_pretrained(demo.VISION_MODEL), read_tokenizer(demo.VISION_MODEL)[0]
     assert processor is not None
     for case in chats[:4]:
         asked, one = messages(case), processor.preprocess(draw_image(case.scene))
         text = theirs.apply_chat_template(asked, add_generation_prompt=True)
-        ids, pictures = expand_placeholders(tokenizer.encode(text, add_special_tokens=False), processor.placeholder_id, [one])
+        ids, pictures = expand_placeholders(
+            tokenizer.encode(text, add_special_tokens=False), processor.placeholder_id, [one]
+        )
         inputs = theirs(text=text, images=draw_image(case.scene), return_tensors="pt")
         assert inputs["input_ids"][0].tolist() == list(ids)
         torch.testing.assert_close(ours.encode(one), peer.features([one])[0], atol=1e-4, rtol=1e-4)

@@ -14,7 +14,18 @@ from training.vision.draw import draw_image
 from training.vision.judge import is_right
 from training.vision.model import VisionTrainingModel, with_image_token
 from training.vision.questions import Truth, ask, ask_blind, kinds
-from training.vision.rows import GRID, IMAGE_ID, NAMES, NUM_PATCHES, PREFIX, SIDE, Rows, draw_rows, patch_labels, resize
+from training.vision.rows import (
+    GRID,
+    IMAGE_ID,
+    NAMES,
+    NUM_PATCHES,
+    PREFIX,
+    SIDE,
+    Rows,
+    draw_rows,
+    patch_labels,
+    resize,
+)
 from training.vision.scenes import COLOURS, DIGITS, KINDS, MAX_COUNT, SHAPES, draw_scene, held_out
 from training.vision.train import attention_mask
 
@@ -45,7 +56,9 @@ def test_the_pixels_show_the_colour() -> None:
     for seed in range(20):
         scene = draw_scene(Random(seed), "one")
         thing = scene.first
-        centre = np.asarray(draw_image(scene), dtype=float)[int(thing.y * scene.height), int(thing.x * scene.width)]
+        centre = np.asarray(draw_image(scene), dtype=float)[
+            int(thing.y * scene.height), int(thing.x * scene.width)
+        ]
         nearest = min(COLOURS, key=lambda name: float(np.abs(centre - COLOURS[name]).sum()))
         assert nearest == thing.colour or thing.name == "ring"
 
@@ -76,7 +89,11 @@ def test_the_judge_accepts_every_answer_and_knows_it_from_others() -> None:
         asked = ask_blind(rng, scene) if number % 20 == 0 else ask(rng, scene)
         other = ask(rng, draw_scene(rng))
         assert is_right(asked.answer, asked.truth), asked
-        assert not is_right(other.answer, asked.truth) or other.truth.must == asked.truth.must or other.kind != asked.kind
+        assert (
+            not is_right(other.answer, asked.truth)
+            or other.truth.must == asked.truth.must
+            or other.kind != asked.kind
+        )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -93,7 +110,13 @@ def test_answers_have_several_phrasings_and_none_is_preferred(kind: str) -> None
 
 @pytest.mark.parametrize(
     "answer",
-    ["A red circle.", "red circle", "I can see one red circle here", "The circle is RED!", "It is a circle, and it is red."],
+    [
+        "A red circle.",
+        "red circle",
+        "I can see one red circle here",
+        "The circle is RED!",
+        "It is a circle, and it is red.",
+    ],
 )
 def test_right_whatever_the_phrasing(answer: str) -> None:
     assert is_right(answer, RED_CIRCLE)
@@ -101,7 +124,16 @@ def test_right_whatever_the_phrasing(answer: str) -> None:
 
 @pytest.mark.parametrize(
     "answer",
-    ["", "A circle.", "Red.", "A red ring.", "A red or blue circle.", "Two red circles.", "A red circle, no?", "red circle " * 9],
+    [
+        "",
+        "A circle.",
+        "Red.",
+        "A red ring.",
+        "A red or blue circle.",
+        "Two red circles.",
+        "A red circle, no?",
+        "red circle " * 9,
+    ],
 )
 def test_wrong_whatever_the_phrasing(answer: str) -> None:
     assert not is_right(answer, RED_CIRCLE)
@@ -116,7 +148,11 @@ def test_colours_belong_to_the_thing_behind_them() -> None:
 
 def test_yes_is_not_no() -> None:
     no = Truth(frozenset({"no"}), frozenset({"red", "star"}))
-    assert is_right("No, I do not see a red star.", no) and not is_right("Yes, there is.", no) and not is_right("Yes, no.", no)
+    assert (
+        is_right("No, I do not see a red star.", no)
+        and not is_right("Yes, there is.", no)
+        and not is_right("Yes, no.", no)
+    )
     assert not is_right("No, it is a blue star.", no)
 
 
@@ -132,7 +168,10 @@ def test_patches_say_what_lies_there() -> None:
         found = patch_labels([scene])
         for thing in scene.things:
             at = int(thing.y * GRID) * GRID + int(thing.x * GRID)
-            assert NAMES[found.names[0, at]] == thing.name and list(COLOURS)[found.colours[0, at]] == thing.colour
+            assert (
+                NAMES[found.names[0, at]] == thing.name
+                and list(COLOURS)[found.colours[0, at]] == thing.colour
+            )
             assert found.counts[0, at] == len(scene.things) - 1 < MAX_COUNT and found.centres[0, at] == 1
     assert resize(draw_image(scene)).shape == (3, SIDE, SIDE)
 
@@ -148,14 +187,20 @@ def test_a_conversation_in_a_row_reads_as_it_would_alone() -> None:
             head = [] if number < 0 else list(range(PREFIX))
             ids = torch.from_numpy(rows.tokens[:, head + within.tolist()])
             seer_of = seer.model(
-                input_ids=ids, **({} if number < 0 else {"pixel_values": _normal(rows)}), output_hidden_states=True
+                input_ids=ids,
+                **({} if number < 0 else {"pixel_values": _normal(rows)}),
+                output_hidden_states=True,
             )
             alone = seer_of.hidden_states[-1][0, len(head) :]
             torch.testing.assert_close(packed[within], alone, atol=1e-4, rtol=1e-4)
 
 
 def _tensors(rows: Rows) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return torch.from_numpy(rows.tokens), torch.from_numpy(rows.positions), attention_mask(torch.from_numpy(rows.conversation_ids))
+    return (
+        torch.from_numpy(rows.tokens),
+        torch.from_numpy(rows.positions),
+        attention_mask(torch.from_numpy(rows.conversation_ids)),
+    )
 
 
 def _normal(rows: Rows) -> torch.Tensor:
@@ -175,10 +220,16 @@ def test_rows_of_pairs_ask_mostly_for_a_colour() -> None:
     assert all(set(counts.tolist()) <= {-100, 1} for counts in rows.patches.counts)  # two things, less one
     text = TOKENIZER.decode_batch(rows.tokens.tolist(), skip_special_tokens=True)
     questions = sum(one.count("?") + one.count("Tell me") for one in text)
-    colours = sum(one.lower().count("what colo") + one.count("Which colo") + one.count("Tell me the color") for one in text)
+    colours = sum(
+        one.lower().count("what colo") + one.count("Which colo") + one.count("Tell me the color")
+        for one in text
+    )
     assert colours > 0.5 * questions > 0
 
 
 def test_only_some_rows_are_of_pairs_unless_all_shall_be() -> None:
-    most = [draw_rows(TOKENIZER, Random(8), 40, pair_share=share).patches.counts.max(1) for share in (0.0, 0.5, 1.0)]
+    most = [
+        draw_rows(TOKENIZER, Random(8), 40, pair_share=share).patches.counts.max(1)
+        for share in (0.0, 0.5, 1.0)
+    ]
     assert (most[0] != 1).sum() > (most[1] != 1).sum() > 0 == (most[2] != 1).sum()

@@ -14,19 +14,19 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from foreword.config import Config
-from foreword.core.events import ErrorEvent, TokenEvent
+from foreword.config.options import Config
+from foreword.core.images import expand_placeholders
+from foreword.core.outputs import ErrorEvent, TokenEvent
 from foreword.core.params import SamplingParams
-from foreword.core.pictures import expand_placeholders
 from foreword.core.request import Request
-from foreword.engine.board import HeartbeatPage
-from foreword.engine.client import SubprocessClient
-from foreword.engine.messages import DropImage, AddImage
-from foreword.engine.process import _handle
+from foreword.engine_client.client import SubprocessClient
+from foreword.engine_client.heartbeat import HeartbeatPage
+from foreword.engine_client.messages import AddImage, DropImage
+from foreword.engine_client.worker import _handle
 from foreword.errors import RequestFailed
-from tests.checkpoints import EOS
-from tests.engine.test_client import Answer, Killer, answers, last_event
-from tests.vision_checkpoints import IMAGE_TOKEN_ID, random_image, write_vision_checkpoint
+from tests.engine_client.test_client import Answer, Killer, answers, last_event
+from tests.support.checkpoints import EOS
+from tests.support.vision_checkpoints import IMAGE_TOKEN_ID, random_image, write_vision_checkpoint
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -52,7 +52,9 @@ async def client(checkpoint: Path) -> AsyncIterator[SubprocessClient]:
         model=str(checkpoint), kv_cache_memory="2000tokens", max_num_batched_tokens=32, max_num_seqs=16, threads=1,
         log_level="error", test_mode=True,
     )  # fmt: skip
-    client = SubprocessClient(config, (IMAGE_TOKEN_ID,), lambda: None, entry_module="tests.engine.mortal")  # type: ignore[arg-type, return-value]
+    client = SubprocessClient(
+        config, (IMAGE_TOKEN_ID,), lambda: None, entry_module="tests.support.crashing_engine"
+    )  # type: ignore[arg-type, return-value]
     await client.start()
     yield client
     await client.close()
@@ -61,9 +63,13 @@ async def client(checkpoint: Path) -> AsyncIterator[SubprocessClient]:
 def seeing(checkpoint: Path, name: str, pictures: Sequence[int], seed: int = 0, **params: Any) -> Request:
     """Shows random pictures of these numbers."""
     ids = [number for which in pictures for number in (40, 41, IMAGE_TOKEN_ID, 50 + which)]
-    prompt, shown = expand_placeholders(ids, IMAGE_TOKEN_ID, [random_image(checkpoint, number) for number in pictures])
+    prompt, shown = expand_placeholders(
+        ids, IMAGE_TOKEN_ID, [random_image(checkpoint, number) for number in pictures]
+    )
     sampling = SamplingParams(**{"max_tokens": 20, "ignore_eos": True, "temperature": 1.0, **params})
-    return Request(name, prompt, sampling, seed, (EOS,), images=shown, queue_deadline_s=time.monotonic() + WAIT_S)
+    return Request(
+        name, prompt, sampling, seed, (EOS,), images=shown, queue_deadline_s=time.monotonic() + WAIT_S
+    )
 
 
 def everybody(checkpoint: Path, prefix: str) -> list[Request]:
@@ -117,7 +123,11 @@ async def test_a_picture_that_kills_every_engine_ends_its_request_alone(
     poison = asyncio.create_task(last_event(client, seeing(checkpoint, "poison-encoding-x", [9])))
     found = await answers(client, everybody(checkpoint, "beside poison"))
     failed = await poison
-    assert isinstance(failed, ErrorEvent) and isinstance(failed.error, RequestFailed) and "died" in failed.error.message
+    assert (
+        isinstance(failed, ErrorEvent)
+        and isinstance(failed.error, RequestFailed)
+        and "died" in failed.error.message
+    )
     assert told(found) == told(undisturbed)
 
 
@@ -127,7 +137,9 @@ async def test_pixels_cross_once_and_are_forgotten(
     assert client._process is not None
     sent: list[Any] = []
     send = client._process.send
-    monkeypatch.setattr(client._process, "send", lambda message, first=None: (sent.append(message), send(message, first)))
+    monkeypatch.setattr(
+        client._process, "send", lambda message, first=None: (sent.append(message), send(message, first))
+    )
     await answers(client, everybody(checkpoint, "watched"))
     digests = {random_image(checkpoint, number).digest for number in (1, 2, 3)}
     shown = [message.digest for message in sent if isinstance(message, AddImage)]
@@ -136,11 +148,15 @@ async def test_pixels_cross_once_and_are_forgotten(
     assert {message.digest for message in sent if isinstance(message, DropImage)} == digests
 
 
-async def test_an_aborted_picture_is_forgotten(client: SubprocessClient, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_aborted_picture_is_forgotten(
+    client: SubprocessClient, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert client._process is not None
     sent: list[Any] = []
     send = client._process.send
-    monkeypatch.setattr(client._process, "send", lambda message, first=None: (sent.append(message), send(message, first)))
+    monkeypatch.setattr(
+        client._process, "send", lambda message, first=None: (sent.append(message), send(message, first))
+    )
     stream = client.submit(seeing(checkpoint, "aborted", [10], max_tokens=None))
     assert isinstance(await anext(stream), TokenEvent)
     client.abort("aborted")
@@ -154,6 +170,8 @@ async def test_an_engine_takes_pictures_before_the_request_that_needs_them() -> 
     with HeartbeatPage.create() as board:
         engine: Any = SimpleNamespace(num_submitted=7, encoder=encoder)
         _handle(engine, AddImage(b"a", b"abc"), board)
-        assert kept == {b"a": b"abc"} and board.busy_requests() == (7,), "the request that follows is to blame"
+        assert kept == {b"a": b"abc"} and board.busy_requests() == (7,), (
+            "the request that follows is to blame"
+        )
         _handle(engine, DropImage(b"a"), board)
         assert not kept and board.busy_requests() == ()

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from concurrent.futures import Future
 
-from foreword.core.grammar import RequestGrammar
 from foreword.core.params import SamplingParams
 from foreword.core.request import Request
-from foreword.engine.compiling import PendingGrammar, PendingGrammars
+from foreword.core.structured import RequestGrammar
+from foreword.engine.queue import PendingGrammar, PendingGrammars
 
 
 def waiting(name: str, arrival: int) -> PendingGrammar:

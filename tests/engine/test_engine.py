@@ -12,18 +12,24 @@ import torch
 from torch import Tensor
 
 from foreword import LLM, SamplingParams, Speculation
-from foreword.config import Config
+from foreword.config.options import Config
 from foreword.core.batch import Batch
-from foreword.core.draft import Draft
-from foreword.core.events import Event, ErrorEvent, TokenEvent
+from foreword.core.outputs import Draft, ErrorEvent, Event, TokenEvent
 from foreword.core.request import Request
 from foreword.core.structured import StructuredOutput
-from foreword.drafting.base import DraftRequest
 from foreword.engine.engine import Engine
-from foreword.engine.load import load
+from foreword.engine.loader import load
 from foreword.engine.trace import replay
-from foreword.errors import ContextLengthExceeded, DeadlineExceeded, InvalidRequest, Overloaded, RequestFailed, Unsatisfiable
-from tests.checkpoints import EOS, write_checkpoint
+from foreword.errors import (
+    ContextLengthExceeded,
+    DeadlineExceeded,
+    InvalidRequest,
+    Overloaded,
+    RequestFailed,
+    Unsatisfiable,
+)
+from foreword.speculation.base import DraftRequest
+from tests.support.checkpoints import EOS, write_checkpoint
 
 PROMPT = (40, 41, 42, 40, 41)
 
@@ -127,7 +133,11 @@ def test_a_row_without_a_token_ends_its_request_alone(checkpoint: Path) -> None:
     engine.submit(make_request("good"))
     events = run(engine)
     (failed,) = events["bad"]
-    assert isinstance(failed, ErrorEvent) and isinstance(failed.error, RequestFailed) and "not finite" in failed.error.message
+    assert (
+        isinstance(failed, ErrorEvent)
+        and isinstance(failed.error, RequestFailed)
+        and "not finite" in failed.error.message
+    )
     assert tokens_of(events["good"]) == expected
 
 
@@ -171,10 +181,14 @@ def test_choices_are_requests_with_the_next_seeds(checkpoint: Path) -> None:
     """Choice i of seed s is the answer to seed s + i, around the end of the seeds too."""
     llm = LLM(str(checkpoint), threads=1, max_model_len=64)
     seed = 2**64 - 2
-    (together,) = llm.generate({"prompt_token_ids": PROMPT}, SamplingParams(n=4, seed=seed, max_tokens=20, ignore_eos=True))
+    (together,) = llm.generate(
+        {"prompt_token_ids": PROMPT}, SamplingParams(n=4, seed=seed, max_tokens=20, ignore_eos=True)
+    )
     assert [choice.seed for choice in together.outputs] == [seed, seed + 1, 0, 1]
     for choice in together.outputs:
-        (alone,) = llm.generate({"prompt_token_ids": PROMPT}, SamplingParams(seed=choice.seed, max_tokens=20, ignore_eos=True))
+        (alone,) = llm.generate(
+            {"prompt_token_ids": PROMPT}, SamplingParams(seed=choice.seed, max_tokens=20, ignore_eos=True)
+        )
         assert alone.token_ids == choice.token_ids
     assert len({choice.token_ids for choice in together.outputs}) > 1
 
@@ -202,7 +216,11 @@ def test_eos_inside_an_accepted_run_ends_the_answer_there(checkpoint: Path, tmp_
     recording = tmp_path / "recording.jsonl"
     recording.write_text(f'{{"prompt_token_ids": {list(PROMPT)}, "token_ids": {whole}}}')
     speculating = engine_of(
-        checkpoint, speculate="replay", replay_file=str(recording), num_speculative_tokens=16, draft_length="fixed"
+        checkpoint,
+        speculate="replay",
+        replay_file=str(recording),
+        num_speculative_tokens=16,
+        draft_length="fixed",
     )
     for name, request in (
         ("eos", Request("eos", PROMPT, SamplingParams(max_tokens=20), 1, (stop,))),
@@ -214,7 +232,9 @@ def test_eos_inside_an_accepted_run_ends_the_answer_there(checkpoint: Path, tmp_
         assert tokens_of(events) == whole[: first + 1]
         assert isinstance(last, TokenEvent) and (last.finish_reason, last.stop_id) == ("stop", stop)
         assert last.draft is not None and last.draft.num_drafted == 16
-        assert last.draft.num_accepted == len(last.token_ids) == first, "accepted tokens behind EOS are not counted"
+        assert last.draft.num_accepted == len(last.token_ids) == first, (
+            "accepted tokens behind EOS are not counted"
+        )
 
 
 def test_removing_a_request_frees_everything_at_once(checkpoint: Path) -> None:
@@ -250,8 +270,12 @@ def timed(checkpoint: Path, **options: object) -> tuple[Engine, Clock]:
     return engine, clock
 
 
-def limited(name: str, start_by_s: float | None = None, deadline_s: float | None = None, **fields: Any) -> Request:
-    return replace(make_request(name, **fields), arrival_s=100.0, queue_deadline_s=start_by_s, deadline_s=deadline_s)
+def limited(
+    name: str, start_by_s: float | None = None, deadline_s: float | None = None, **fields: Any
+) -> Request:
+    return replace(
+        make_request(name, **fields), arrival_s=100.0, queue_deadline_s=start_by_s, deadline_s=deadline_s
+    )
 
 
 def test_who_waits_for_too_long_is_told_when_to_come_again(checkpoint: Path) -> None:
@@ -280,7 +304,9 @@ def test_a_deadline_ends_a_request_whatever_it_has(checkpoint: Path, name: str) 
         "runs": limited("runs", max_tokens=50),
         "embeds": replace(limited("embeds", prompt=[40] * 60), pooling="mean"),
         "waits": limited("waits"),
-        "compiles": limited("compiles", structured=StructuredOutput("json_object")),  # for ever: nobody tells the vocabulary
+        "compiles": limited(
+            "compiles", structured=StructuredOutput("json_object")
+        ),  # for ever: nobody tells the vocabulary
     }
     for request in requests.values():
         engine.submit(replace(request, deadline_s=101.5) if request.id == name else request)

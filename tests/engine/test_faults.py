@@ -12,26 +12,27 @@ from typing import Any
 
 import pytest
 
-from foreword.config import Config
-from foreword.core.events import EmbeddingEvent, Event, ErrorEvent, TokenEvent
+from foreword.config.options import Config
+from foreword.core.outputs import EmbeddingEvent, ErrorEvent, Event, TokenEvent
 from foreword.core.params import SamplingParams
 from foreword.core.request import Request
-from foreword.core.structured import StructuredOutput
-from foreword.core.vocabulary import Vocabulary
-from foreword.engine.client import SubprocessClient
-from foreword.engine.containment import MAX_FAILED_STEPS
+from foreword.core.structured import StructuredOutput, Vocabulary
 from foreword.engine.engine import Engine
-from foreword.engine.load import load
+from foreword.engine.fault_isolation import MAX_FAILED_STEPS
+from foreword.engine.loader import load
 from foreword.engine.trace import replay
+from foreword.engine_client.client import SubprocessClient
 from foreword.errors import RequestFailed
-from tests import faulty_engine
-from tests.checkpoints import EOS, VOCAB_SIZE, write_checkpoint
-from tests.faults import Fault, FaultInjector
+from tests.support import faulty_engine
+from tests.support.checkpoints import EOS, VOCAB_SIZE, write_checkpoint
+from tests.support.fault_injection import Fault, FaultInjector
 
 COMMON = (40, 41, 42, 40, 41, 43, 40, 41, 42, 40, 41, 44, 45, 40, 41, 42, 40)
 LONG = tuple(30 + 7 * i % 190 for i in range(60))
 JSON = StructuredOutput("json_object")
-VOCABULARY = Vocabulary(tuple(bytes([i]) if i < 256 else b"" for i in range(VOCAB_SIZE)), tuple(range(256, VOCAB_SIZE)), (EOS,))
+VOCABULARY = Vocabulary(
+    tuple(bytes([i]) if i < 256 else b"" for i in range(VOCAB_SIZE)), tuple(range(256, VOCAB_SIZE)), (EOS,)
+)
 Heard = Mapping[str, list[Event]]
 
 
@@ -61,7 +62,13 @@ def generation(name: str, prompt: Sequence[int] = COMMON, seed: int = 1, **param
 
 def everybody() -> list[Request]:
     """A request of each kind."""
-    penalized = {"temperature": 0.9, "presence_penalty": 0.7, "frequency_penalty": 0.3, "repetition_penalty": 1.2, "top_p": 0.9}
+    penalized = {
+        "temperature": 0.9,
+        "presence_penalty": 0.7,
+        "frequency_penalty": 0.3,
+        "repetition_penalty": 1.2,
+        "top_p": 0.9,
+    }
     return [
         generation("greedy", temperature=0.0),
         generation("penalized", seed=2, **penalized),
@@ -84,7 +91,9 @@ def twins() -> list[Request]:
     ]
 
 
-def hear(engine: Engine, requests: Sequence[Request], faults: FaultInjector | None = None) -> dict[str, list[Event]]:
+def hear(
+    engine: Engine, requests: Sequence[Request], faults: FaultInjector | None = None
+) -> dict[str, list[Event]]:
     """Serve the requests. Whoever fails does so in a step in which a fault struck."""
     for request in requests:
         engine.submit(request)
@@ -94,7 +103,9 @@ def hear(engine: Engine, requests: Sequence[Request], faults: FaultInjector | No
         for event in report.events:
             heard[event.request_id].append(event)
             if isinstance(event, ErrorEvent) and faults is not None:
-                assert report.stats.step - 1 in faults.steps or "start" in report.stats.faults, "it was told later"
+                assert report.stats.step - 1 in faults.steps or "start" in report.stats.faults, (
+                    "it was told later"
+                )
         engine.check()
     assert engine.scheduler.pool.num_used == 0 and not engine.proposer._request_drafters
     return heard
@@ -105,7 +116,12 @@ def told(events: Sequence[Event]) -> list[Any]:
     found: list[Any] = []
     for event in events:
         if isinstance(event, TokenEvent):
-            found += zip(event.token_ids, event.logits_hashes, event.logprobs or (None,) * len(event.token_ids), strict=True)
+            found += zip(
+                event.token_ids,
+                event.logits_hashes,
+                event.logprobs or (None,) * len(event.token_ids),
+                strict=True,
+            )
             found += [event.prompt_logprobs] if event.prompt_logprobs else []
             found += [event.finish_reason] if event.finish_reason else []
         elif isinstance(event, EmbeddingEvent):
@@ -149,7 +165,9 @@ STRUCK = [
 ]
 
 
-@pytest.mark.parametrize("fault", STRUCK, ids=lambda fault: f"{fault.point}-{fault.kind.replace(' ', '-')}-{fault.request}")
+@pytest.mark.parametrize(
+    "fault", STRUCK, ids=lambda fault: f"{fault.point}-{fault.kind.replace(' ', '-')}-{fault.request}"
+)
 @pytest.mark.parametrize("speculate", ["off", "suffix"])
 def test_a_fault_ends_its_request_in_its_step_and_nobody_else(
     checkpoint: Path, undisturbed: Heard, fault: Fault, speculate: str
@@ -162,7 +180,9 @@ def test_a_fault_ends_its_request_in_its_step_and_nobody_else(
     check_neighbours(heard, undisturbed, [victim])
     *before, last = heard[victim]
     assert isinstance(last, ErrorEvent) and isinstance(last.error, RequestFailed)
-    assert told(before) == told(undisturbed[victim])[: len(told(before))], "what it had before is what it would have had"
+    assert told(before) == told(undisturbed[victim])[: len(told(before))], (
+        "what it had before is what it would have had"
+    )
     assert sum(engine.step().stats.faults.values()) == 1
 
 
@@ -176,7 +196,9 @@ TRANSIENT = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("fault", TRANSIENT, ids=lambda fault: f"{fault.point}-{fault.kind.replace(' ', '-')}")
+@pytest.mark.parametrize(
+    "fault", TRANSIENT, ids=lambda fault: f"{fault.point}-{fault.kind.replace(' ', '-')}"
+)
 def test_what_fails_for_the_whole_step_and_not_for_its_parts_ends_nobody(
     checkpoint: Path, undisturbed: Heard, fault: Fault
 ) -> None:
@@ -190,7 +212,9 @@ def test_what_fails_for_the_whole_step_and_not_for_its_parts_ends_nobody(
 
 @pytest.mark.parametrize("kind", ["too few", "error", "memory"])
 @pytest.mark.parametrize("call", [1, 2])
-def test_a_pass_over_prompts_is_done_again_too(checkpoint: Path, undisturbed: Heard, kind: str, call: int) -> None:
+def test_a_pass_over_prompts_is_done_again_too(
+    checkpoint: Path, undisturbed: Heard, kind: str, call: int
+) -> None:
     """Nobody wants tokens: several prompts share a pass, and the sums of a mean are not added up twice."""
     engine = engine_of(checkpoint, max_num_batched_tokens=60)
     faults = FaultInjector(engine, Fault("pool", kind, call=call))
@@ -200,12 +224,17 @@ def test_a_pass_over_prompts_is_done_again_too(checkpoint: Path, undisturbed: He
 
 @pytest.mark.parametrize(
     "fault",
-    [Fault(point, "error", call=2, times=10**9) for point in ("begin", "propose", "finish", "admit", "measured")]
+    [
+        Fault(point, "error", call=2, times=10**9)
+        for point in ("begin", "propose", "finish", "admit", "measured")
+    ]
     + [Fault("propose", kind, call=2, times=10**9) for kind in ("bad id", "huge", "too few", "memory")],
     ids=lambda fault: f"{fault.point}-{fault.kind.replace(' ', '-')}",
 )
 @pytest.mark.parametrize("draft_length", ["fixed", "adaptive"])
-def test_drafters_and_their_policy_end_nobody(checkpoint: Path, undisturbed: Heard, fault: Fault, draft_length: str) -> None:
+def test_drafters_and_their_policy_end_nobody(
+    checkpoint: Path, undisturbed: Heard, fault: Fault, draft_length: str
+) -> None:
     options = {"speculate": "suffix,draft", "draft_model": str(checkpoint), "draft_length": draft_length}
     engine = engine_of(checkpoint, **options)
     faults = FaultInjector(engine, fault)
@@ -310,10 +339,15 @@ def test_a_trace_with_faults_is_replayed(checkpoint: Path, tmp_path: Path) -> No
         Fault("commit", "memory", "long", call=3),
         Fault("pool", "error", "mean"),
     ]
-    engine = engine_of(checkpoint, trace=str(tmp_path / "trace"), speculate="suffix", kv_cache_memory="192tokens")
+    engine = engine_of(
+        checkpoint, trace=str(tmp_path / "trace"), speculate="suffix", kv_cache_memory="192tokens"
+    )
     FaultInjector(engine, *struck)
     hear(engine, twins())
-    late = [Request(f"late {one.id}", one.prompt_ids, one.params, one.seed, (EOS,), pooling=one.pooling) for one in twins()]
+    late = [
+        Request(f"late {one.id}", one.prompt_ids, one.params, one.seed, (EOS,), pooling=one.pooling)
+        for one in twins()
+    ]
     hear(engine, [one for one in late if one.params.structured is None])
     assert len(list(replay((tmp_path / "trace").read_text().splitlines()))) > 20
 
@@ -324,7 +358,18 @@ def test_faults_at_random(checkpoint: Path, undisturbed: Heard, seed: int) -> No
     chance = random.Random(seed)
     requests = twins()
     chance.shuffle(requests)
-    points = ("assemble", "prepare", "forward", "sample", "halfway", "mask", "accept", "commit", "run", "pool")
+    points = (
+        "assemble",
+        "prepare",
+        "forward",
+        "sample",
+        "halfway",
+        "mask",
+        "accept",
+        "commit",
+        "run",
+        "pool",
+    )
     struck = [
         Fault(
             point,
@@ -334,8 +379,13 @@ def test_faults_at_random(checkpoint: Path, undisturbed: Heard, seed: int) -> No
         )
         for point in chance.choices(points, k=3)
     ]
-    passing = Fault(chance.choice(("assemble", "sample", "forward")), "memory", call=chance.randint(2, 5))  # all are there yet
-    method, cache = chance.choice(("off", "suffix", "suffix,draft")), chance.choice(("600tokens", "192tokens"))
+    passing = Fault(
+        chance.choice(("assemble", "sample", "forward")), "memory", call=chance.randint(2, 5)
+    )  # all are there yet
+    method, cache = (
+        chance.choice(("off", "suffix", "suffix,draft")),
+        chance.choice(("600tokens", "192tokens")),
+    )
     options = {"draft_model": str(checkpoint)} if "draft" in method else {}
     engine = engine_of(checkpoint, speculate=method, kv_cache_memory=cache, **options)
     FaultInjector(engine, *struck, passing)
@@ -348,11 +398,15 @@ def test_faults_at_random(checkpoint: Path, undisturbed: Heard, seed: int) -> No
         assert before == told(undisturbed[name])[: len(before)]
 
 
-async def test_in_a_process_of_its_own(checkpoint: Path, undisturbed: Heard, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_in_a_process_of_its_own(
+    checkpoint: Path, undisturbed: Heard, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A request fails and the engine goes on; the device is lost and the engine does not, which costs nobody a token."""
     struck = [Fault("sample", "error", "penalized", call=3), Fault("forward", "device", call=22)]
     monkeypatch.setenv(faulty_engine.FAULTS_VARIABLE, json.dumps([asdict(fault) for fault in struck]))
-    client = SubprocessClient(config_of(checkpoint), (), lambda: VOCABULARY, entry_module=faulty_engine.__name__)
+    client = SubprocessClient(
+        config_of(checkpoint), (), lambda: VOCABULARY, entry_module=faulty_engine.__name__
+    )
     restarts: list[str] = []
     client.on_restart = restarts.append
     await client.start()

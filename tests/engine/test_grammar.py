@@ -10,16 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from foreword.core.events import ErrorEvent, TokenEvent
-from foreword.core.grammar import RequestGrammar
+from foreword.core.batch import SampleRow
+from foreword.core.outputs import ErrorEvent, TokenEvent
 from foreword.core.request import Request
-from foreword.core.rows import SampleRow
-from foreword.core.structured import StructuredOutput
-from foreword.core.vocabulary import Vocabulary
+from foreword.core.structured import RequestGrammar, StructuredOutput, Vocabulary
 from foreword.engine.engine import Engine
 from foreword.errors import InvalidRequest, Unsatisfiable
-from tests.checkpoints import EOS, VOCAB_SIZE, write_checkpoint
 from tests.engine.test_engine import engine_of, make_request, run, tokens_of
+from tests.support.checkpoints import EOS, VOCAB_SIZE, write_checkpoint
 
 JSON = StructuredOutput("json_object")
 
@@ -43,7 +41,10 @@ class Alternating:
             self.error = "the grammar became too complex"
 
     def num_legal(self, draft: Sequence[int]) -> int:
-        return next((i for i, token_id in enumerate(draft) if token_id not in self._allowed(self._seen + i)), len(draft))
+        return next(
+            (i for i, token_id in enumerate(draft) if token_id not in self._allowed(self._seen + i)),
+            len(draft),
+        )
 
     def forced(self, max_tokens: int) -> tuple[int, ...]:
         return (EOS,) if self.must_end(()) else ()
@@ -142,7 +143,9 @@ def test_an_abort_while_the_grammar_compiles(checkpoint: Path) -> None:
     engine.submit(make_request("a", structured=JSON))
     engine.submit(make_request("a"))
     (event,) = engine.step().events
-    assert isinstance(event, ErrorEvent) and event.error.param == "id", "the name is taken while its grammar compiles"
+    assert isinstance(event, ErrorEvent) and event.error.param == "id", (
+        "the name is taken while its grammar compiles"
+    )
 
 
 def test_a_grammar_that_gives_up_ends_its_request_alone(checkpoint: Path) -> None:
@@ -156,14 +159,20 @@ def test_a_grammar_that_gives_up_ends_its_request_alone(checkpoint: Path) -> Non
     assert tokens_of(events["good"]) == expected
     assert len(tokens_of(events["bad"])) == 5
     last = events["bad"][-1]
-    assert isinstance(last, ErrorEvent) and isinstance(last.error, Unsatisfiable) and "too complex" in last.error.message
+    assert (
+        isinstance(last, ErrorEvent)
+        and isinstance(last.error, Unsatisfiable)
+        and "too complex" in last.error.message
+    )
 
 
 class Shy(Alternating):
     """One sequence of tokens, which it forces; its masks give up behind more than one drafted token."""
 
     def forced(self, max_tokens: int) -> tuple[int, ...]:
-        return tuple(self._allowed(self._seen + i)[0] for i in range(min(max_tokens, self._length - self._seen + 1)))
+        return tuple(
+            self._allowed(self._seen + i)[0] for i in range(min(max_tokens, self._length - self._seen + 1))
+        )
 
     def mask(self, draft: tuple[int, ...]) -> Tensor | None:
         mask = super().mask(draft)
@@ -176,7 +185,9 @@ class Shy(Alternating):
 
 def test_a_mask_that_gives_up_behind_a_draft_fails_nobody(checkpoint: Path) -> None:
     """Whether a request fails is told by a row that no draft has touched, and so the same without drafts."""
-    engine, compiler = engine_with(checkpoint, speculate="grammar", draft_length="fixed", num_speculative_tokens=4)
+    engine, compiler = engine_with(
+        checkpoint, speculate="grammar", draft_length="fixed", num_speculative_tokens=4
+    )
     engine.submit(make_request("a", structured=JSON))
     compiler.begun["a"].set_result(Shy(9))
     events = run(engine)["a"]
@@ -191,7 +202,9 @@ def answer(engine: Engine, compiler: Compiler, delivered: Sequence[int] = (), **
     grammar.accept(delivered)
     compiler.begun["a"].set_result(grammar)
     events = run(engine)["a"]
-    assert isinstance(events[-1], TokenEvent) and events[-1].finish_reason == "stop", "the end of the grammar ends the answer"
+    assert isinstance(events[-1], TokenEvent) and events[-1].finish_reason == "stop", (
+        "the end of the grammar ends the answer"
+    )
     return [*delivered, *tokens_of(events)]
 
 
@@ -212,7 +225,9 @@ def test_what_was_delivered_counts_for_the_grammar(checkpoint: Path) -> None:
 
 def test_preempted_requests_keep_their_place_in_the_grammar(checkpoint: Path) -> None:
     engine, compiler = engine_with(checkpoint)
-    alone = {name: answer(engine, compiler, seed=number, temperature=1.0) for number, name in enumerate("abcdefgh")}
+    alone = {
+        name: answer(engine, compiler, seed=number, temperature=1.0) for number, name in enumerate("abcdefgh")
+    }
     engine, compiler = engine_with(checkpoint, kv_cache_memory="80tokens", block_size=4)
     for number, name in enumerate(alone):
         engine.submit(make_request(name, seed=number, temperature=1.0, structured=JSON))

@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 
 from foreword.core.request import Request
 from foreword.engine.engine import Engine
-from tests.checkpoints import write_checkpoint
-from tests.engine.test_encoding import alone, engine_of, hear, reading, seeing, told
-from tests.vision_checkpoints import write_vision_checkpoint
+from tests.engine.test_encoder_runner import alone, engine_of, hear, reading, seeing, told
+from tests.support.checkpoints import write_checkpoint
+from tests.support.vision_checkpoints import write_vision_checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -29,18 +29,27 @@ def guided(checkpoint: Path, drafter: Path, **options: Any) -> Engine:
 
 def check_answers(engine: Engine, checkpoint: Path, requests: Sequence[Request]) -> None:
     heard = hear(engine, requests, apart=2)
-    assert {name: told(events) for name, events in heard.items()} == {one.id: alone(checkpoint, one) for one in requests}
+    assert {name: told(events) for name, events in heard.items()} == {
+        one.id: alone(checkpoint, one) for one in requests
+    }
 
 
 def drafted(engine: Engine) -> int:
-    return sum(length * count for counts in engine.proposer.stats().draft_length_counts.values() for length, count in counts.items())
+    return sum(
+        length * count
+        for counts in engine.proposer.stats().draft_length_counts.values()
+        for length, count in counts.items()
+    )
 
 
 def test_a_picture_is_seen_once_for_all_choices(checkpoint: Path) -> None:
     engine = guided(checkpoint, checkpoint)
     first = seeing(checkpoint, "0", [1, 2], temperature=0.7, max_tokens=20)
     check_answers(engine, checkpoint, [replace(first, id=f"{n}", seed=n) for n in range(4)])
-    assert engine.draft_encoder is not None and engine.draft_encoder.num_encoded == engine.encoder.num_encoded == 2
+    assert (
+        engine.draft_encoder is not None
+        and engine.draft_encoder.num_encoded == engine.encoder.num_encoded == 2
+    )
     assert drafted(engine) > 40
 
 
@@ -50,7 +59,9 @@ def test_both_towers_share_the_memory(checkpoint: Path, memory: str) -> None:
     engine = guided(checkpoint, checkpoint, image_cache_memory=memory, max_num_seqs=2)
     bound = engine.info.resolved.image_cache_bytes
     assert engine.draft_encoder is not None
-    check_answers(engine, checkpoint, [seeing(checkpoint, f"{n}", [n, n + 1], max_tokens=15) for n in range(1, 5)])
+    check_answers(
+        engine, checkpoint, [seeing(checkpoint, f"{n}", [n, n + 1], max_tokens=15) for n in range(1, 5)]
+    )
     assert engine.encoder.cache.num_bytes + engine.draft_encoder.cache.num_bytes <= bound
 
 
@@ -101,7 +112,9 @@ def test_a_picture_that_nobody_waits_for_is_put_away(checkpoint: Path) -> None:
 def test_whoever_wants_no_drafts_of_it_is_not_shown(checkpoint: Path) -> None:
     engine = guided(checkpoint, checkpoint)
     plain = seeing(checkpoint, "a", max_tokens=20)
-    off = replace(plain, params=replace(plain.params, speculation=replace(plain.params.speculation, method="off")))
+    off = replace(
+        plain, params=replace(plain.params, speculation=replace(plain.params.speculation, method="off"))
+    )
     assert told(hear(engine, [off])["a"]) == alone(checkpoint, plain)
     assert engine.draft_encoder is not None and engine.draft_encoder.num_encoded == 0
 

@@ -12,20 +12,26 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from foreword.config import Config
+from foreword.config.hardware import hardware_info, probe_hardware
+from foreword.config.memory import DeviceMemory, estimate_memory
+from foreword.config.options import Config
+from foreword.config.resolve import ResolvedConfig, resolve
 from foreword.core.batch import Batch
-from foreword.engine import load as module
-from foreword.engine.largest import ProfileRun, max_graph_rows
-from foreword.engine.load import load
-from foreword.engine.memory import CudaMemoryMeter, profile_memory, oom_message, log_memory
+from foreword.engine import loader as module
+from foreword.engine.loader import load
+from foreword.engine.profiler import (
+    CudaMemoryMeter,
+    ProfileRun,
+    log_memory,
+    max_graph_rows,
+    oom_message,
+    profile_memory,
+)
 from foreword.errors import ConfigError
-from foreword.estimate import DeviceMemory, estimate_memory
-from foreword.hardware import hardware_info, probe_hardware
 from foreword.models.loader import read_model_info
-from foreword.resolve import ResolvedConfig, resolve
-from tests.checkpoints import write_checkpoint, write_drafter
-from tests.recordable import BLOCK_SIZE, CONTEXT_LEN, GraphCapturableOps
-from tests.vision_checkpoints import write_vision_checkpoint
+from tests.support.checkpoints import write_checkpoint, write_drafter
+from tests.support.graph_capture_fake import BLOCK_SIZE, CONTEXT_LEN, GraphCapturableOps
+from tests.support.vision_checkpoints import write_vision_checkpoint
 
 GIB, MIB = 1 << 30, 1 << 20
 ESTIMATE = estimate_memory(80 * GIB, 79 * GIB, 0.9, 15 * GIB, 9 * GIB, 0, cuda_graphs=True)
@@ -88,7 +94,9 @@ class ScriptedPasses:
     loads=st.integers(0, GIB),
     eager=st.booleans(),
 )
-def test_all_parts_are_what_was_seen(others: int, weights: int, largest: int, captured: int, loads: int, eager: bool) -> None:
+def test_all_parts_are_what_was_seen(
+    others: int, weights: int, largest: int, captured: int, loads: int, eager: bool
+) -> None:
     """Together with the cache they fill the share that may be used, and no more, whatever others have."""
     meter = ScriptedMeter(80 * GIB, others, weights)
     passes = ScriptedPasses(meter, largest, captured, loads)
@@ -96,7 +104,10 @@ def test_all_parts_are_what_was_seen(others: int, weights: int, largest: int, ca
     assert memory.is_measured and passes.run == (["largest"] if eager else ["largest", "captured"])
     assert (memory.weights, memory.activations, memory.other_processes) == (weights, largest, others + loads)
     assert memory.cuda_graphs == (0 if eager else ESTIMATE.cuda_graphs + captured)
-    assert memory.kv_cache == int(0.9 * 80 * GIB) - memory.margin - memory.cuda_graphs - weights - largest - others - loads
+    assert (
+        memory.kv_cache
+        == int(0.9 * 80 * GIB) - memory.margin - memory.cuda_graphs - weights - largest - others - loads
+    )
     assert meter.reserved() == weights, "what was measured is given back"
 
 
@@ -115,7 +126,10 @@ def pretend(monkeypatch: pytest.MonkeyPatch, meter: ScriptedMeter, graphs: bool 
 
 
 def options(path: Path, **more: object) -> Config:
-    return Config(**{"model": str(path), "threads": 1, "device": "cpu", "max_num_batched_tokens": 64, "max_num_seqs": 8} | more)
+    return Config(
+        **{"model": str(path), "threads": 1, "device": "cpu", "max_num_batched_tokens": 64, "max_num_seqs": 8}
+        | more
+    )
 
 
 def test_the_cache_is_what_the_largest_steps_leave(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,10 +159,14 @@ def test_the_cache_is_what_the_largest_steps_leave(tmp_path: Path, monkeypatch: 
     assert again.info.resolved == resolved and again.info.fingerprint == engine.info.fingerprint
 
 
-def test_the_context_is_that_of_the_cache_that_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_context_is_that_of_the_cache_that_was_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """RoPE that depends on the context is made anew: answers are those of an engine that was told this context."""
     rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
-    path = write_checkpoint(tmp_path / "model", "llama", seed=1, rope_scaling=rope, max_position_embeddings=128)
+    path = write_checkpoint(
+        tmp_path / "model", "llama", seed=1, rope_scaling=rope, max_position_embeddings=128
+    )
     meter = ScriptedMeter(600 * MIB, 500 * MIB, MIB)
     monkeypatch.setattr(ProfileRun, "largest", lambda self: meter.hold(29 * MIB + 512 * 1024))
     pretend(monkeypatch, meter, graphs=False)
@@ -156,7 +174,9 @@ def test_the_context_is_that_of_the_cache_that_was_measured(tmp_path: Path, monk
     resolved = measured_engine.info.resolved
     assert 128 < resolved.max_model_len < 512, "the measure was meant to change the context"
     monkeypatch.undo()
-    told_engine = load(options(path, speculate="off", kv_cache_memory=f"{resolved.num_blocks * 16}tokens"), ())
+    told_engine = load(
+        options(path, speculate="off", kv_cache_memory=f"{resolved.num_blocks * 16}tokens"), ()
+    )
     assert told_engine.info.resolved.max_model_len == resolved.max_model_len
     tables = [
         [rope.table for rope in engine.model_runner.pooler._model._ropes.values()]  # type: ignore[attr-defined]
@@ -165,12 +185,16 @@ def test_the_context_is_that_of_the_cache_that_was_measured(tmp_path: Path, monk
     assert all(torch.equal(one, other) for one, other in zip(*tables, strict=True))
 
 
-def test_what_does_not_fit_is_refused_with_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_does_not_fit_is_refused_with_what_was_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = write_checkpoint(tmp_path / "model", "llama", seed=1)
     meter = ScriptedMeter(600 * MIB, 500 * MIB, MIB)
     monkeypatch.setattr(ProfileRun, "largest", lambda self: meter.hold(60 * MIB))
     pretend(monkeypatch, meter, graphs=False)
-    with pytest.raises(ConfigError, match=r"max_model_len 400 does not fit: .*measured: weights 0.00, activations 0.06, CUDA"):
+    with pytest.raises(
+        ConfigError, match=r"max_model_len 400 does not fit: .*measured: weights 0.00, activations 0.06, CUDA"
+    ):
         load(options(path, max_model_len=400), ())
 
 
@@ -190,7 +214,9 @@ class Recorded:
 @pytest.mark.parametrize("speculate", ["off", "suffix,draft"])
 def test_the_largest_steps_are_as_large_as_any(tmp_path: Path, speculate: str) -> None:
     path, draft = write_checkpoint(tmp_path / "model", "llama", seed=1), write_drafter(tmp_path / "draft")
-    config = options(path, speculate=speculate, draft_model=str(draft), kv_cache_memory="1000tokens", max_model_len=300)
+    config = options(
+        path, speculate=speculate, draft_model=str(draft), kv_cache_memory="1000tokens", max_model_len=300
+    )
     engine = load(config, ())
     runner, passes = engine.model_runner, engine.proposer.model_drafters
     timed: list[tuple[int, int]] = []
@@ -199,16 +225,22 @@ def test_the_largest_steps_are_as_large_as_any(tmp_path: Path, speculate: str) -
     recorded = runner._forward = Recorded(runner.forward)
     ProfileRun(engine.info.resolved, engine.batch_builder, runner, passes).run_max()
     prompt, scored, everybody = recorded.shapes
-    assert prompt == (64, 1, 298), "a prompt of as many rows as a step may have, that ends where the context ends"
+    assert prompt == (64, 1, 298), (
+        "a prompt of as many rows as a step may have, that ends where the context ends"
+    )
     assert scored == (64, 64, 63)
-    assert everybody[:2] == ((64, 64) if passes else (8, 8)), "as many rows as 8 requests with their drafts may have"
+    assert everybody[:2] == ((64, 64) if passes else (8, 8)), (
+        "as many rows as 8 requests with their drafts may have"
+    )
     assert timed == ([(64, 8)] if passes else [])
     engine.check()
 
 
 def test_a_graph_is_measured_with_as_many_rows_as_it_gets(tmp_path: Path) -> None:
     path = write_checkpoint(tmp_path / "model", "llama", seed=1)
-    engine = load(options(path, kv_cache_memory="1000tokens", max_num_batched_tokens=512, max_num_seqs=300), ())
+    engine = load(
+        options(path, kv_cache_memory="1000tokens", max_num_batched_tokens=512, max_num_seqs=300), ()
+    )
     runner = engine.model_runner
     recorded = runner._forward = Recorded(runner.forward)
     ProfileRun(engine.info.resolved, engine.batch_builder, runner).run_graphs()
@@ -233,10 +265,14 @@ def test_a_tower_sees_its_largest_picture(tmp_path: Path, family: str) -> None:
                 features = end.value
                 break
     assert features.shape == (picture.num_tokens, tower.feature_size)
-    ProfileRun(engine.info.resolved, engine.batch_builder, engine.model_runner, vision_encoders=[tower])._encode(tower)
+    ProfileRun(
+        engine.info.resolved, engine.batch_builder, engine.model_runner, vision_encoders=[tower]
+    )._encode(tower)
 
 
-def test_graphs_are_captured_at_the_start_and_shown_as_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graphs_are_captured_at_the_start_and_shown_as_progress(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And without a flag against it, draft models have theirs."""
     path, draft = write_checkpoint(tmp_path / "model", "llama", seed=1), write_drafter(tmp_path / "draft")
     monkeypatch.setattr(module, "select_backend", lambda *_: GraphCapturableOps())
@@ -269,19 +305,28 @@ def test_all_of_it_on_the_kernels_of_gpus(tmp_path: Path, monkeypatch: pytest.Mo
 def test_graphs_that_take_more_than_was_set_aside_are_told(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "foreword"):
         log_memory(ESTIMATE, ESTIMATE.cuda_graphs)
-        assert "72.00 of 80.00 GiB may be used; estimated: weights 15.00, activations 9.00, CUDA graphs 1.00" in caplog.text
+        assert (
+            "72.00 of 80.00 GiB may be used; estimated: weights 15.00, activations 9.00, CUDA graphs 1.00"
+            in caplog.text
+        )
         assert not [record for record in caplog.records if record.levelno > logging.INFO]
         log_memory(ESTIMATE, 3 * GIB)
-        assert "CUDA graphs took 3.00 GiB, 1.00 were set aside: a lower --gpu-memory-utilization" in caplog.text
+        assert (
+            "CUDA graphs took 3.00 GiB, 1.00 were set aside: a lower --gpu-memory-utilization" in caplog.text
+        )
 
 
 def test_memory_that_runs_out_is_told_with_the_figures(tmp_path: Path) -> None:
     path = write_checkpoint(tmp_path, "llama")
     chosen = resolve(Config(model=str(path)), hardware_info(probe_hardware("cpu")), read_model_info(path))
-    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nGPU 0 has 1.00 GiB free.")
+    error = torch.OutOfMemoryError(
+        "CUDA out of memory. Tried to allocate 2.00 GiB.\nGPU 0 has 1.00 GiB free."
+    )
     on_gpu = oom_message(replace(chosen, device="cuda", memory=ESTIMATE), error)
     assert "72.00 of 80.00 GiB may be used; estimated: weights 15.00" in on_gpu
-    assert on_gpu.endswith("would need less (CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has 1.00 GiB free.)")
+    assert on_gpu.endswith(
+        "would need less (CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has 1.00 GiB free.)"
+    )
     assert oom_message(chosen, MemoryError()).endswith("--quantization or --kv-cache-memory would need less")
 
 

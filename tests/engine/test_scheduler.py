@@ -8,7 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foreword.core.request import RequestState
-from tests.engine.simulation import VOCAB, SchedulerSimulation, readable_ids, expected_output, make_image, make_request, next_token
+from tests.support.scheduler_simulation import (
+    VOCAB,
+    SchedulerSimulation,
+    expected_output,
+    make_image,
+    make_request,
+    next_token,
+    readable_ids,
+)
 
 
 def noisy_guess(seed: int, max_tokens: int, error_rate: float):
@@ -66,9 +74,13 @@ def test_every_request_gets_its_own_tokens(
         prefix_caching=prefix_caching,
     )
     requests, aborted = [], set()
-    for number, (length, which, seed, priority, max_tokens, ignore_eos, pause, fate, pooling) in enumerate(arrivals):
+    for number, (length, which, seed, priority, max_tokens, ignore_eos, pause, fate, pooling) in enumerate(
+        arrivals
+    ):
         prompt = [(which * 5 + i) % VOCAB for i in range(min(length, max_model_len - (pooling is None)))]
-        request = make_request(str(number), prompt, seed, priority, pooling, max_tokens=max_tokens, ignore_eos=ignore_eos)
+        request = make_request(
+            str(number), prompt, seed, priority, pooling, max_tokens=max_tokens, ignore_eos=ignore_eos
+        )
         requests.append(request)
         simulation.add(request)
         for _ in range(pause):
@@ -107,11 +119,17 @@ def test_faults_cost_nobody_else_anything(arrivals, num_blocks, block_size, budg
 
     max_model_len = min(num_blocks * block_size, 20)
     guess = noisy_guess(seed, 4, 0.3)
-    simulation = SchedulerSimulation(num_blocks, block_size, max_model_len, guess, fate, max_num_batched_tokens=budget)
+    simulation = SchedulerSimulation(
+        num_blocks, block_size, max_model_len, guess, fate, max_num_batched_tokens=budget
+    )
     requests = []
-    for number, (length, which, own, priority, max_tokens, ignore_eos, pause, _, pooling) in enumerate(arrivals):
+    for number, (length, which, own, priority, max_tokens, ignore_eos, pause, _, pooling) in enumerate(
+        arrivals
+    ):
         prompt = [(which * 5 + i) % VOCAB for i in range(min(length, max_model_len - (pooling is None)))]
-        request = make_request(str(number), prompt, own, priority, pooling, max_tokens=max_tokens, ignore_eos=ignore_eos)
+        request = make_request(
+            str(number), prompt, own, priority, pooling, max_tokens=max_tokens, ignore_eos=ignore_eos
+        )
         requests.append(replace(request, account="abc"[which]))
         simulation.add(requests[-1])
         for _ in range(pause):
@@ -176,7 +194,9 @@ def test_pictures_are_seen_where_they_stand(
             if len(prompt) + num_tokens < max_model_len:
                 pictures.append(make_image(which, len(prompt), num_tokens))
                 prompt += [VOCAB] * num_tokens
-        request = make_request(str(number), [*prompt, *[6] * behind][: max_model_len - 1] or [5], seed, priority, max_tokens=6)
+        request = make_request(
+            str(number), [*prompt, *[6] * behind][: max_model_len - 1] or [5], seed, priority, max_tokens=6
+        )
         requests.append(request if blind else replace(request, pictures=tuple(pictures)))
         simulation.add(requests[-1])
         for _ in range(pause):
@@ -233,7 +253,13 @@ def test_right_drafts_save_steps() -> None:
 
 def test_drafts_never_preempt() -> None:
     """All blocks are in use: drafts shrink to what their request already holds."""
-    simulation = SchedulerSimulation(num_blocks=4, block_size=4, max_model_len=8, draft_fn=noisy_guess(1, 8, 0.0), max_num_batched_tokens=64)
+    simulation = SchedulerSimulation(
+        num_blocks=4,
+        block_size=4,
+        max_model_len=8,
+        draft_fn=noisy_guess(1, 8, 0.0),
+        max_num_batched_tokens=64,
+    )
     for name in "ab":
         simulation.add(make_request(name, [1, 2, 3], seed=ord(name), ignore_eos=True))
     simulation.run()
@@ -242,7 +268,9 @@ def test_drafts_never_preempt() -> None:
 
 def test_equal_prompts_are_computed_once() -> None:
     """n choices: the first computes the prompt, the others wait for its blocks and share them."""
-    simulation = SchedulerSimulation(num_blocks=32, block_size=4, max_model_len=40, max_num_batched_tokens=8, max_num_seqs=8)
+    simulation = SchedulerSimulation(
+        num_blocks=32, block_size=4, max_model_len=40, max_num_batched_tokens=8, max_num_seqs=8
+    )
     prompt = [i % VOCAB for i in range(17)]
     for seed in range(4):
         simulation.add(make_request(f"x-{seed}", prompt, seed=seed, max_tokens=3, ignore_eos=True))
@@ -280,7 +308,9 @@ def test_tenants_do_not_share() -> None:
 def test_answers_end_exactly_at_the_context_limit(off_by: int, draft_tokens: int, together: int) -> None:
     """The report this project began with, without a model: no max_tokens, ignore_eos, limits around a block boundary."""
     limit = 16 + off_by
-    simulation = SchedulerSimulation(5, 4, limit, noisy_guess(3, draft_tokens, 0.2), max_num_seqs=16, max_num_batched_tokens=64)
+    simulation = SchedulerSimulation(
+        5, 4, limit, noisy_guess(3, draft_tokens, 0.2), max_num_seqs=16, max_num_batched_tokens=64
+    )
     for number in range(together):
         simulation.add(make_request(str(number), [1, 2, 3], seed=number, ignore_eos=True))
     simulation.run()
@@ -289,7 +319,9 @@ def test_answers_end_exactly_at_the_context_limit(off_by: int, draft_tokens: int
 
 
 def test_long_prompts_leave_a_row_for_everybody() -> None:
-    simulation = SchedulerSimulation(num_blocks=64, block_size=4, max_model_len=100, max_num_batched_tokens=8, max_num_seqs=4)
+    simulation = SchedulerSimulation(
+        num_blocks=64, block_size=4, max_model_len=100, max_num_batched_tokens=8, max_num_seqs=4
+    )
     simulation.add(make_request("long", [i % VOCAB for i in range(60)], max_tokens=2, ignore_eos=True))
     simulation.step()
     simulation.add(make_request("short", [1], max_tokens=8, ignore_eos=True))
@@ -312,9 +344,15 @@ def test_choices_do_not_slow_their_prompt_down() -> None:
     """Those that wait for the prompt's blocks leave it the whole step."""
     steps = []
     for num in (1, 4):
-        simulation = SchedulerSimulation(num_blocks=64, block_size=4, max_model_len=100, max_num_batched_tokens=8, max_num_seqs=8)
+        simulation = SchedulerSimulation(
+            num_blocks=64, block_size=4, max_model_len=100, max_num_batched_tokens=8, max_num_seqs=8
+        )
         for seed in range(num):
-            simulation.add(make_request(f"x-{seed}", [i % VOCAB for i in range(64)], seed=seed, max_tokens=1, ignore_eos=True))
+            simulation.add(
+                make_request(
+                    f"x-{seed}", [i % VOCAB for i in range(64)], seed=seed, max_tokens=1, ignore_eos=True
+                )
+            )
         while not simulation.outputs["x-0"]:
             simulation.step()
         steps.append(simulation.num_steps)
@@ -322,12 +360,16 @@ def test_choices_do_not_slow_their_prompt_down() -> None:
 
 
 def test_nobody_gives_way_to_a_request_that_waits_for_a_prompt() -> None:
-    simulation = SchedulerSimulation(num_blocks=64, block_size=4, max_model_len=100, max_num_batched_tokens=8, max_num_seqs=2)
+    simulation = SchedulerSimulation(
+        num_blocks=64, block_size=4, max_model_len=100, max_num_batched_tokens=8, max_num_seqs=2
+    )
     prompt = [i % VOCAB for i in range(64)]
     simulation.add(make_request("bystander", [1, 2], priority=5, ignore_eos=True))
     simulation.step()
     for seed in range(2):
-        simulation.add(make_request(f"x-{seed}", prompt, seed=seed, priority=1, max_tokens=30, ignore_eos=True))
+        simulation.add(
+            make_request(f"x-{seed}", prompt, seed=seed, priority=1, max_tokens=30, ignore_eos=True)
+        )
     simulation.run()
     assert simulation.scheduler.num_preemptions <= 1
 
@@ -367,7 +409,9 @@ def test_a_draft_takes_no_new_block_while_somebody_waits() -> None:
     """Two of four blocks are free: a draft may use them, unless a request waits."""
 
     def planned_draft(waiting: bool) -> int:
-        simulation = SchedulerSimulation(4, 4, 16, noisy_guess(1, 6, 0.0), max_num_seqs=1, max_num_batched_tokens=64)
+        simulation = SchedulerSimulation(
+            4, 4, 16, noisy_guess(1, 6, 0.0), max_num_seqs=1, max_num_batched_tokens=64
+        )
         simulation.add(make_request("a", [1, 2, 3, 4, 5], ignore_eos=True))
         simulation.step()
         (state,) = simulation.scheduler.running

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foreword.core.request import RequestState
-from foreword.engine.shares import FairQueue
-from tests.engine.simulation import SchedulerSimulation, make_request
+from foreword.engine.queue import FairQueue
 from tests.engine.test_scheduler import noisy_guess
+from tests.support.scheduler_simulation import SchedulerSimulation, make_request
 
 LONGEST = 40  # tokens of a request here
 
@@ -27,7 +27,9 @@ class Queue:
         self._arrivals = 0
 
     def add(self, account: str, length: int, max_tokens: int) -> RequestState:
-        request = replace(make_request(str(self._arrivals), [1] * length, max_tokens=max_tokens), account=account)
+        request = replace(
+            make_request(str(self._arrivals), [1] * length, max_tokens=max_tokens), account=account
+        )
         state = RequestState(request, self._arrivals, 4 * LONGEST)
         self._arrivals += 1
         self.shares.add(state)
@@ -61,7 +63,9 @@ class Queue:
 
 moves = st.lists(
     st.one_of(
-        st.tuples(st.just("add"), st.sampled_from("abc"), st.integers(1, LONGEST // 2), st.integers(1, LONGEST // 2)),
+        st.tuples(
+            st.just("add"), st.sampled_from("abc"), st.integers(1, LONGEST // 2), st.integers(1, LONGEST // 2)
+        ),
         st.tuples(st.just("add"), st.just("a"), st.integers(1, LONGEST // 2), st.integers(1, LONGEST // 2)),
         st.tuples(st.just("start")),
         st.tuples(st.just("end"), st.integers(0, 9), st.integers(0, LONGEST)),
@@ -111,7 +115,11 @@ def test_nobody_is_passed_over_by_more_than_a_little(moves: list[tuple[object, .
         for state in _first(queue):
             passed.setdefault(state.arrival, {})
         for state in _first(queue):
-            assert all(work <= 2 * LONGEST for account, work in passed[state.arrival].items() if account != state.request.fairness_key)
+            assert all(
+                work <= 2 * LONGEST
+                for account, work in passed[state.arrival].items()
+                if account != state.request.fairness_key
+            )
 
 
 def _first(queue: Queue) -> list[RequestState]:
@@ -149,7 +157,9 @@ def test_one_account_is_served_in_order_of_arrival(moves: list[tuple[object, ...
 def test_accounts_are_forgotten(moves: list[tuple[object, ...]]) -> None:
     queue = Queue()
     for queue in played(moves):
-        assert len(queue.shares) <= len({state.request.fairness_key for state in (*queue.waiting, *queue.started)})
+        assert len(queue.shares) <= len(
+            {state.request.fairness_key for state in (*queue.waiting, *queue.started)}
+        )
     while queue.running:
         queue.end(0, 3)
     assert len(queue.shares) == 0
@@ -168,7 +178,9 @@ def test_single_requests_start_between_those_of_a_flood() -> None:
         simulation.step()
     for number in range(5):
         name = f"single-{number}"
-        simulation.add(replace(make_request(name, [4, 5, 6], number, max_tokens=6, ignore_eos=True), account="single"))
+        simulation.add(
+            replace(make_request(name, [4, 5, 6], number, max_tokens=6, ignore_eos=True), account="single")
+        )
         before = _num_started(simulation)
         while not simulation.outputs[name]:
             simulation.step()
@@ -187,9 +199,17 @@ def test_accounts_get_equal_work_whatever_their_requests_look_like() -> None:
     """One sends long requests, one short ones, one says that it wants much and takes little."""
     simulation = simulation_of(max_num_seqs=3)
     for number in range(200):
-        for account, length, max_tokens, ignore_eos in (("long", 20, 16, True), ("short", 3, 3, True), ("modest", 4, 36, False)):
+        for account, length, max_tokens, ignore_eos in (
+            ("long", 20, 16, True),
+            ("short", 3, 3, True),
+            ("modest", 4, 36, False),
+        ):
             request = make_request(
-                f"{account}-{number}", [1 + number % 9] * length, number, max_tokens=max_tokens, ignore_eos=ignore_eos
+                f"{account}-{number}",
+                [1 + number % 9] * length,
+                number,
+                max_tokens=max_tokens,
+                ignore_eos=ignore_eos,
             )
             simulation.add(replace(request, account=account))
     work = dict.fromkeys(("long", "short", "modest"), 0)

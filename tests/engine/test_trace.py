@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from foreword import LLM, SamplingParams
-from foreword.cache.blocks import BlockPool
-from foreword.drafting.control.decisions import replay as replay_decisions
 from foreword.engine.trace import RecordingScheduler, replay
 from foreword.errors import Unsatisfiable
-from tests.checkpoints import write_checkpoint
-from tests.engine.simulation import FaultFunction, SchedulerSimulation, make_request, no_fault
+from foreword.kv_cache.block_pool import BlockPool
+from foreword.speculation.control.trace import replay as replay_decisions
 from tests.engine.test_scheduler import noisy_guess
+from tests.support.checkpoints import write_checkpoint
+from tests.support.scheduler_simulation import FaultFunction, SchedulerSimulation, make_request, no_fault
 
 
 def _traced_run(path: Path, fate: FaultFunction = no_fault) -> tuple[list[str], int]:
@@ -55,8 +55,16 @@ def test_a_changed_plan_is_noticed(tmp_path: Path) -> None:
 
 def test_an_engine_writes_a_trace(tmp_path: Path) -> None:
     """`--trace FILE`, from a real engine, replayed without its model."""
-    llm = LLM(str(write_checkpoint(tmp_path / "model", seed=5)), trace=str(tmp_path / "trace"), threads=1, draft_length="fixed")
-    llm.generate({"prompt_token_ids": [40, 41, 42, 40, 41]}, SamplingParams(max_tokens=20, n=3, seed=1, ignore_eos=True))
+    llm = LLM(
+        str(write_checkpoint(tmp_path / "model", seed=5)),
+        trace=str(tmp_path / "trace"),
+        threads=1,
+        draft_length="fixed",
+    )
+    llm.generate(
+        {"prompt_token_ids": [40, 41, 42, 40, 41]},
+        SamplingParams(max_tokens=20, n=3, seed=1, ignore_eos=True),
+    )
     with pytest.raises(Unsatisfiable):
         stuck = SamplingParams(allowed_token_ids=(40,), stop_token_ids=(40,), min_tokens=2)
         llm.generate({"prompt_token_ids": [40, 41]}, stuck)
@@ -67,6 +75,9 @@ def test_an_engine_writes_a_trace(tmp_path: Path) -> None:
 
 def test_decisions_on_drafts_are_traced_too(tmp_path: Path) -> None:
     llm = LLM(str(write_checkpoint(tmp_path / "model", seed=5)), trace=str(tmp_path / "trace"), threads=1)
-    llm.generate({"prompt_token_ids": [40, 41, 42, 40, 41]}, SamplingParams(max_tokens=40, n=3, seed=1, ignore_eos=True))
+    llm.generate(
+        {"prompt_token_ids": [40, 41, 42, 40, 41]},
+        SamplingParams(max_tokens=40, n=3, seed=1, ignore_eos=True),
+    )
     decisions = list(replay_decisions((tmp_path / "trace.drafts").read_text().splitlines()))
     assert len(decisions) > 20

@@ -11,14 +11,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from foreword.core.structured import StructuredOutput
-from foreword.core.vocabulary import Vocabulary
+from foreword.core.structured import StructuredOutput, Vocabulary
 from foreword.errors import InvalidRequest, Overloaded, RequestFailed
 from foreword.grammar import check as check_module
 from foreword.grammar import limits
 from foreword.grammar.check import GrammarChecker
-from tests.grammar.hostile import ADVERSARIAL, REJECTED
-from tests.grammar.walks import tokenizer
+from tests.support.adversarial_grammars import ADVERSARIAL, REJECTED
+from tests.support.grammar_walks import tokenizer
 
 GOOD = StructuredOutput("regex", "[a-z]+")
 BAD = StructuredOutput("regex", "[a-z", field="guided_regex")
@@ -93,7 +92,9 @@ async def test_the_same_constraint_is_compiled_once_for_all_that_wait(
 ) -> None:
     asked = []
     go = threading.Event()
-    monkeypatch.setattr(checker, "_check", lambda structured: asked.append(structured) or str(go.wait(10) and ""))
+    monkeypatch.setattr(
+        checker, "_check", lambda structured: asked.append(structured) or str(go.wait(10) and "")
+    )
     fresh = StructuredOutput("regex", "all [a-z]+ at once")
     tasks = [asyncio.create_task(checker.check(fresh)) for _ in range(5)]
     await asyncio.sleep(0.05)
@@ -102,7 +103,9 @@ async def test_the_same_constraint_is_compiled_once_for_all_that_wait(
     assert await asyncio.gather(*tasks[1:]) == [None] * 4 and len(asked) == 1
 
 
-async def test_who_waits_too_long_is_told_to_come_back(checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_who_waits_too_long_is_told_to_come_back(
+    checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(limits, "QUEUE_TIMEOUT_S", 0.05)
     monkeypatch.setattr(checker, "_check", lambda structured: str(time.sleep(0.2) or ""))
     slow = asyncio.create_task(checker.check(StructuredOutput("regex", "slow")))
@@ -137,7 +140,8 @@ def test_a_worker_that_was_killed_speaks_against_nobody(checker: GrammarChecker)
 
 IMPATIENT = """
 import sys
-from foreword.grammar import limits, worker
+from foreword.grammar import limits
+from foreword.grammar import check_worker as worker
 limits.COMPILE_CPU_S = 0.1
 worker.main(int(sys.argv[1]))
 """

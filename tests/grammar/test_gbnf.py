@@ -9,10 +9,10 @@ import pytest
 
 from foreword.core.structured import StructuredOutput
 from foreword.grammar.gbnf import gbnf_to_lark
-from foreword.grammar.grammars import GrammarManager
-from foreword.grammar.json_text import GrammarError
+from foreword.grammar.json_schema import GrammarError
+from foreword.grammar.manager import GrammarManager
 from tests.grammar.test_json_schema import takes
-from tests.grammar.walks import open_grammar_manager
+from tests.support.grammar_walks import open_grammar_manager
 
 # As llama.cpp ships it.
 JSON = r"""
@@ -65,9 +65,17 @@ CASES = [
         ["[1]", '{"a" 1}', '{"a": "\n"}'],
     ),
     (ARITHMETIC, ["(a+b)*c_1= 5\n", "1=2\nx= y\n"], ["1=2", "a+=2\n", "(a=2\n"]),
-    (SQL, ["SELECT col_1  from table_2  where col_2 = 1 "], ["SELECT col_1 from table_2 where col_2 = 1", ""]),
+    (
+        SQL,
+        ["SELECT col_1  from table_2  where col_2 = 1 "],
+        ["SELECT col_1 from table_2 where col_2 = 1", ""],
+    ),
     ('root ::= "a"{2} [b-c]{1,} "d"{0,2} "e"? .', ["aabc!", "aabdde\n"], ["abc!", "aabddd!!"]),
-    (r'root ::= [^\]\\^-] [-a] [a-] [\x41-\u005A] "\U0001F600\t\"\\" ', ['x-aQ😀\t"\\'], ['x-aq😀\t"\\', '^-aQ😀\t"\\']),
+    (
+        r'root ::= [^\]\\^-] [-a] [a-] [\x41-\u005A] "\U0001F600\t\"\\" ',
+        ['x-aQ😀\t"\\'],
+        ['x-aq😀\t"\\', '^-aQ😀\t"\\'],
+    ),
     ('root ::= a-b\n  | a_b # two names\n\na-b ::= "1"\na_b ::= "2"', ["1", "2"], ["3"]),
     ('root ::= ("a" # first\n | "b"\n)+', ["abba"], ["c"]),
     ('root ::= x "c" | x "d"\nx ::= x "a" | "b"', ["baad", "bc"], ["ad", "b"]),

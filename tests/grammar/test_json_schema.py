@@ -13,10 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foreword.core.structured import StructuredOutput
-from foreword.grammar.grammars import GrammarManager
-from foreword.grammar.json_schema import convert_schema_text
-from foreword.grammar.json_text import GrammarError
-from tests.grammar.walks import begin_request, encode, open_grammar_manager, tokenizer, random_walk
+from foreword.grammar.json_schema import GrammarError, convert_schema_text
+from foreword.grammar.manager import GrammarManager
+from tests.support.grammar_walks import begin_request, encode, open_grammar_manager, random_walk, tokenizer
 
 EOS = tokenizer().eos_token_ids[0]
 
@@ -53,13 +52,15 @@ def _schema(schema: Any, whitespace: bool = True) -> StructuredOutput:
 def test_a_keyword_that_is_not_supported_is_named(keyword: str, value: Any) -> None:
     schema = {"type": "object", "properties": {"a": {"allOf": [{keyword: value}]}}}
     with pytest.raises(
-        GrammarError, match=rf"{value if keyword == 'format' else keyword}'.*properties/a/allOf/0".replace("$", r"\$")
+        GrammarError,
+        match=rf"{value if keyword == 'format' else keyword}'.*properties/a/allOf/0".replace("$", r"\$"),
     ):
         convert_schema_text(json.dumps(schema), True)
 
 
 @pytest.mark.parametrize(
-    ("length", "told"), [(20_000, "got 20000 "), (10**400, "more than can be told"), (1e300, "more than can be told")]
+    ("length", "told"),
+    [(20_000, "got 20000 "), (10**400, "more than can be told"), (1e300, "more than can be told")],
 )
 def test_a_length_beyond_all_bounds_is_named(length: float, told: str) -> None:
     with pytest.raises(GrammarError, match=f"maxLength may be at most .*{told}"):
@@ -82,8 +83,21 @@ def test_a_name_is_no_keyword(grammars: GrammarManager) -> None:
     "annotation",
     [
         {"uniqueItems": False, "unevaluatedProperties": True, "propertyNames": True, "not": False},
-        {"title": "t", "description": "d", "examples": [1], "deprecated": True, "readOnly": True, "$comment": "c"},
-        {"nullable": False, "discriminator": {"propertyName": "a"}, "x-order": 3, "then": {}, "markdownDescription": "m"},
+        {
+            "title": "t",
+            "description": "d",
+            "examples": [1],
+            "deprecated": True,
+            "readOnly": True,
+            "$comment": "c",
+        },
+        {
+            "nullable": False,
+            "discriminator": {"propertyName": "a"},
+            "x-order": 3,
+            "then": {},
+            "markdownDescription": "m",
+        },
     ],
 )
 def test_what_says_nothing_is_left_out(grammars: GrammarManager, annotation: dict[str, Any]) -> None:
@@ -101,7 +115,9 @@ def test_anything(grammars: GrammarManager, schema: Any) -> None:
 NAMED = {"type": "object", "properties": {"a": {"type": "integer"}, "é": {"type": "null"}}}
 
 
-@pytest.mark.parametrize("schema", [NAMED, {**NAMED, "additionalProperties": True}, {**NAMED, "required": ["a"]}])
+@pytest.mark.parametrize(
+    "schema", [NAMED, {**NAMED, "additionalProperties": True}, {**NAMED, "required": ["a"]}]
+)
 def test_an_escaped_name_is_no_other_property(grammars: GrammarManager, schema: dict[str, Any]) -> None:
     r"""Whoever reads {"a": 1, "\u0061": "x"} finds a text at "a"."""
     for text in (r'{"a": 1, "\u0061": "x"}', r'{"a": 1, "\u00e9": "x"}', '{"a": "x"}'):
@@ -110,7 +126,12 @@ def test_an_escaped_name_is_no_other_property(grammars: GrammarManager, schema: 
         assert takes(grammars, _schema(schema), text)
 
 
-VALUE = {"name": "Clara Böhm", "tags": ["a", "b"], "inner": {"deep": {"list": [1, [2.5, {}], []], "none": None}}, "yes": True}
+VALUE = {
+    "name": "Clara Böhm",
+    "tags": ["a", "b"],
+    "inner": {"deep": {"list": [1, [2.5, {}], []], "none": None}},
+    "yes": True,
+}
 
 
 @pytest.mark.parametrize("indent", [None, 0, 1, 2, 4, "\t"])
@@ -124,7 +145,9 @@ def test_compact_formatting_is_legal(grammars: GrammarManager) -> None:
     text = json.dumps(VALUE, separators=(",", ":"), ensure_ascii=False)
     assert takes(grammars, StructuredOutput("json_object"), text)
     assert takes(grammars, StructuredOutput("json_object", whitespace=False), text)
-    assert not takes(grammars, StructuredOutput("json_object", whitespace=False), json.dumps(VALUE, ensure_ascii=False))
+    assert not takes(
+        grammars, StructuredOutput("json_object", whitespace=False), json.dumps(VALUE, ensure_ascii=False)
+    )
 
 
 @settings(max_examples=40, deadline=None)
@@ -134,7 +157,9 @@ def test_whitespace_ends(grammars: GrammarManager, seed: int) -> None:
     draw = random.Random(seed)
     grammar = begin_request(grammars, StructuredOutput("json_object"))
     grammar.accept(encode('{"a": 1'))
-    blanks = [i for i in range(tokenizer().vocab_size) if (text := tokenizer().token_text(i)) and not text.strip()]
+    blanks = [
+        i for i in range(tokenizer().vocab_size) if (text := tokenizer().token_text(i)) and not text.strip()
+    ]
     drawn = ""
     while legal := [i for i in blanks if grammar.num_legal([i])]:
         token_id = draw.choice(legal)
@@ -151,7 +176,9 @@ def test_the_callers_own_whitespace_options_are_not_heard(grammars: GrammarManag
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**40), 2**40) | st.text('aé\n"\\ \u2028😀', max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text("abc é", max_size=3), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text("abc é", max_size=3), inner, max_size=3)
+    ),
     max_leaves=8,
 )
 
@@ -189,18 +216,34 @@ def _inner(children: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
             {
                 "type": st.just("object"),
                 "properties": st.just(properties),
-                "required": st.lists(st.sampled_from(sorted(properties)), unique=True) if properties else st.just([]),
+                "required": st.lists(st.sampled_from(sorted(properties)), unique=True)
+                if properties
+                else st.just([]),
                 "additionalProperties": st.just(False) | children,
             }
         )
     )
     arrays = st.fixed_dictionaries(
-        {"type": st.just("array"), "items": children, "minItems": st.integers(0, 2), "maxItems": st.integers(2, 4)}
+        {
+            "type": st.just("array"),
+            "items": children,
+            "minItems": st.integers(0, 2),
+            "maxItems": st.integers(2, 4),
+        }
     )
     tuples = st.fixed_dictionaries(
-        {"type": st.just("array"), "prefixItems": st.lists(children, min_size=1, max_size=3), "items": st.just(False)}
+        {
+            "type": st.just("array"),
+            "prefixItems": st.lists(children, min_size=1, max_size=3),
+            "items": st.just(False),
+        }
     )
-    return objects | arrays | tuples | st.fixed_dictionaries({"anyOf": st.lists(children, min_size=1, max_size=3)})
+    return (
+        objects
+        | arrays
+        | tuples
+        | st.fixed_dictionaries({"anyOf": st.lists(children, min_size=1, max_size=3)})
+    )
 
 
 SCHEMAS = st.recursive(LEAVES, _inner, max_leaves=6)
@@ -210,6 +253,8 @@ SCHEMAS = st.recursive(LEAVES, _inner, max_leaves=6)
 @given(schema=SCHEMAS, seed=st.integers(0, 2**32))
 def test_answers_conform(grammars: GrammarManager, schema: dict[str, Any], seed: int) -> None:
     full = {**schema, "$defs": {"word": {"type": "string", "pattern": "^[a-z]{1,5}$"}}}
-    output = random_walk(begin_request(grammars, _schema(full)), random.Random(seed), max_tokens=400, end_soon=1.0)
+    output = random_walk(
+        begin_request(grammars, _schema(full)), random.Random(seed), max_tokens=400, end_soon=1.0
+    )
     if output[-1] == EOS:
         jsonschema.Draft202012Validator(full).validate(json.loads(tokenizer().decode(output[:-1])))

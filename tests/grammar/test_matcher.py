@@ -12,14 +12,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from foreword.core.batch import SampleRow
 from foreword.core.params import SamplingParams
 from foreword.core.request import RequestState
-from foreword.core.rows import SampleRow
 from foreword.core.structured import StructuredOutput
-from foreword.grammar import compiled as compiled_module
-from foreword.grammar.grammars import GrammarManager
+from foreword.grammar import compiler as compiled_module
 from foreword.grammar.limits import parser_limits
-from tests.grammar.walks import begin_request, encode, legal_ids, open_grammar_manager, request, tokenizer, vocab_size, random_walk
+from foreword.grammar.manager import GrammarManager
+from tests.support.grammar_walks import (
+    begin_request,
+    encode,
+    legal_ids,
+    open_grammar_manager,
+    random_walk,
+    request,
+    tokenizer,
+    vocab_size,
+)
 
 SCHEMA = {
     "type": "object",
@@ -27,7 +36,11 @@ SCHEMA = {
         "name": {"type": "string", "maxLength": 8},
         "kind": {"enum": ["price", "print", 7, None]},
         "tags": {"type": "array", "items": {"type": "boolean"}, "maxItems": 3},
-        "inner": {"type": "object", "properties": {"n": {"type": "integer", "minimum": -5, "maximum": 120}}, "required": ["n"]},
+        "inner": {
+            "type": "object",
+            "properties": {"n": {"type": "integer", "minimum": -5, "maximum": 120}},
+            "required": ["n"],
+        },
         "code": {"type": "string", "pattern": "^[A-F]{2}-[0-9]+$"},
     },
     "required": ["name", "kind", "inner"],
@@ -61,7 +74,9 @@ def _conforms(name: str, text: str) -> bool:
             return re.fullmatch(REGEX, text) is not None
         case "choice":
             return text in ("yes", "yes, of course", "no")
-    return re.fullmatch(r"(\()*([a-d]+x?)(,[a-d]+x?)*(\))*", text) is not None and text.count("(") == text.count(")")
+    return re.fullmatch(r"(\()*([a-d]+x?)(,[a-d]+x?)*(\))*", text) is not None and text.count(
+        "("
+    ) == text.count(")")
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -76,7 +91,9 @@ def test_what_is_drawn_conforms(grammars: GrammarManager, name: str, seed: int) 
 @pytest.mark.parametrize("name", CASES)
 @settings(max_examples=15, deadline=None)
 @given(seed=SEEDS, at=st.integers(0, 30))
-def test_a_token_is_legal_alone_if_and_only_if_the_mask_says_so(grammars: GrammarManager, name: str, seed: int, at: int) -> None:
+def test_a_token_is_legal_alone_if_and_only_if_the_mask_says_so(
+    grammars: GrammarManager, name: str, seed: int, at: int
+) -> None:
     grammar = begin_request(grammars, CASES[name])
     output = random_walk(begin_request(grammars, CASES[name]), random.Random(seed))[:at]
     grammar.accept(output)
@@ -113,7 +130,9 @@ def test_a_draft_is_legal_as_far_as_its_masks_say(
 @pytest.mark.parametrize("name", CASES)
 @settings(max_examples=15, deadline=None)
 @given(seed=SEEDS, length=st.integers(0, 12), asked=st.booleans())
-def test_masks_are_the_same_whoever_computes_them(grammars: GrammarManager, name: str, seed: int, length: int, asked: bool) -> None:
+def test_masks_are_the_same_whoever_computes_them(
+    grammars: GrammarManager, name: str, seed: int, length: int, asked: bool
+) -> None:
     """Prepared for a whole draft, asked for without preparation, or with the draft as output."""
     draw = random.Random(seed)
     output = random_walk(begin_request(grammars, CASES[name]), draw)
@@ -175,8 +194,17 @@ def test_the_habits_of_an_output_are_kept(
     grammars: GrammarManager, indent: int | str | None, separators: tuple[str, str] | None, spelled: str
 ) -> None:
     """Whitespace is free, and follows what the output did before."""
-    properties = {"name": {"type": "string"}, "age": {"type": "integer"}, "kind": {"enum": ["price", "print"]}}
-    schema = {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
+    properties = {
+        "name": {"type": "string"},
+        "age": {"type": "integer"},
+        "kind": {"enum": ["price", "print"]},
+    }
+    schema = {
+        "type": "object",
+        "properties": properties,
+        "required": list(properties),
+        "additionalProperties": False,
+    }
     text = json.dumps({"name": "Clara, who", "age": 31}, indent=indent, separators=separators)
     grammar = begin_request(grammars, StructuredOutput("json_schema", json.dumps(schema)))
     grammar.accept(encode(text.rstrip().removesuffix("}").rstrip() + ","))
@@ -240,7 +268,9 @@ def test_reasoning_ends_inside_a_draft(grammars: GrammarManager) -> None:
     assert legal_ids(grammar.mask(draft[: 5 + len(answer)])) == legal_ids(fresh.mask(answer))
     state = RequestState(request(CASES["choice"]), 0, 2048, grammar)
     grammars.start_masks([SampleRow(state, draft[:n]) for n in range(len(draft) - 1)])
-    assert [grammar.mask(draft[:n]) is None for n in range(len(draft) - 1)] == [n < 5 for n in range(len(draft) - 1)]
+    assert [grammar.mask(draft[:n]) is None for n in range(len(draft) - 1)] == [
+        n < 5 for n in range(len(draft) - 1)
+    ]
     grammar.accept(draft[:4])  # the first token of the end sequence is output, the second still to come
     assert grammar.mask(()) is None and grammar.mask((9,)) is None
     assert legal_ids(grammar.mask((42,))) == legal_ids(fresh.mask(()))
@@ -252,7 +282,9 @@ def test_reasoning_ends_inside_a_draft(grammars: GrammarManager) -> None:
 def test_reasoning_that_ended_in_the_prompt(grammars: GrammarManager) -> None:
     grammar = begin_request(grammars, CASES["choice"], reasoning_end_ids=(END,), prompt_ids=(1, 41, 42, 8))
     assert grammar.mask(()) is not None
-    grammar = begin_request(grammars, CASES["choice"], reasoning_end_ids=(END,), prompt_ids=(1, 41, 42, *range(50, 120)))
+    grammar = begin_request(
+        grammars, CASES["choice"], reasoning_end_ids=(END,), prompt_ids=(1, 41, 42, *range(50, 120))
+    )
     assert grammar.mask(()) is None
 
 
@@ -284,7 +316,9 @@ def test_a_full_lexer_that_takes_long_to_build_serves_nobody_who_comes_later(
     assert legal_ids(later.mask(())) and later.error is None
 
 
-def test_an_automaton_that_gives_up_says_why(grammars: GrammarManager, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_automaton_that_gives_up_says_why(
+    grammars: GrammarManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(compiled_module, "parser_limits", lambda: _limits(max_items_in_row=50))
     ambiguous = StructuredOutput("lark", 'start: s\ns: s s s | s s | "a"?')
     grammar, plain = begin_request(grammars, ambiguous), begin_request(grammars, ambiguous)

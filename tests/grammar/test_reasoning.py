@@ -13,7 +13,9 @@ ENDS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=3).map(tuple), 
 
 def _end_of_first(text: tuple[int, ...], ends: list[tuple[int, ...]]) -> int | None:
     """The first length at which an end sequence is complete."""
-    return next((n for n in range(1, len(text) + 1) if any(text[:n][-len(end) :] == end for end in ends)), None)
+    return next(
+        (n for n in range(1, len(text) + 1) if any(text[:n][-len(end) :] == end for end in ends)), None
+    )
 
 
 @given(parts=st.lists(IDS, max_size=4), last=IDS, ends=ENDS)
@@ -32,7 +34,9 @@ def test_the_first_end_is_found_however_the_output_is_cut(
 
 
 def test_an_end_in_the_prompt_counts_near_its_end() -> None:
-    assert reasoning_ended_in_prompt((1, 2, 3), [(2, 3)]) and reasoning_ended_in_prompt((1, 2, 3, 4), [(9,), (2, 3)])
+    assert reasoning_ended_in_prompt((1, 2, 3), [(2, 3)]) and reasoning_ended_in_prompt(
+        (1, 2, 3, 4), [(9,), (2, 3)]
+    )
     assert not reasoning_ended_in_prompt((1, 2, 4, 3), [(2, 3)])
     assert reasoning_ended_in_prompt((7, 8, *[0] * PROMPT_TAIL_TOKENS), [(7, 8)])
     assert not reasoning_ended_in_prompt((7, 8, *[0] * (PROMPT_TAIL_TOKENS + 1)), [(7, 8)])

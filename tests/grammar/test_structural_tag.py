@@ -9,13 +9,18 @@ from typing import Any
 import pytest
 
 from foreword.core.structured import StructuredOutput
-from foreword.grammar.grammars import GrammarManager
-from foreword.grammar.json_text import GrammarError
+from foreword.grammar.json_schema import GrammarError
+from foreword.grammar.manager import GrammarManager
 from foreword.grammar.structural_tag import structural_tag_to_lark
 from tests.grammar.test_json_schema import takes
-from tests.grammar.walks import begin_request, encode, open_grammar_manager
+from tests.support.grammar_walks import begin_request, encode, open_grammar_manager
 
-CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"], "additionalProperties": False}
+CITY = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
 OLDER = {
     "structures": [
         {"begin": "<function=weather>", "schema": CITY, "end": "</function>"},
@@ -41,28 +46,61 @@ def _format(**part: Any) -> dict[str, Any]:
 ANY = {"type": "any_text"}
 NUMBER = {"type": "regex", "pattern": "^[0-9]+$"}
 CALL = _tag("<call>", {"type": "json_schema", "json_schema": CITY}, "</call>")
-THINK = _format(type="sequence", elements=[_tag("<think>", ANY, "</think>"), {"type": "const_string", "value": "A: "}, NUMBER])
+THINK = _format(
+    type="sequence",
+    elements=[_tag("<think>", ANY, "</think>"), {"type": "const_string", "value": "A: "}, NUMBER],
+)
 TRIGGERED = {"type": "triggered_tags", "triggers": ["<call"], "tags": [CALL]}
 SEPARATED = {"type": "tags_with_separator", "tags": [_tag("<n>", NUMBER, "</n>")], "separator": ", "}
 CASES: list[tuple[dict[str, Any], list[str], list[str]]] = [
     (
         OLDER,
-        ["no call at all", f"Let me see <b> {WEATHER} and <function=time>{{}}</function> done", WEATHER, "", "a < b"],
-        ["<function=other>{}</function>", '<function=weather>{"city": 3}</function>', '<function=weather>{"city": "Rome"}'],
+        [
+            "no call at all",
+            f"Let me see <b> {WEATHER} and <function=time>{{}}</function> done",
+            WEATHER,
+            "",
+            "a < b",
+        ],
+        [
+            "<function=other>{}</function>",
+            '<function=weather>{"city": 3}</function>',
+            '<function=weather>{"city": "Rome"}',
+        ],
     ),
-    (THINK, ["<think>well, <i>so</i>\n</think>A: 42"], ["<think>well</think>A: x", "A: 42", "<think>well A: 42"]),
-    (_format(type="or", elements=[NUMBER, {"type": "const_string", "value": "none"}]), ["12", "none"], ["nine"]),
+    (
+        THINK,
+        ["<think>well, <i>so</i>\n</think>A: 42"],
+        ["<think>well</think>A: x", "A: 42", "<think>well A: 42"],
+    ),
+    (
+        _format(type="or", elements=[NUMBER, {"type": "const_string", "value": "none"}]),
+        ["12", "none"],
+        ["nine"],
+    ),
     (_format(type="grammar", grammar='root ::= "(" root ")" | "x"'), ["((x))"], ["((x)"]),
-    (_format(**TRIGGERED), ["text", 'a <call>{"city": "B"}</call> b <call>{"city": "C"}</call>'], ["<call>5</call>", "<calling"]),
+    (
+        _format(**TRIGGERED),
+        ["text", 'a <call>{"city": "B"}</call> b <call>{"city": "C"}</call>'],
+        ["<call>5</call>", "<calling"],
+    ),
     (_format(**TRIGGERED, at_least_one=True), ['a <call>{"city": "B"}</call> b'], ["text"]),
     (
         _format(**TRIGGERED, at_least_one=True, stop_after_first=True),
         ['a <call>{"city": "B"}</call>'],
         ['a <call>{"city": "B"}</call> b', "text"],
     ),
-    (_format(**TRIGGERED, stop_after_first=True), ['a <call>{"city": "B"}</call>', "text"], ['a <call>{"city": "B"}</call> b']),
+    (
+        _format(**TRIGGERED, stop_after_first=True),
+        ['a <call>{"city": "B"}</call>', "text"],
+        ['a <call>{"city": "B"}</call> b'],
+    ),
     (_format(**SEPARATED), ["<n>1</n>, <n>2</n>", "<n>1</n>", ""], ["<n>1</n> <n>2</n>", "x", "<n>1</n>, "]),
-    (_format(**SEPARATED, at_least_one=True, stop_after_first=True), ["<n>1</n>"], ["<n>1</n>, <n>2</n>", ""]),
+    (
+        _format(**SEPARATED, at_least_one=True, stop_after_first=True),
+        ["<n>1</n>"],
+        ["<n>1</n>, <n>2</n>", ""],
+    ),
     (
         _format(type="sequence", elements=[ANY, CALL, {"type": "any_text", "excludes": ["<call>"]}]),
         ['so <call>{"city": "B"}</call> there', '<call>{"city": "B"}</call>'],
@@ -93,7 +131,9 @@ def grammars() -> Iterator[GrammarManager]:
 
 
 @pytest.mark.parametrize(("tag", "good", "bad"), CASES)
-def test_what_is_taken(grammars: GrammarManager, tag: dict[str, Any], good: list[str], bad: list[str]) -> None:
+def test_what_is_taken(
+    grammars: GrammarManager, tag: dict[str, Any], good: list[str], bad: list[str]
+) -> None:
     structured = StructuredOutput("structural_tag", json.dumps(tag))
     assert [text for text in good if not takes(grammars, structured, text)] == []
     assert [text for text in bad if takes(grammars, structured, text)] == []
@@ -114,7 +154,10 @@ def test_behind_a_trigger_text_is_forced(grammars: GrammarManager) -> None:
         ({}, "`structures` must be a list"),
         ({"structures": OLDER["structures"], "triggers": []}, "`triggers` must be a list of texts"),
         ({"structures": OLDER["structures"], "triggers": ["<tool"]}, "no tag begins with the trigger"),
-        (_format(type="qwen_xml_parameter"), "qwen_xml_parameter.* is not supported; known are any_text, const_string"),
+        (
+            _format(type="qwen_xml_parameter"),
+            "qwen_xml_parameter.* is not supported; known are any_text, const_string",
+        ),
         (_format(type="json_schema", json_schema={"not": {}}), "'not' of JSON schema is not supported"),
         (_format(type="json_schema", json_schema={}, style="xml"), 'the style "xml"'),
         (_format(type="sequence", elements=[ANY, NUMBER]), "any_text must be followed by"),
@@ -122,7 +165,10 @@ def test_behind_a_trigger_text_is_forced(grammars: GrammarManager) -> None:
         (_format(type="tag", begin="<a>", content=ANY, end=3), "the end of a tag must be"),
         (_format(type="tags_with_separator", tags=[CALL] * 300), "may have 256 tags"),
         (_format(type="regex", pattern="a{1,99999}"), "10000 times"),
-        (_format(type="any_text", max_tokens=5), "the field 'max_tokens' of the format 'any_text' is not supported"),
+        (
+            _format(type="any_text", max_tokens=5),
+            "the field 'max_tokens' of the format 'any_text' is not supported",
+        ),
         (_format(type="repeat", min=3, max=2, content=ANY), "`min` and `max` must be"),
         (_format(type="or", elements=[3]), "`elements` must be a list of objects"),
     ],

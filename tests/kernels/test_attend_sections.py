@@ -12,8 +12,8 @@ from torch import Tensor
 from foreword.kernels.cpu.backend import CpuOps
 from foreword.kernels.cpu.library import supported_isas
 from foreword.kernels.ops import Ops
-from foreword.kernels.reference import ReferenceOps
-from tests.kernels.cpu_helpers import cpu_ops_by_threads, randn, same_bits
+from foreword.kernels.reference.backend import ReferenceOps
+from tests.support.cpu_kernels import cpu_ops_by_threads, randn, same_bits
 
 BACKENDS = ("reference", *supported_isas())
 TYPES = (torch.float32, torch.bfloat16)
@@ -33,10 +33,15 @@ def plain(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 
 @each_backend
 @each_type
-@pytest.mark.parametrize(("dim", "q_starts", "kv_starts"), [(16, (0, 5), (0, 700)), (20, (0, 1, 4, 12), (0, 64, 67, 600))])
-def test_rows_see_all_of_their_section(name: str, dtype: torch.dtype, dim: int, q_starts: tuple[int], kv_starts: tuple[int]):
+@pytest.mark.parametrize(
+    ("dim", "q_starts", "kv_starts"), [(16, (0, 5), (0, 700)), (20, (0, 1, 4, 12), (0, 64, 67, 600))]
+)
+def test_rows_see_all_of_their_section(
+    name: str, dtype: torch.dtype, dim: int, q_starts: tuple[int], kv_starts: tuple[int]
+):
     q, k, v = (
-        randn(rows, 3, dim, seed=seed, dtype=dtype) for seed, rows in enumerate((q_starts[-1], kv_starts[-1], kv_starts[-1]))
+        randn(rows, 3, dim, seed=seed, dtype=dtype)
+        for seed, rows in enumerate((q_starts[-1], kv_starts[-1], kv_starts[-1]))
     )
     found = backend(name).varlen_attention(q, k, v, q_starts, kv_starts, 0.3)
     parts = zip(q_starts, q_starts[1:], kv_starts, kv_starts[1:], strict=False)
@@ -67,7 +72,10 @@ def test_native_rows_do_not_depend_on_how_queries_are_cut(isa: str):
     q, k, v = qkv.unbind(1)
     whole = cpu_ops_by_threads(isa)[0].varlen_attention(q, k, v, (0, 300), (0, 300), 0.15)
     for ops in cpu_ops_by_threads(isa):
-        pieces = [ops.varlen_attention(q[a : a + 77], k, v, (0, len(q[a : a + 77])), (0, 300), 0.15) for a in range(0, 300, 77)]
+        pieces = [
+            ops.varlen_attention(q[a : a + 77], k, v, (0, len(q[a : a + 77])), (0, 300), 0.15)
+            for a in range(0, 300, 77)
+        ]
         assert same_bits(torch.cat(pieces), whole)
 
 
@@ -75,4 +83,8 @@ def test_native_rows_do_not_depend_on_how_queries_are_cut(isa: str):
 def test_it_is_not_recorded():
     ops = CpuOps()
     with pytest.raises(AssertionError, match="do not come through"):
-        ops.compile(lambda _: ops.varlen_attention(torch.zeros(3, 1, 4), *[torch.zeros(3, 1, 4)] * 2, (0, 3), (0, 3), 1.0))
+        ops.compile(
+            lambda _: ops.varlen_attention(
+                torch.zeros(3, 1, 4), *[torch.zeros(3, 1, 4)] * 2, (0, 3), (0, 3), 1.0
+            )
+        )

@@ -12,11 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from foreword.core.batch import Batch, Chunk, build_batch
-from foreword.core.kv import KVLayer
+from foreword.core.batch import Batch, Chunk, KVLayer, build_batch
 from foreword.kernels.cpu.backend import CpuOps
 from foreword.kernels.cpu.library import supported_isas
-from tests.kernels.cpu_helpers import cpu_ops_by_threads, randn, same_bits
+from tests.support.cpu_kernels import cpu_ops_by_threads, randn, same_bits
 
 SPLIT = 512  # positions, as in attention.h
 CACHES = (torch.float32, torch.bfloat16, torch.int8)
@@ -49,7 +48,9 @@ class Requests:
         self.kv = _empty_cache((sum(needed) + 1) * block_size, kv_heads, dim, cached)
         for request, length in enumerate(lengths):
             k, v = (randn(length, kv_heads, dim, seed=first + request, dtype=dtype) for first in (100, 200))
-            cpu_ops_by_threads(supported_isas()[0])[0].write_kv(k, v, self.kv, torch.tensor(self.slots(request, length)))
+            cpu_ops_by_threads(supported_isas()[0])[0].write_kv(
+                k, v, self.kv, torch.tensor(self.slots(request, length))
+            )
 
     def slots(self, request: int, length: int) -> list[int]:
         size = self.block_size
@@ -80,7 +81,13 @@ class Requests:
         }
 
     def textbook(
-        self, start: int, length: int, heads: int, dtype: torch.dtype, window: int | None = None, softcap: float | None = None
+        self,
+        start: int,
+        length: int,
+        heads: int,
+        dtype: torch.dtype,
+        window: int | None = None,
+        softcap: float | None = None,
     ) -> Tensor:
         """[length - start, heads, D]: rows [start, length) of request 0, every step in `dtype`."""
         slots, group = self.slots(0, length), heads // self.kv.k.shape[1]
@@ -88,7 +95,11 @@ class Requests:
             _values(part, scale)[slots].repeat_interleave(group, 1).transpose(0, 1).to(dtype)
             for part, scale in ((self.kv.k, self.kv.k_scale), (self.kv.v, self.kv.v_scale))
         )
-        scores = self.queries(0, length, heads)[start:].to(dtype).transpose(0, 1) @ k.transpose(1, 2) * k.shape[2] ** -0.5
+        scores = (
+            self.queries(0, length, heads)[start:].to(dtype).transpose(0, 1)
+            @ k.transpose(1, 2)
+            * k.shape[2] ** -0.5
+        )
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
         position = torch.arange(length)
@@ -122,19 +133,31 @@ def agree(left: Rows, right: Rows) -> None:
 
 @each_isa
 @each_cache
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(14, 2, 64), (3, 1, 8), (2, 2, 80), (1, 1, 256), (9, 1, 7)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim"), [(14, 2, 64), (3, 1, 8), (2, 2, 80), (1, 1, 256), (9, 1, 7)]
+)
 @pytest.mark.parametrize(("window", "softcap"), [(None, None), (70, None), (None, 2.0)])
 def test_attention_is_softmax_over_what_a_row_sees(
-    isa: str, cached: torch.dtype, heads: int, kv_heads: int, dim: int, window: int | None, softcap: float | None
+    isa: str,
+    cached: torch.dtype,
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    window: int | None,
+    softcap: float | None,
 ):
     """The error is at most twice that of the same steps in plain torch, or a few units of float32: sums differ by machine."""
     start, length = SPLIT - 5, SPLIT + 20
     for dtype in TYPES:
         requests = Requests([length], kv_heads, dim, cached, dtype)
-        rows = requests.run(cpu_ops_by_threads(isa)[0], [(0, start, length)], heads, window=window, softcap=softcap)
+        rows = requests.run(
+            cpu_ops_by_threads(isa)[0], [(0, start, length)], heads, window=window, softcap=softcap
+        )
         actual = torch.stack(list(rows.values())).double()
         plain = torch.float32 if dtype == cached == torch.float32 else torch.bfloat16
-        exact, rounded = (requests.textbook(start, length, heads, by, window, softcap) for by in (torch.float64, plain))
+        exact, rounded = (
+            requests.textbook(start, length, heads, by, window, softcap) for by in (torch.float64, plain)
+        )
         assert (actual - exact).abs().max() <= max(2 * (rounded - exact).abs().max(), 2e-6)
 
 
@@ -162,7 +185,9 @@ def test_chunks_neighbours_and_threads_change_no_bit(isa: str, cached: torch.dty
 def test_where_blocks_lie_changes_no_bit(isa: str, block_size: int):
     spans = [(0, SPLIT - 20, SPLIT + 60)]
     expected = Requests([SPLIT + 60]).run(cpu_ops_by_threads(isa)[0], spans)
-    agree(Requests([SPLIT + 60], block_size=block_size, seed=5).run(cpu_ops_by_threads(isa)[0], spans), expected)
+    agree(
+        Requests([SPLIT + 60], block_size=block_size, seed=5).run(cpu_ops_by_threads(isa)[0], spans), expected
+    )
 
 
 @each_isa
@@ -175,14 +200,25 @@ def test_where_blocks_lie_changes_no_bit(isa: str, block_size: int):
     cached=st.sampled_from(CACHES),
 )
 def test_a_mixture_of_chunks_is_each_of_its_rows_alone(
-    isa: str, spans: list[tuple[int, int]], heads: int, window: int | None, softcap: float | None, cached: torch.dtype
+    isa: str,
+    spans: list[tuple[int, int]],
+    heads: int,
+    window: int | None,
+    softcap: float | None,
+    cached: torch.dtype,
 ):
     requests = Requests([start + count for start, count in spans], cached=cached)
     mixed = [(request, start, start + count) for request, (start, count) in enumerate(spans)]
     together = requests.run(cpu_ops_by_threads(isa)[1], mixed, heads, window=window, softcap=softcap)
     for request, start, end in mixed:
         for position in {start, (start + end) // 2, end - 1}:
-            alone = requests.run(cpu_ops_by_threads(isa)[0], [(request, position, position + 1)], heads, window=window, softcap=softcap)
+            alone = requests.run(
+                cpu_ops_by_threads(isa)[0],
+                [(request, position, position + 1)],
+                heads,
+                window=window,
+                softcap=softcap,
+            )
             agree(alone, together)
     assert all(value.isfinite().all() for value in together.values())
 
@@ -202,7 +238,9 @@ def test_groups_of_rows_change_no_bit(isa: str, rows: int):
 @each_cache
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("window", [None, 20])
-def test_a_row_does_not_feel_values_that_it_must_not_see(isa: str, cached: torch.dtype, poison: float, window: int | None):
+def test_a_row_does_not_feel_values_that_it_must_not_see(
+    isa: str, cached: torch.dtype, poison: float, window: int | None
+):
     """A drafted token whose K and V overflow reaches neither the rows before it nor those that it has left the window of."""
     length, bad = SPLIT + 60, SPLIT + 21
     requests, ops = Requests([length], cached=cached), cpu_ops_by_threads(isa)[0]

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from foreword.kernels.cpu.backend import CpuOps
 from foreword.kernels.cpu.library import FORMAT_IDS as KIND_NUMBERS
-from foreword.kernels.cpu.library import Weight, supported_isas, load_library
+from foreword.kernels.cpu.library import Weight, load_library, supported_isas
 from foreword.kernels.ops import QuantizedBlocks
 from foreword.kernels.quantization import dequantize
 
@@ -156,7 +156,13 @@ def test_no_rows_and_few_values(isa: str, kind: str) -> None:
 
 
 @settings(max_examples=20, deadline=None)
-@given(n=st.integers(1, 70), k=st.integers(1, 150), rows=st.integers(1, 40), place=st.integers(0, 39), seed=st.integers(0, 99))
+@given(
+    n=st.integers(1, 70),
+    k=st.integers(1, 150),
+    rows=st.integers(1, 40),
+    place=st.integers(0, 39),
+    seed=st.integers(0, 99),
+)
 @each_case
 def test_any_shape(isa: str, kind: str, n: int, k: int, rows: int, place: int, seed: int) -> None:
     ops = CpuOps(isa, threads=2)
@@ -183,7 +189,20 @@ def test_packed_values_are_those_of_torch(kind: str, source: str, n: int, k: int
 
 def test_packing_rounds_as_torch_does() -> None:
     """Ties, subnormal numbers, what overflows, infinity and zeros of both signs."""
-    hard = [1 + 2**-9, 1 + 3 * 2**-9, 1 + 2**-12, 65519.9, 65520.0, 2**-24, 2**-25, 3 * 2**-26, 1e-40, 3.4e38, torch.inf, 0.0]
+    hard = [
+        1 + 2**-9,
+        1 + 3 * 2**-9,
+        1 + 2**-12,
+        65519.9,
+        65520.0,
+        2**-24,
+        2**-25,
+        3 * 2**-26,
+        1e-40,
+        3.4e38,
+        torch.inf,
+        0.0,
+    ]
     weight = torch.tensor([hard, [-value for value in hard]])
     ops = CpuOps("portable")
     for kind, dtype in KINDS.items():
@@ -210,7 +229,9 @@ def test_blocks_of_files_become_dense(kind: str) -> None:
     machine = library.foreword_machine_new(0, 1)
     tiles = torch.empty(library.foreword_packed_bytes(KIND_NUMBERS[kind], 21, 64), dtype=torch.uint8)
     rows = np.array([row.data_ptr() for row in blocks.data], dtype=np.uint64)
-    library.foreword_pack(machine, KIND_NUMBERS[kind], KIND_NUMBERS["q8_0"], rows.ctypes.data, 21, 64, tiles.data_ptr())
+    library.foreword_pack(
+        machine, KIND_NUMBERS[kind], KIND_NUMBERS["q8_0"], rows.ctypes.data, 21, 64, tiles.data_ptr()
+    )
     values = torch.empty(21, 64)
     weight = Weight(KIND_NUMBERS[kind], 0, 21, 64, tiles.data_ptr(), None)
     library.foreword_unpack(machine, ctypes.byref(weight), values.data_ptr())

@@ -12,21 +12,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foreword.core.batch import Chunk, build_batch
+from foreword.core.images import MRopePositions, PromptImage
 from foreword.core.params import SamplingParams
-from foreword.core.pictures import PromptImage
-from foreword.core.positions import MRopePositions
 from foreword.core.request import Request, RequestState
-from foreword.drafting.base import DraftRequest
-from foreword.drafting.model_passes import EagerDraftLoop
-from foreword.drafting.model_track import DraftState
 from foreword.kernels.cpu.backend import CpuOps
 from foreword.kernels.cpu.library import supported_isas
-from foreword.kernels.cpu.recording import Program
-from foreword.kernels.ops import MRopeSections, DraftJob, DraftLoop, DraftTokens
-from foreword.kernels.reference import ReferenceOps
+from foreword.kernels.cpu.program import Program
+from foreword.kernels.ops import DraftJob, DraftLoop, DraftTokens, MRopeSections
+from foreword.kernels.reference.backend import ReferenceOps
 from foreword.sampling.sampler import Sampler
-from tests.fakes import extended
+from foreword.speculation.base import DraftRequest
+from foreword.speculation.drafters.draft_model import DraftState, EagerDraftLoop
 from tests.kernels.test_cpu_recording import BLOCK_SIZE, NUM_BLOCKS, VOCAB, Small
+from tests.support.fakes import extended
 
 pytestmark = pytest.mark.skipif(not supported_isas(), reason="the native library is not built")
 
@@ -46,7 +44,9 @@ def compiled(isa: str, threads: int) -> tuple[Small, Program]:
 
 def one_by_one(program: Program) -> EagerDraftLoop:
     """Native passes, sampled in torch."""
-    return EagerDraftLoop(program, ReferenceOps(row_tile=1), Sampler(ReferenceOps(), VOCAB, UNUSED), BLOCK_SIZE, "cpu")
+    return EagerDraftLoop(
+        program, ReferenceOps(row_tile=1), Sampler(ReferenceOps(), VOCAB, UNUSED), BLOCK_SIZE, "cpu"
+    )
 
 
 @st.composite
@@ -61,7 +61,12 @@ def asked(draw: st.DrawFn, number: int) -> tuple[DraftRequest, DraftJob]:
     seed = draw(st.integers(0, 2**64 - 1))
     tokens = draw(st.lists(st.integers(0, VOCAB - 1), min_size=2, max_size=SLOTS * BLOCK_SIZE - MAX_TOKENS))
     run = draw(st.integers(0, len(tokens) - 1))
-    request = Request(f"{number}", tuple(tokens[: len(tokens) - run]), SamplingParams(temperature=temperature, **filters), seed)
+    request = Request(
+        f"{number}",
+        tuple(tokens[: len(tokens) - run]),
+        SamplingParams(temperature=temperature, **filters),
+        seed,
+    )
     state = RequestState(request, number, 4096)
     ask = DraftRequest(extended(state, tokens[len(tokens) - run :]))
     start = draw(st.integers(0, len(tokens) - 1))
@@ -86,7 +91,9 @@ def drafts(draw: st.DrawFn) -> list[tuple[DraftRequest, DraftJob]]:
 
 @given(pairs=drafts(), isa=st.sampled_from(supported_isas()), threads=st.integers(1, 2))
 @settings(max_examples=150, deadline=None)
-def test_equals_its_passes_one_by_one(pairs: list[tuple[DraftRequest, DraftJob]], isa: str, threads: int) -> None:
+def test_equals_its_passes_one_by_one(
+    pairs: list[tuple[DraftRequest, DraftJob]], isa: str, threads: int
+) -> None:
     model, program = compiled(isa, threads)
     asks, lanes = zip(*pairs, strict=True)
     caches = []
@@ -100,7 +107,9 @@ def test_equals_its_passes_one_by_one(pairs: list[tuple[DraftRequest, DraftJob]]
         found.append(draft())
         caches.append((model.kv.k.clone(), model.kv.v.clone()))
     assert found[0] == found[1]
-    assert torch.equal(caches[0][0], caches[1][0]) and torch.equal(caches[0][1], caches[1][1]), "the same tokens were computed"
+    assert torch.equal(caches[0][0], caches[1][0]) and torch.equal(caches[0][1], caches[1][1]), (
+        "the same tokens were computed"
+    )
     for lane, guess in zip(lanes, found[0], strict=True):
         assert_as_asked(lane, guess)
 
@@ -120,7 +129,9 @@ def assert_as_asked(lane: DraftJob, guess: DraftTokens) -> None:
 def lane_of(number: int, **changes: object) -> DraftJob:
     state = RequestState(Request(f"{number}", (5, 6, 7), SamplingParams(temperature=0), 0), 0, 4096)
     sampling = DraftState.from_state(state, VOCAB).sampling
-    lane = DraftJob([5, 6, 7 + number], 0, range(1 + number * SLOTS, 1 + (number + 1) * SLOTS), 3, 6, -math.inf, sampling)
+    lane = DraftJob(
+        [5, 6, 7 + number], 0, range(1 + number * SLOTS, 1 + (number + 1) * SLOTS), 3, 6, -math.inf, sampling
+    )
     return replace(lane, **changes)  # type: ignore[arg-type]
 
 
@@ -144,8 +155,13 @@ def test_text_behind_pictures_stands_where_the_shift_says(isa: str) -> None:
     model = Small(CpuOps(isa, 2), torch.float32, "float32", MRopeSections((1, 1, 1)))
     program = model.ops.compile(model)
     assert isinstance(program, Program)
-    pictures = [PromptImage(b"", count, (1, 2, count // 2), (28, 28), (1, 3, 28, 28), None) for count in (4, 10, 16)]
-    lanes = [lane_of(n, start=picture.end, shift=MRopePositions((picture,)).offset) for n, picture in enumerate(pictures)]
+    pictures = [
+        PromptImage(b"", count, (1, 2, count // 2), (28, 28), (1, 3, 28, 28), None) for count in (4, 10, 16)
+    ]
+    lanes = [
+        lane_of(n, start=picture.end, shift=MRopePositions((picture,)).offset)
+        for n, picture in enumerate(pictures)
+    ]
     guesses = program.draft(lanes, BLOCK_SIZE, torch.tensor(UNUSED))
     model.kv.k.zero_()
     model.kv.v.zero_()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from foreword.kernels.cpu.library import ISAS, supported_isas, library_digest, load_library
+from foreword.kernels.cpu.library import ISAS, library_digest, load_library, supported_isas
 
 ROOT = Path(__file__).parents[2]
 CSRC = ROOT / "foreword/kernels/csrc"
@@ -21,8 +21,12 @@ def extension() -> dict[str, Any]:
 
 
 def test_the_package_builds_every_source() -> None:
-    assert sorted(extension()["sources"]) == sorted(str(path.relative_to(ROOT)) for path in CSRC.glob("*.cpp"))
-    headers = sorted(str(path.relative_to(ROOT)) for pattern in ("*.h", "*.inc") for path in CSRC.glob(pattern))
+    assert sorted(extension()["sources"]) == sorted(
+        str(path.relative_to(ROOT)) for path in CSRC.glob("*.cpp")
+    )
+    headers = sorted(
+        str(path.relative_to(ROOT)) for pattern in ("*.h", "*.inc") for path in CSRC.glob(pattern)
+    )
     assert sorted(extension()["depends"]) == headers
 
 

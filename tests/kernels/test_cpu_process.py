@@ -40,7 +40,9 @@ assert ops.linear(x, weight)[0, 0] == 512
 
 @pytest.mark.parametrize("end", [BUSY_AT_EXIT, FORKED], ids=["busy", "forked"])
 def test_a_process_with_threads_ends(end: str) -> None:
-    run = subprocess.run([sys.executable, "-W", "ignore", "-c", START + end], timeout=60, capture_output=True, text=True)
+    run = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", START + end], timeout=60, capture_output=True, text=True
+    )
     assert run.returncode == 0, run.stderr
 
 
@@ -55,5 +57,7 @@ try:
 except ConfigError as error:
     print(error)
 """
-    run = subprocess.run([sys.executable, "-W", "ignore", "-c", START + limit], timeout=60, capture_output=True, text=True)
+    run = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", START + limit], timeout=60, capture_output=True, text=True
+    )
     assert "the system does not grant 100000 threads" in run.stdout, run.stderr

@@ -12,8 +12,15 @@ from foreword.kernels.cpu.backend import CpuOps
 from foreword.kernels.cpu.library import supported_isas
 from foreword.kernels.ops import QuantizedBlocks
 from foreword.kernels.quantization import QUANT_BLOCKS, fake_quantize
-from tests.kernels.quantized import WEIGHT_FORMATS, random_weight, random_blocks, random_matrix, fake_quantize_activations, weight_values
-from tests.kernels.rows import same_bits
+from tests.support.kernel_rows import same_bits
+from tests.support.quantized_weights import (
+    WEIGHT_FORMATS,
+    fake_quantize_activations,
+    random_blocks,
+    random_matrix,
+    random_weight,
+    weight_values,
+)
 
 # Around every number of rows at which some instruction set takes other groups (4, 16) or other instructions (17, 64), or
 # cuts the rows into passes (256) or chunks (576 for k = 896 and fewer for larger k).
@@ -34,7 +41,11 @@ def columns_of(kind: str) -> int:
 def test_products_are_exact_up_to_the_last_places(isa: str, kind: str) -> None:
     ops, k = CpuOps(isa, threads=2), columns_of(kind)
     for n, rows in ((1, 1), (16, 3), (50, 18)):
-        matrix, x, bias = random_matrix(kind, n, k), random_weight(rows, k, seed=1), random_weight(1, n, seed=2)[0]
+        matrix, x, bias = (
+            random_matrix(kind, n, k),
+            random_weight(rows, k, seed=1),
+            random_weight(1, n, seed=2)[0],
+        )
         weight, operands = weight_values(matrix, kind).double(), fake_quantize_activations(x, kind)
         sizes = operands.abs() @ weight.abs().T + bias.abs()
         ours = ops.linear(x, ops.pack_linear([matrix], kind, bias))
@@ -45,7 +56,11 @@ def test_products_are_exact_up_to_the_last_places(isa: str, kind: str) -> None:
 def test_all_instruction_sets_agree_in_bits(kind: str) -> None:
     """Of many rows and a few more than whole groups: all ways of each instruction set to take them."""
     k = columns_of(kind)
-    matrix, x, bias = random_matrix(kind, 75, k), random_weight(85, k, seed=1), random_weight(1, 75, seed=2)[0]
+    matrix, x, bias = (
+        random_matrix(kind, 75, k),
+        random_weight(85, k, seed=1),
+        random_weight(1, 75, seed=2)[0],
+    )
     x[3] *= 1e30
     x[4] *= 1e-20
     results = [ops.linear(x, ops.pack_linear([matrix], kind, bias)) for ops in map(CpuOps, supported_isas())]
@@ -101,7 +116,9 @@ def test_subnormal_results_are_rounded_like_others(isa: str, kind: str) -> None:
     packed = ops.pack_linear([random_matrix(kind, 16, k)], kind)
     x = random_weight(2, k, seed=1) * 1e-28
     scaled = ops.linear(x, packed)
-    tiny = ops.linear(torch.zeros(1, k), ops.pack_linear([random_matrix(kind, 16, k)], kind, torch.full((16,), 1.2e-39)))
+    tiny = ops.linear(
+        torch.zeros(1, k), ops.pack_linear([random_matrix(kind, 16, k)], kind, torch.full((16,), 1.2e-39))
+    )
     assert scaled.isfinite().all() and scaled.any() and tiny.any()
     assert torch.equal(ops.linear(x, packed, torch.bfloat16), scaled.bfloat16())
 
@@ -111,7 +128,11 @@ def test_subnormal_results_are_rounded_like_others(isa: str, kind: str) -> None:
 def test_parts_are_ranges_of_columns(isa: str, kind: str) -> None:
     """Kinds that differ are packed apart and write side by side into one result."""
     ops, k = CpuOps(isa, threads=2), 768
-    matrices = [random_matrix(kind, 21, k), random_blocks("q8_0", 33, k, seed=3), random_matrix(kind, 5, k, seed=4)]
+    matrices = [
+        random_matrix(kind, 21, k),
+        random_blocks("q8_0", 33, k, seed=3),
+        random_matrix(kind, 5, k, seed=4),
+    ]
     x, bias = random_weight(11, k, seed=1), random_weight(1, 59, seed=2)[0]
     whole = ops.linear(x, ops.pack_linear(matrices, kind, bias))
     starts = (0, 21, 54, 59)
@@ -197,4 +218,6 @@ def test_a_matrix_of_one_kind_of_blocks_may_be_a_slice() -> None:
     part = QuantizedBlocks("q4_0", whole.data[7:29], 96)
     ops = CpuOps(supported_isas()[-1])
     x = random_weight(3, 96, seed=1)
-    assert torch.equal(ops.linear(x, ops.pack_linear([part], "x")), ops.linear(x, ops.pack_linear([whole], "x"))[:, 7:29])
+    assert torch.equal(
+        ops.linear(x, ops.pack_linear([part], "x")), ops.linear(x, ops.pack_linear([whole], "x"))[:, 7:29]
+    )

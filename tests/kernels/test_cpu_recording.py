@@ -9,13 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from foreword.core.batch import Batch, Chunk, build_batch
-from foreword.core.kv import KVLayer
-from foreword.core.pictures import PromptImage
-from foreword.core.positions import MRopePositions
+from foreword.core.batch import Batch, Chunk, KVLayer, build_batch
+from foreword.core.images import MRopePositions, PromptImage
 from foreword.kernels.cpu.backend import CpuOps
 from foreword.kernels.cpu.library import supported_isas
-from foreword.kernels.cpu.recording import Buffer, plan_arena
+from foreword.kernels.cpu.program import Buffer, plan_arena
 from foreword.kernels.ops import MRopeSections
 
 VOCAB, HIDDEN, HEADS, KV_HEADS, DIM, INNER = 97, 48, 4, 2, 16, 40

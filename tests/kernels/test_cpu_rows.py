@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 
-from foreword.core.kv import KVLayer
+from foreword.core.batch import KVLayer
 from foreword.kernels.cpu.backend import CpuOps
 from foreword.kernels.cpu.library import supported_isas
 from foreword.kernels.ops import MRopeSections
-from tests.kernels.cpu_helpers import cpu_ops_by_threads, randn, same_bits
+from tests.support.cpu_kernels import cpu_ops_by_threads, randn, same_bits
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -26,7 +26,10 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 TYPES = (torch.float32, torch.bfloat16)
 WIDTHS = (1, 3, 4, 7, 8, 15, 16, 17, 63, 64, 65, 896, 1023, 1024, 1025, 2500)
 ROW_COUNTS = (1, 2, 3, 5, 8, 9, 17, 40)
-ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2**-8 * 1.001}  # half a unit in the last place of bfloat16: rounded once
+ROUNDING = {
+    torch.float32: 1e-6,
+    torch.bfloat16: 2**-8 * 1.001,
+}  # half a unit in the last place of bfloat16: rounded once
 
 pytestmark = pytest.mark.skipif(not supported_isas(), reason="the native library is not built")
 each_isa = pytest.mark.parametrize("isa", supported_isas())
@@ -41,7 +44,9 @@ def operations(width: int) -> dict[str, Callable[[CpuOps, Tensor], Tensor]]:
     """Each takes x [T, 2 * width]."""
     weight = randn(width, seed=1)
     table = randn(64, width // 2 * 2, seed=2)
-    axes = MRopeSections((width // 2 - width // 3, width // 6, width // 3 - width // 6), interleaved=width % 2 == 1)
+    axes = MRopeSections(
+        (width // 2 - width // 3, width // 6, width // 3 - width // 6), interleaved=width % 2 == 1
+    )
 
     def places(x: Tensor) -> Tensor:
         return x.to(torch.float32).abs().mul(10).nan_to_num(0.0).long().clamp(0, 63)
@@ -130,7 +135,9 @@ def test_rope_turns_each_angle_by_its_direction(isa: str, dtype: torch.dtype, di
         assert same_bits(turned[..., dim:], x[..., dim:])
         close(turned[..., :dim], expected)
         alike = positions[:, :1].expand(-1, 3)
-        assert same_bits(ops.rope(x, table, alike.contiguous(), axes), ops.rope(x, table, positions[:, 0].contiguous()))
+        assert same_bits(
+            ops.rope(x, table, alike.contiguous(), axes), ops.rope(x, table, positions[:, 0].contiguous())
+        )
 
 
 def turned_angle_by_angle(x: Tensor, angles: Tensor, positions: Tensor, axes: MRopeSections) -> Tensor:
@@ -167,7 +174,9 @@ def test_an_activation_passes_on_what_is_not_finite(isa: str, activation: str):
 @each_isa
 @pytest.mark.parametrize("cap", [0.5, 3.0, 30.0])
 def test_softcap_is_exact_where_it_does_little(isa: str, cap: float):
-    x = torch.cat((torch.linspace(-100, 100, 2001), torch.logspace(-8, 0, 300), torch.tensor([math.inf, -math.inf])))
+    x = torch.cat(
+        (torch.linspace(-100, 100, 2001), torch.logspace(-8, 0, 300), torch.tensor([math.inf, -math.inf]))
+    )
     expected = cap * torch.tanh(x.double() / cap)
     actual = cpu_ops_by_threads(isa)[1].softcap(x[None].clone(), cap)[0]
     torch.testing.assert_close(actual.double(), expected, rtol=5e-7, atol=0)
@@ -184,10 +193,14 @@ def test_add_rounds_once(isa: str, dtype: torch.dtype):
 @each_type
 def test_bfloat16_is_rounded_to_even_and_nan_stays(isa: str, dtype: torch.dtype):
     """Through the cache, which is the only place where one type becomes another."""
-    values = torch.tensor([1 + 2**-8, 1 + 3 * 2**-8, -1 - 2**-8, 3.4e38, math.inf, math.nan, -0.0, 65504.0]).to(dtype)
+    values = torch.tensor(
+        [1 + 2**-8, 1 + 3 * 2**-8, -1 - 2**-8, 3.4e38, math.inf, math.nan, -0.0, 65504.0]
+    ).to(dtype)
     cache = KVLayer(torch.zeros(2, 1, 8, dtype=torch.bfloat16), torch.zeros(2, 1, 8, dtype=torch.bfloat16))
     cpu_ops_by_threads(isa)[0].write_kv(values.view(1, 1, 8), values.view(1, 1, 8), cache, torch.tensor([1]))
-    assert same_bits(cache.k[1, 0], values.to(torch.bfloat16)) and same_bits(cache.v[1, 0], values.to(torch.bfloat16))
+    assert same_bits(cache.k[1, 0], values.to(torch.bfloat16)) and same_bits(
+        cache.v[1, 0], values.to(torch.bfloat16)
+    )
     assert not cache.k[0].any()
 
 
@@ -216,7 +229,9 @@ def int8_cache(slots: int, heads: int, dim: int) -> KVLayer:
     def values() -> Tensor:
         return torch.full((slots, heads, dim), 99, dtype=torch.int8)
 
-    return KVLayer(values(), values(), torch.full((slots, heads), math.nan), torch.full((slots, heads), math.nan))
+    return KVLayer(
+        values(), values(), torch.full((slots, heads), math.nan), torch.full((slots, heads), math.nan)
+    )
 
 
 @each_isa

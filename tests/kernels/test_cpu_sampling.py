@@ -14,8 +14,8 @@ from torch import Tensor
 
 from foreword.kernels.cpu.library import load_library
 from foreword.kernels.cpu.sampling import NativeSampling
-from foreword.kernels.reference_sampling import ReferenceSampling, noise
-from tests.kernels.rows import ROW_KINDS, NON_FINITE_KINDS, make_row, random_rows, same_bits
+from foreword.kernels.reference.sampling import ReferenceSampling, noise
+from tests.support.kernel_rows import NON_FINITE_KINDS, ROW_KINDS, make_row, random_rows, same_bits
 
 REFERENCE = ReferenceSampling()
 WIDTHS = (1, 3, 4, 63, 64, 65, 255, 256, 257, 511, 512, 513, 5000)
@@ -47,7 +47,9 @@ Call = tuple[str, tuple[Tensor, ...]]
 def masks_of(logits: Tensor, seed: int) -> Iterator[Call]:
     """Of fewer words than the ids need, of as many, and of more."""
     for words in (1, -(-logits.shape[1] // 32), -(-logits.shape[1] // 32) + 1):
-        masks = torch.randint(-(2**31), 2**31, (len(logits), words), generator=torch.Generator().manual_seed(seed)).int()
+        masks = torch.randint(
+            -(2**31), 2**31, (len(logits), words), generator=torch.Generator().manual_seed(seed)
+        ).int()
         masks[:, ::3] = seed % 2 - 1
         yield "apply_mask", (masks,)
 
@@ -67,7 +69,10 @@ def coins_of(logits: Tensor, p: float, seed: int, position: int) -> Iterator[Cal
     count = len(logits)
     keys = torch.arange(count) + seed, torch.full((count,), position)
     for chance, threshold in ((1.0, p), (p, 0.1), (1.0, 0.0), (0.5, 1e-3)):
-        yield "apply_xtc", (*keys, torch.full((count,), chance).double(), torch.full((count,), threshold).double())
+        yield (
+            "apply_xtc",
+            (*keys, torch.full((count,), chance).double(), torch.full((count,), threshold).double()),
+        )
 
 
 def assert_equal(native: NativeSampling, logits: Tensor, k: int, p: float, seed: int, position: int) -> None:
@@ -84,7 +89,11 @@ def assert_equal(native: NativeSampling, logits: Tensor, k: int, p: float, seed:
         getattr(native, operation)(ours, bound)
         getattr(REFERENCE, operation)(theirs, bound)
         assert same_bits(ours, theirs), operation
-    for operation, arguments in (*masks_of(logits, k), *changes_of(logits, k), *coins_of(logits, p, seed, position)):
+    for operation, arguments in (
+        *masks_of(logits, k),
+        *changes_of(logits, k),
+        *coins_of(logits, p, seed, position),
+    ):
         ours, theirs = logits.clone(), logits.clone()
         getattr(native, operation)(ours, *arguments)
         getattr(REFERENCE, operation)(theirs, *arguments)
@@ -93,7 +102,10 @@ def assert_equal(native: NativeSampling, logits: Tensor, k: int, p: float, seed:
     assert torch.equal(native.top_ids(logits, min(k, width)), REFERENCE.top_ids(logits, min(k, width)))
     seeds, positions = torch.arange(count) + seed, torch.full((count,), position)
     for greedy in (torch.zeros(count).bool(), torch.arange(count) % 2 == 0):
-        assert torch.equal(native.sample(logits, seeds, positions, greedy), REFERENCE.sample(logits, seeds, positions, greedy))
+        assert torch.equal(
+            native.sample(logits, seeds, positions, greedy),
+            REFERENCE.sample(logits, seeds, positions, greedy),
+        )
 
 
 @given(
@@ -104,7 +116,9 @@ def assert_equal(native: NativeSampling, logits: Tensor, k: int, p: float, seed:
     position=st.integers(0, 2**32 - 1),
 )
 @settings(max_examples=150, deadline=None)
-def test_equals_the_reference(native: NativeSampling, logits: Tensor, k: int, p: float, seed: int, position: int) -> None:
+def test_equals_the_reference(
+    native: NativeSampling, logits: Tensor, k: int, p: float, seed: int, position: int
+) -> None:
     assert_equal(native, logits, k, p, seed, position)
 
 
@@ -116,7 +130,9 @@ def test_equals_the_reference_around_its_chunks(native: NativeSampling, width: i
 
 
 def test_equals_the_reference_on_a_large_vocabulary(native: NativeSampling) -> None:
-    assert_equal(native, torch.stack([make_row(kind, 150_001, 5) for kind in ("plain", "ties")]), 50, 0.9, 11, 99)
+    assert_equal(
+        native, torch.stack([make_row(kind, 150_001, 5) for kind in ("plain", "ties")]), 50, 0.9, 11, 99
+    )
 
 
 def test_unlikely_tokens_are_not_skipped(native: NativeSampling) -> None:
@@ -132,7 +148,9 @@ def test_noise_has_the_same_bits_and_a_bound_above_it(library: ctypes.CDLL) -> N
     ends = np.arange(50_000, dtype=np.uint64)
     powers = np.uint64(1) << np.arange(32, dtype=np.uint64)
     drawn = np.random.default_rng(0).integers(0, 2**32, 300_000, dtype=np.uint64)
-    words = np.concatenate([ends, 2**32 - 1 - ends, powers - 1, powers, 2**32 - powers, drawn]).astype(np.uint32)
+    words = np.concatenate([ends, 2**32 - 1 - ends, powers - 1, powers, 2**32 - powers, drawn]).astype(
+        np.uint32
+    )
     exact, bound = np.empty(len(words), np.float32), np.empty(len(words), np.float32)
     library.foreword_noise(words.ctypes.data, len(words), exact.ctypes.data, bound.ctypes.data)
     assert same_bits(torch.from_numpy(exact), noise(torch.from_numpy(words.astype(np.int64))))

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from foreword.drafting.suffix_index import MAX_CHAIN, SuffixIndexBackend, TokenRing, SuffixIndex
-from foreword.drafting.suffix_native import NativeSuffixIndex
 from foreword.kernels.cpu.library import load_library
+from foreword.speculation.drafters.suffix import NativeSuffixIndex
+from foreword.speculation.drafters.suffix_index import MAX_CHAIN, SuffixIndex, SuffixIndexBackend, TokenRing
 
 NUM_TOKENS = 6  # few, so that much matches
 tokens = st.lists(st.integers(0, NUM_TOKENS - 1), max_size=80)
@@ -59,13 +59,21 @@ actions = st.one_of(
     st.tuples(st.just("learn"), st.integers(0, 1), tokens),
     st.tuples(st.just("learn"), st.integers(0, 1), st.builds(lambda t, n: t * n, tokens, st.integers(1, 4))),
     st.tuples(st.just("propose"), st.integers(0, 12), tokens),
-    st.tuples(st.just("propose"), st.integers(1, 40), st.builds(lambda t, n: t * n, tokens, st.integers(1, 4))),
+    st.tuples(
+        st.just("propose"), st.integers(1, 40), st.builds(lambda t, n: t * n, tokens, st.integers(1, 4))
+    ),
 )
 
 
 @settings(max_examples=150, deadline=None)
-@given(st.sampled_from([0, 64, 65, 100, 500]), st.lists(st.integers(0, NUM_TOKENS), max_size=1), st.lists(actions, max_size=25))
-def test_native_equals_python(library: ctypes.CDLL, corpus_slots: int, never: list[int], script: list[tuple]) -> None:  # type: ignore[type-arg]
+@given(
+    st.sampled_from([0, 64, 65, 100, 500]),
+    st.lists(st.integers(0, NUM_TOKENS), max_size=1),
+    st.lists(actions, max_size=25),
+)
+def test_native_equals_python(
+    library: ctypes.CDLL, corpus_slots: int, never: list[int], script: list[tuple]
+) -> None:  # type: ignore[type-arg]
     both = Both(library, corpus_slots, never)
     both.start(0)
     for action in script:
@@ -92,7 +100,9 @@ def test_native_equals_python_while_the_corpus_turns_over(library: ctypes.CDLL, 
 
 
 @given(tokens, tokens)
-def test_growing_by_pieces_is_growing_at_once(library: ctypes.CDLL, first: list[int], second: list[int]) -> None:
+def test_growing_by_pieces_is_growing_at_once(
+    library: ctypes.CDLL, first: list[int], second: list[int]
+) -> None:
     index = NativeSuffixIndex(library, 0, ())
     pieces, once = index.start(0), index.start(0)
     for token in first:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from foreword.kernels.quantization import QUANT_BLOCKS, dequantize, fake_quantize
-from tests.kernels.quantized import random_weight, random_blocks
+from tests.support.quantized_weights import random_blocks, random_weight
 
 
 def error(values: Tensor, exact: Tensor) -> float:

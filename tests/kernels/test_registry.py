@@ -13,9 +13,9 @@ import pytest
 
 from foreword.errors import ConfigError
 from foreword.kernels import registry
-from foreword.kernels.cards import GPUInfo
 from foreword.kernels.cpu.library import ISAS, supported_isas
-from foreword.kernels.registry import list_backends, select_backend, source_digest, native_unavailable_reason
+from foreword.kernels.gpu import GPUInfo
+from foreword.kernels.registry import list_backends, native_unavailable_reason, select_backend, source_digest
 
 
 def available(kind: str) -> list[str]:
@@ -39,7 +39,10 @@ def test_the_first_available_backend_is_selected(gpu: Callable[[str | None], Non
     gpu("Triton is not installed")
     assert select_backend("cpu").name == available("")[0]
     assert select_backend("cpu", fast_math=True).name == available("fast-math")[0]
-    assert select_backend("cuda").name == "reference" and select_backend("cuda", fast_math=True).name == "fast-math"
+    assert (
+        select_backend("cuda").name == "reference"
+        and select_backend("cuda", fast_math=True).name == "fast-math"
+    )
     assert all(backend.reason for backend in list_backends())
 
 
@@ -56,8 +59,14 @@ def test_triton_computes_on_a_gpu(gpu: Callable[[str | None], None], eager: bool
 
 def test_why_triton_does_not_compute_is_told(gpu: Callable[[str | None], None]) -> None:
     gpu("Triton is not installed")
-    assert native_unavailable_reason("cuda") == "the reference computes, in torch, which is slower: Triton is not installed"
-    assert next(backend for backend in list_backends() if backend.name == "triton").reason == "Triton is not installed"
+    assert (
+        native_unavailable_reason("cuda")
+        == "the reference computes, in torch, which is slower: Triton is not installed"
+    )
+    assert (
+        next(backend for backend in list_backends() if backend.name == "triton").reason
+        == "Triton is not installed"
+    )
 
 
 def test_nothing_but_a_gpu_needs_triton() -> None:
@@ -92,8 +101,12 @@ def test_an_instruction_set_without_effect_is_refused() -> None:
             select_backend("cpu", fast_math=True, isa="portable")
 
 
-def test_another_source_of_a_kernel_is_another_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    copy = shutil.copytree(Path(registry.__file__).parent, tmp_path / "kernels", ignore=shutil.ignore_patterns("*.so", "csrc"))
+def test_another_source_of_a_kernel_is_another_digest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = shutil.copytree(
+        Path(registry.__file__).parent, tmp_path / "kernels", ignore=shutil.ignore_patterns("*.so", "csrc")
+    )
     digest = source_digest()
     monkeypatch.setattr(registry, "__file__", str(copy / "registry.py"))
     assert source_digest() == digest

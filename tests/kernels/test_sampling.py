@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from foreword.kernels.portable_math import log, exp_fixed_point
-from foreword.kernels.reference_sampling import ReferenceSampling, gumbel, noise, philox
-from tests.kernels.rows import ROW_KINDS, NON_FINITE_KINDS, make_row, random_rows, same_bits
+from foreword.kernels.portable_math import exp_fixed_point, log
+from foreword.kernels.reference.sampling import ReferenceSampling, gumbel, noise, philox
+from tests.support.kernel_rows import NON_FINITE_KINDS, ROW_KINDS, make_row, random_rows, same_bits
 
 OPS = ReferenceSampling()
 SEEDS = (0, 1, 2**63, 2**64 - 1)
@@ -54,7 +54,9 @@ def test_philox_gives_the_published_answers(counter: str, key: str, result: str)
 
 def test_logarithm_and_exponential_are_those_of_mathematics() -> None:
     x = torch.rand(20_000, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    x = torch.cat([x, 1 - x * 2.0**-30, x * 2.0**-40, x * 2.0**40, doubles(1.0, 0.5, math.sqrt(0.5), 2.0**-33)])
+    x = torch.cat(
+        [x, 1 - x * 2.0**-30, x * 2.0**-40, x * 2.0**40, doubles(1.0, 0.5, math.sqrt(0.5), 2.0**-33)]
+    )
     assert torch.allclose(log(x), torch.from_numpy(np.log(x.numpy())), rtol=1e-15, atol=0)
     distance = torch.cat([-50 * x[:20_000], doubles(0.0, -64.0, -1e30, -math.inf)])
     exact = np.exp(distance.numpy().astype(np.longdouble)) * 2.0**42
@@ -105,7 +107,10 @@ def test_only_ids_whose_bit_is_set_stay(logits: Tensor, data: st.DataObject) -> 
     """NaN and +inf stay whatever their bit."""
     width = logits.shape[1]
     allowed = data.draw(st.sets(st.integers(0, width - 1)))
-    words = [sum(1 << i % 32 for i in allowed if i // 32 == word) for word in range(max(allowed, default=0) // 32 + 1)]
+    words = [
+        sum(1 << i % 32 for i in allowed if i // 32 == word)
+        for word in range(max(allowed, default=0) // 32 + 1)
+    ]
     masks = torch.tensor(words).to(torch.int32).expand(len(logits), -1)
     cut = logits.clone()
     OPS.apply_mask(cut, masks)
@@ -177,7 +182,10 @@ def test_top_n_sigma_counts_deviations(logits: Tensor, n: float) -> None:
 def test_xtc_excludes_all_likely_ids_but_the_last(logits: Tensor, threshold: float, seed: int) -> None:
     count = len(logits)
     cut, never = logits.clone(), logits.clone()
-    keys, thresholds = (torch.arange(count) + seed, torch.arange(count)), torch.full((count,), threshold).double()
+    keys, thresholds = (
+        (torch.arange(count) + seed, torch.arange(count)),
+        torch.full((count,), threshold).double(),
+    )
     OPS.apply_xtc(cut, *keys, torch.ones(count).double(), thresholds)
     OPS.apply_xtc(never, *keys, torch.zeros(count).double(), thresholds)
     assert same_bits(never, logits)
@@ -233,7 +241,11 @@ def test_bounds_at_their_ends_keep_everything_or_one() -> None:
         same = row.clone()
         operation(same, neutral)
         assert same_bits(same, row)
-    for operation, single in ((OPS.apply_top_p, doubles(1e-300)), (OPS.apply_min_p, doubles(1.0)), (OPS.apply_top_k, ints(1))):
+    for operation, single in (
+        (OPS.apply_top_p, doubles(1e-300)),
+        (OPS.apply_min_p, doubles(1.0)),
+        (OPS.apply_top_k, ints(1)),
+    ):
         one = row.clone()
         operation(one, single)
         assert kept(one[0]) == [int(row.argmax())]
@@ -288,7 +300,10 @@ def test_frequencies_are_those_of_softmax(seed: int) -> None:
     row = torch.tensor([2.0, 1.0, 0.5, 0.0, 0.0, -1.0, -1.5, 1.8])
     count = 5000
     drawn = OPS.sample(
-        row.expand(count, -1).contiguous(), ints(seed).expand(count), torch.arange(count), torch.zeros(count).bool()
+        row.expand(count, -1).contiguous(),
+        ints(seed).expand(count),
+        torch.arange(count),
+        torch.zeros(count).bool(),
     )
     expected = torch.softmax(row, 0) * count
     assert float(((drawn.bincount(minlength=8) - expected) ** 2 / expected).sum()) < 29.9

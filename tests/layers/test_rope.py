@@ -14,7 +14,14 @@ OURS: dict[str, dict[str, Any]] = {
     "linear": {"factor": 3.0},
     "dynamic": {"factor": 2.0},
     "llama3": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original": 1024},
-    "yarn": {"factor": 4.0, "original": 1024, "beta_fast": 24.0, "beta_slow": 1.5, "mscale": 0.8, "mscale_all_dim": 0.5},
+    "yarn": {
+        "factor": 4.0,
+        "original": 1024,
+        "beta_fast": 24.0,
+        "beta_slow": 1.5,
+        "mscale": 0.8,
+        "mscale_all_dim": 0.5,
+    },
     "longrope": {
         "factor": 4.0,
         "original": 1024,
@@ -26,10 +33,17 @@ OURS: dict[str, dict[str, Any]] = {
 
 def expected(rope_type: str, options: dict[str, Any], length: int | None) -> tuple[torch.Tensor, float]:
     names = {"original": "original_max_position_embeddings"}
-    given = {names.get(key, key): list(value) if isinstance(value, tuple) else value for key, value in options.items()}
+    given = {
+        names.get(key, key): list(value) if isinstance(value, tuple) else value
+        for key, value in options.items()
+    }
     rope = {"rope_type": rope_type, "rope_theta": 5000.0, **given}
     config = LlamaConfig(
-        hidden_size=DIM * 2, num_attention_heads=2, max_position_embeddings=CONTEXT, rope_parameters=rope, num_hidden_layers=1
+        hidden_size=DIM * 2,
+        num_attention_heads=2,
+        max_position_embeddings=CONTEXT,
+        rope_parameters=rope,
+        num_hidden_layers=1,
     )
     return ROPE_INIT_FUNCTIONS[rope_type](config, torch.device("cpu"), seq_len=length)
 

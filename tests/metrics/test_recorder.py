@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from foreword.core.events import DraftingStats, DraftResult, StepStats, TokenEvent, truncate
+from foreword.core.outputs import DraftingStats, DraftResult, StepStats, TokenEvent, truncate
 from foreword.core.params import SamplingParams
+from foreword.core.repetition import Repetition
 from foreword.core.request import Request
-from foreword.core.runaway import Repetition
 from foreword.errors import RequestFailed
 from foreword.metrics.catalog import CATALOG, PREFIX
 from foreword.metrics.recorder import MAX_FINISHED_STATS, MetricsRecorder
@@ -31,8 +31,12 @@ def request(id_: str = "a", prompt: int = 10, seed: int = 7, **params: object) -
     return Request(id_, tuple(range(prompt)), SamplingParams(**params), seed, arrival_s=100.0)  # type: ignore[arg-type]
 
 
-def tokens(index: int, count: int, use: DraftResult | None = None, reason: str | None = None, **more: object) -> TokenEvent:
-    return TokenEvent("a", index, tuple(range(count)), draft=use, finish_reason=reason, scheduled_s=101.0, **more)  # type: ignore[arg-type]
+def tokens(
+    index: int, count: int, use: DraftResult | None = None, reason: str | None = None, **more: object
+) -> TokenEvent:
+    return TokenEvent(
+        "a", index, tuple(range(count)), draft=use, finish_reason=reason, scheduled_s=101.0, **more
+    )  # type: ignore[arg-type]
 
 
 def scrape(recorder: MetricsRecorder) -> dict[tuple[str, ...], float]:
@@ -128,9 +132,15 @@ def test_latencies(clock: Clock) -> None:
     assert series["inter_token_latency_seconds_sum",] == pytest.approx(2.0)
     assert series["inter_token_latency_seconds_bucket", "0.25"] == 4
     assert series["inter_token_latency_seconds_bucket", "0.5"] == 6
-    assert (series["time_to_first_token_seconds_count",], series["time_to_first_token_seconds_sum",]) == (1, 2.0)
+    assert (series["time_to_first_token_seconds_count",], series["time_to_first_token_seconds_sum",]) == (
+        1,
+        2.0,
+    )
     assert (series["request_queue_seconds_count",], series["request_queue_seconds_sum",]) == (1, 1.0)
-    assert (series["e2e_request_latency_seconds_count",], series["e2e_request_latency_seconds_sum",]) == (1, 4.0)
+    assert (series["e2e_request_latency_seconds_count",], series["e2e_request_latency_seconds_sum",]) == (
+        1,
+        4.0,
+    )
 
 
 def test_figures_of_one_answer(clock: Clock) -> None:
@@ -170,7 +180,11 @@ def test_figures_that_do_not_exist_are_absent(clock: Clock) -> None:
     off.on_submit(asked)
     assert off.answer_metrics("a").as_dict() == {"seed": 7}  # type: ignore[union-attr]
     off.on_tokens(asked, TokenEvent("a", 0, (1,), finish_reason="length"), 102.0)
-    assert off.answer_metrics("a").as_dict() == {"time_to_first_token_ms": 2000.0, "cached_tokens": 0, "seed": 7}  # type: ignore[union-attr]
+    assert off.answer_metrics("a").as_dict() == {
+        "time_to_first_token_ms": 2000.0,
+        "cached_tokens": 0,
+        "seed": 7,
+    }  # type: ignore[union-attr]
     assert off.answer_metrics("unknown") is None
 
 
@@ -181,7 +195,9 @@ def test_a_request_that_drafted_nothing_says_so_by_absence(clock: Clock) -> None
     recorder.on_tokens(asked, tokens(0, 3, reason="stop"), 102.0)
     metrics = recorder.answer_metrics("a")
     assert metrics is not None
-    assert not [name for name in metrics.as_dict() if "draft" in name or "verify" in name or "acceptance" in name]
+    assert not [
+        name for name in metrics.as_dict() if "draft" in name or "verify" in name or "acceptance" in name
+    ]
 
 
 def test_figures_of_several_choices_together(clock: Clock) -> None:
@@ -302,7 +318,9 @@ def test_steps_set_gauges_and_add_what_is_new(clock: Clock) -> None:
     )  # fmt: skip
     recorder.on_step(first)
     recorder.on_step(first)
-    recorder.on_step(StepStats(step=2, prefix_cache_queries_total=15, prefix_cache_hits_total=4, preemptions_total=1))
+    recorder.on_step(
+        StepStats(step=2, prefix_cache_queries_total=15, prefix_cache_hits_total=4, preemptions_total=1)
+    )
     series = scrape(recorder)
     assert series["requests_running",] == 0
     assert series["prefix_cache_queries_total",] == 15
@@ -342,7 +360,11 @@ def test_decisions_about_drafts(clock: Clock) -> None:
     recorder.on_step(StepStats(step=2, drafting=DECIDED_MORE))
     series = scrape(recorder)
     assert (series["spec_draft_length_count", "ngram"], series["spec_draft_length_sum", "ngram"]) == (4, 16)
-    assert [series["spec_draft_length_bucket", "ngram", bound] for bound in ("1.0", "6.0", "8.0")] == [2, 2, 4]
+    assert [series["spec_draft_length_bucket", "ngram", bound] for bound in ("1.0", "6.0", "8.0")] == [
+        2,
+        2,
+        4,
+    ]
     assert series["spec_draft_length_bucket", "draft", "24.0"] == 0
     assert series["spec_draft_length_bucket", "draft", "32.0"] == 1
     assert series["spec_no_draft_total", "does not pay"] == 4
@@ -376,7 +398,10 @@ def test_decisions_outlive_the_engine(clock: Clock) -> None:
     recorder.on_step(StepStats(step=5, drafting=DECIDED_MORE))
     recorder.on_step(StepStats(step=1, drafting=DECIDED))
     series = scrape(recorder)
-    assert (series["spec_draft_length_count", "ngram"], series["spec_draft_length_sum", "ngram"]) == (4 + 3, 16 + 9)
+    assert (series["spec_draft_length_count", "ngram"], series["spec_draft_length_sum", "ngram"]) == (
+        4 + 3,
+        16 + 9,
+    )
     assert series["spec_no_draft_total", "does not pay"] == 7
     assert series["spec_realised_step_seconds_total",] == 1.75
 
@@ -395,7 +420,9 @@ def test_never_a_nan(drafters: tuple[str, ...], state: str, clock: Clock, lines:
         asked = request()
         recorder.on_submit(asked)
         reason = "stop" if state == "idle" else None
-        recorder.on_tokens(asked, tokens(0, 1, DraftResult("ngram", 1, 0) if drafters else None, reason), 102.0)
+        recorder.on_tokens(
+            asked, tokens(0, 1, DraftResult("ngram", 1, 0) if drafters else None, reason), 102.0
+        )
     clock.now += 20
     recorder.log_if_due()
     clock.now += 20
@@ -427,7 +454,10 @@ def test_ratios_are_absent_until_something_was_drafted(clock: Clock) -> None:
 def test_every_series_is_in_the_catalog(clock: Clock) -> None:
     recorder = MetricsRecorder(("ngram",), clock=clock)
     play(recorder, clock)
-    names = {name.removesuffix("_bucket").removesuffix("_count").removesuffix("_sum") for name, *_ in scrape(recorder)}
+    names = {
+        name.removesuffix("_bucket").removesuffix("_count").removesuffix("_sum")
+        for name, *_ in scrape(recorder)
+    }
     assert names <= {row.name for row in CATALOG}
 
 
@@ -506,7 +536,10 @@ def test_the_line_of_a_request_with_a_prediction(clock: Clock, lines: list[str])
     asked = replace(request(), prediction_ids=(1, 2, 3))
     recorder.on_submit(asked)
     recorder.on_tokens(asked, tokens(0, 3, DraftResult("prediction", 2, 2), "stop"), 102.0)
-    assert "tokens 10 prompt (0 cached), 3 predicted, 3 generated; drafter prediction (2 of 2 accepted)" in lines[0]
+    assert (
+        "tokens 10 prompt (0 cached), 3 predicted, 3 generated; drafter prediction (2 of 2 accepted)"
+        in lines[0]
+    )
 
 
 def test_choices_of_a_prompt_share_a_line(clock: Clock, lines: list[str]) -> None:
@@ -531,5 +564,7 @@ def test_pictures_are_told_only_where_the_model_sees_them(clock: Clock) -> None:
     series = scrape(seeing)
     assert (series["images_encoded_total",], series["image_cache_hits_total",]) == (3, 5)
     names = {(name, *labels) for name, *labels in scrape(blind)}
-    assert not {("images_encoded_total",), ("image_cache_hits_total",), ("step_seconds_count", "encode")} & names
+    assert (
+        not {("images_encoded_total",), ("image_cache_hits_total",), ("step_seconds_count", "encode")} & names
+    )
     assert ("step_seconds_count", "encode") in series and ("engine_faults_total", "encode") in series

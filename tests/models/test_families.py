@@ -9,16 +9,26 @@ import transformers
 
 from foreword.kernels.cpu.backend import CpuOps
 from foreword.kernels.cpu.library import supported_isas
-from foreword.kernels.reference import ReferenceOps
+from foreword.kernels.reference.backend import ReferenceOps
 from foreword.models.base import Precision
 from foreword.models.loader import ARCHITECTURES, load_model, read_model_info
-from tests.checkpoints import FAMILIES, VOCAB_SIZE, write_checkpoint
-from tests.models.driving import ForwardHelper
+from tests.support.checkpoints import FAMILIES, VOCAB_SIZE, write_checkpoint
+from tests.support.forward_helpers import ForwardHelper
 
 LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
-LONG = {"type": "longrope", "short_factor": [1.0, 1.1, 1.3, 1.5, 1.7, 2.0, 2.2, 2.5], "long_factor": [4.0] * 8}
-ODD = {"num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 20, "hidden_size": 72, "intermediate_size": 100}
+LONG = {
+    "type": "longrope",
+    "short_factor": [1.0, 1.1, 1.3, 1.5, 1.7, 2.0, 2.2, 2.5],
+    "long_factor": [4.0] * 8,
+}
+ODD = {
+    "num_attention_heads": 3,
+    "num_key_value_heads": 1,
+    "head_dim": 20,
+    "hidden_size": 72,
+    "intermediate_size": 100,
+}
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     **{family: (family, {}) for family in FAMILIES},
@@ -31,7 +41,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-linear": ("llama", {"rope_scaling": {"type": "linear", "factor": 2.5}}),
     "llama-dynamic": ("llama", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}),
     "llama-yarn": ("llama", {"rope_scaling": YARN}),
-    "llama-yarn-fine": ("llama", {"rope_scaling": {**YARN, "beta_fast": 16, "beta_slow": 2, "attention_factor": 1.2}}),
+    "llama-yarn-fine": (
+        "llama",
+        {"rope_scaling": {**YARN, "beta_fast": 16, "beta_slow": 2, "attention_factor": 1.2}},
+    ),
     "llama-longrope": ("llama", {"rope_scaling": {**LONG, "original_max_position_embeddings": 512}}),
     "llama-rope-parameters": (
         "llama",
@@ -45,7 +58,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-odd-shape": ("qwen3", ODD),
     "qwen3-biases": ("qwen3", {"attention_bias": True}),
     "phi3-partial": ("phi3", {"partial_rotary_factor": 0.5}),
-    "phi3-long": ("phi3", {"rope_scaling": LONG, "max_position_embeddings": 1024, "original_max_position_embeddings": 512}),
+    "phi3-long": (
+        "phi3",
+        {"rope_scaling": LONG, "max_position_embeddings": 1024, "original_max_position_embeddings": 512},
+    ),
     "phi3-window": ("phi3", {"sliding_window": 30}),
     "gemma2-odd-shape": ("gemma2", {**ODD, "query_pre_attn_scalar": 30, "num_hidden_layers": 3}),
     "gemma2-layer-types": ("gemma2", {"layer_types": ["full_attention", "sliding_attention"]}),
@@ -75,7 +91,9 @@ def one_thread():
 
 def peer(path: Path) -> Any:
     transformers.utils.logging.disable_progress_bar()
-    return transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
 
 
 @pytest.fixture
@@ -92,7 +110,11 @@ def test_equal_to_transformers(case: str, tmp_path: Path, prompt: list[int]):
     family, overrides = CASES[case]
     path = write_checkpoint(tmp_path / family, family, **overrides)
     theirs, ours = peer(path), ForwardHelper(path)
-    assert sum(item.numel() for item in theirs.parameters()) == ours.model.info.parameters == read_model_info(path).parameters
+    assert (
+        sum(item.numel() for item in theirs.parameters())
+        == ours.model.info.parameters
+        == read_model_info(path).parameters
+    )
     with torch.inference_mode():
         expected = theirs(torch.tensor([prompt])).logits[0]
         generated = theirs.generate(
@@ -110,14 +132,18 @@ def test_equal_to_transformers(case: str, tmp_path: Path, prompt: list[int]):
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_chunks_and_single_tokens_give_the_same_bits(family: str, dtype: str, tmp_path: Path, prompt: list[int]):
+def test_chunks_and_single_tokens_give_the_same_bits(
+    family: str, dtype: str, tmp_path: Path, prompt: list[int]
+):
     path = write_checkpoint(tmp_path / family, family, dtype=dtype)
     check_chunks(ForwardHelper(path, dtype=dtype, block_size=4), prompt)
 
 
 @pytest.mark.parametrize("isa", supported_isas())
 @pytest.mark.parametrize("family", FAMILIES)
-def test_native_kernels_agree_with_the_reference_and_with_themselves(family: str, isa: str, tmp_path: Path, prompt: list[int]):
+def test_native_kernels_agree_with_the_reference_and_with_themselves(
+    family: str, isa: str, tmp_path: Path, prompt: list[int]
+):
     path = write_checkpoint(tmp_path / family, family)
     ours = ForwardHelper(path, ops=CpuOps(isa, threads=1), block_size=4)
     torch.testing.assert_close(ours.logits(prompt), ForwardHelper(path).logits(prompt), atol=1e-4, rtol=0)
@@ -137,7 +163,9 @@ def test_native_kernels_agree_with_the_reference_and_with_themselves(family: str
     ],
     ids=lambda options: "-".join(options.values()),
 )
-def test_native_kernels_of_every_precision(isa: str, family: str, options: dict[str, str], tmp_path: Path, prompt: list[int]):
+def test_native_kernels_of_every_precision(
+    isa: str, family: str, options: dict[str, str], tmp_path: Path, prompt: list[int]
+):
     """Within a tenth of the logits' spread: activations are rounded too where weights are quantized."""
     path = write_checkpoint(tmp_path / family, family)
     ours = ForwardHelper(path, ops=CpuOps(isa, threads=1), block_size=4, **options)
@@ -164,8 +192,15 @@ def test_windows_matter(tmp_path: Path, prompt: list[int]):
 
 
 def test_facts_of_a_checkpoint(tmp_path: Path):
-    facts = read_model_info(write_checkpoint(tmp_path, "qwen3", dtype="bfloat16", head_dim=24, num_hidden_layers=3))
-    assert (facts.architecture, facts.context_len, facts.dtype, facts.vocab_size) == ("qwen3", 512, "bfloat16", VOCAB_SIZE)
+    facts = read_model_info(
+        write_checkpoint(tmp_path, "qwen3", dtype="bfloat16", head_dim=24, num_hidden_layers=3)
+    )
+    assert (facts.architecture, facts.context_len, facts.dtype, facts.vocab_size) == (
+        "qwen3",
+        512,
+        "bfloat16",
+        VOCAB_SIZE,
+    )
     assert facts.kv_values_per_token == 3 * 2 * 2 * 24
 
 
@@ -182,9 +217,13 @@ def test_context_of_scaled_ropes(tmp_path: Path, scaling: dict[str, Any], contex
     assert read_model_info(write_checkpoint(tmp_path, rope_scaling=scaling)).context_len == context
 
 
-def test_dynamic_frequencies_follow_the_longest_context_not_the_current_one(tmp_path: Path, prompt: list[int]):
+def test_dynamic_frequencies_follow_the_longest_context_not_the_current_one(
+    tmp_path: Path, prompt: list[int]
+):
     """A deliberate difference from transformers, beyond the original length."""
-    path = write_checkpoint(tmp_path, rope_scaling={"type": "dynamic", "factor": 2.0}, max_position_embeddings=64)
+    path = write_checkpoint(
+        tmp_path, rope_scaling={"type": "dynamic", "factor": 2.0}, max_position_embeddings=64
+    )
     short, long = ForwardHelper(path, max_len=64), ForwardHelper(path, max_len=128)
     assert not torch.equal(short.logits(prompt[:8]), long.logits(prompt[:8]))
     with torch.inference_mode():

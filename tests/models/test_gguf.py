@@ -13,18 +13,29 @@ from safetensors.torch import load_file, save_file
 from foreword import LLM, SamplingParams
 from foreword.errors import CheckpointError
 from foreword.kernels.cpu.library import FORMAT_IDS, load_library
-from foreword.kernels.reference import ReferenceOps
+from foreword.kernels.reference.backend import ReferenceOps
 from foreword.models.base import Precision
 from foreword.models.gguf.reader import open_gguf
 from foreword.models.loader import load_model, read_model_info, weight_files
-from foreword.models.mapped import MappedFile
-from tests.checkpoints import FAMILIES, write_checkpoint, write_drafter
-from tests.gguf_files import Kind, quantize, write_gguf
-from tests.models.driving import ForwardHelper
+from foreword.models.mmap_file import MappedFile
+from tests.support.checkpoints import FAMILIES, write_checkpoint, write_drafter
+from tests.support.forward_helpers import ForwardHelper
+from tests.support.gguf_files import Kind, quantize, write_gguf
 
 PROMPT = torch.randint(0, 256, (70,), generator=torch.Generator().manual_seed(7)).tolist()
-WIDE = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 8, "head_dim": 32}  # rows of whole blocks
-ODD = {"num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 20, "hidden_size": 72, "intermediate_size": 100}
+WIDE = {
+    "hidden_size": 256,
+    "intermediate_size": 256,
+    "num_attention_heads": 8,
+    "head_dim": 32,
+}  # rows of whole blocks
+ODD = {
+    "num_attention_heads": 3,
+    "num_key_value_heads": 1,
+    "head_dim": 20,
+    "hidden_size": 72,
+    "intermediate_size": 100,
+}
 LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 Write = Callable[[gguf.GGUFWriter], None]
 
@@ -52,7 +63,12 @@ def llama3_divisors(head_dim: int) -> list[float]:
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], Write | None]] = {
     **{family: (family, {}, {}, None) for family in FAMILIES if family != "gemma3_text"},
     "gemma3": ("gemma3_text", {}, {"attention__sliding_window_pattern": 2}, None),
-    "gemma3-default-pattern": ("gemma3_text", {"sliding_window_pattern": 6, "num_hidden_layers": 7}, {}, None),
+    "gemma3-default-pattern": (
+        "gemma3_text",
+        {"sliding_window_pattern": 6, "num_hidden_layers": 7},
+        {},
+        None,
+    ),
     "gemma3-listed-pattern": ("gemma3_text", {}, {"attention__sliding_window_pattern": [True, False]}, None),
     "gemma3-rope": (
         "gemma3_text",
@@ -83,12 +99,34 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], Write | None]] = {
         ),
         None,
     ),
-    "llama-one-for-each-layer": ("llama", {}, {"attention__head_count_kv": [2, 2], "feed_forward_length": [96, 96]}, None),
-    "llama-linear": ("llama", {"rope_scaling": {"type": "linear", "factor": 2.5}}, {"rope__scaling__factor": 2.5}, None),
-    "llama-linear-old": ("llama", {"rope_scaling": {"type": "linear", "factor": 2.5}}, {"rope__scale_linear": 2.5}, None),
+    "llama-one-for-each-layer": (
+        "llama",
+        {},
+        {"attention__head_count_kv": [2, 2], "feed_forward_length": [96, 96]},
+        None,
+    ),
+    "llama-linear": (
+        "llama",
+        {"rope_scaling": {"type": "linear", "factor": 2.5}},
+        {"rope__scaling__factor": 2.5},
+        None,
+    ),
+    "llama-linear-old": (
+        "llama",
+        {"rope_scaling": {"type": "linear", "factor": 2.5}},
+        {"rope__scale_linear": 2.5},
+        None,
+    ),
     "llama-yarn": (
         "llama",
-        {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 16}},
+        {
+            "rope_scaling": {
+                "type": "yarn",
+                "factor": 4.0,
+                "original_max_position_embeddings": 64,
+                "beta_fast": 16,
+            }
+        },
         {
             "rope__scaling__type": "yarn",
             "rope__scaling__factor": 4.0,
@@ -109,12 +147,19 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], Write | None]] = {
     "phi3-long": (
         "phi3",
         {
-            "rope_scaling": {"type": "longrope", "short_factor": [1.0, 1.5, 2.0, 2.5] * 2, "long_factor": [4.0] * 8},
+            "rope_scaling": {
+                "type": "longrope",
+                "short_factor": [1.0, 1.5, 2.0, 2.5] * 2,
+                "long_factor": [4.0] * 8,
+            },
             "max_position_embeddings": 1024,
             "original_max_position_embeddings": 256,
         },
         {"rope__scaling__original_context_length": 256},
-        both(factors("rope_factors_short.weight", [1.0, 1.5, 2.0, 2.5] * 2), factors("rope_factors_long.weight", [4.0] * 8)),
+        both(
+            factors("rope_factors_short.weight", [1.0, 1.5, 2.0, 2.5] * 2),
+            factors("rope_factors_long.weight", [4.0] * 8),
+        ),
     ),
 }
 
@@ -134,10 +179,15 @@ def test_float32_gives_the_bits_of_the_checkpoint(case: str, tmp_path: Path) -> 
     else:
         assert torch.equal(ours, theirs)
     facts = read_model_info(file)
-    assert facts.parameters == read_model_info(checkpoint).parameters and facts.context_len == read_model_info(checkpoint).context_len
+    assert (
+        facts.parameters == read_model_info(checkpoint).parameters
+        and facts.context_len == read_model_info(checkpoint).context_len
+    )
 
 
-@pytest.mark.parametrize("kind", [Kind.Q8_0, Kind.Q5_0, Kind.Q4_0, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K, Kind.BF16, Kind.F16])
+@pytest.mark.parametrize(
+    "kind", [Kind.Q8_0, Kind.Q5_0, Kind.Q4_0, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K, Kind.BF16, Kind.F16]
+)
 @pytest.mark.parametrize("family", ["llama", "qwen2", "phi3", "gemma2"])
 def test_quantized_is_the_checkpoint_of_rounded_weights(family: str, kind: Kind, tmp_path: Path) -> None:
     scalar = {"query_pre_attn_scalar": 32} if family == "gemma2" else {}
@@ -146,7 +196,9 @@ def test_quantized_is_the_checkpoint_of_rounded_weights(family: str, kind: Kind,
     tensors = load_file(checkpoint / "model.safetensors")
     for name, tensor in tensors.items():
         if tensor.ndim == 2:
-            tensors[name] = torch.from_numpy(gguf.dequantize(quantize(tensor.numpy(), kind), kind)).view(tensor.shape)
+            tensors[name] = torch.from_numpy(gguf.dequantize(quantize(tensor.numpy(), kind), kind)).view(
+                tensor.shape
+            )
     save_file(tensors, checkpoint / "model.safetensors")
     assert torch.equal(ForwardHelper(file).logits(PROMPT), ForwardHelper(checkpoint).logits(PROMPT))
 
@@ -156,14 +208,21 @@ def test_mixed_kinds(tmp_path: Path) -> None:
     checkpoint = write_checkpoint(tmp_path / "checkpoint", **WIDE)
 
     def kind(name: str) -> Kind:
-        return Kind.Q6_K if "attn_v" in name or "ffn_down" in name else Kind.Q8_0 if name == "output.weight" else Kind.Q4_K
+        return (
+            Kind.Q6_K
+            if "attn_v" in name or "ffn_down" in name
+            else Kind.Q8_0
+            if name == "output.weight"
+            else Kind.Q4_K
+        )
 
     file = write_gguf(checkpoint, tmp_path / "model.gguf", kind)
     llm = LLM(str(file), speculate="off")
     greedy = SamplingParams(temperature=0, max_tokens=24)
     alone = llm.generate([{"prompt_token_ids": PROMPT[:20]}], greedy)[0].token_ids
     crowd = llm.generate(
-        [{"prompt_token_ids": PROMPT[:20]}, *({"prompt_token_ids": PROMPT[i : 40 + i]} for i in range(5))], greedy
+        [{"prompt_token_ids": PROMPT[:20]}, *({"prompt_token_ids": PROMPT[i : 40 + i]} for i in range(5))],
+        greedy,
     )
     assert crowd[0].token_ids == alone and len(set(alone)) > 10
 
@@ -190,7 +249,11 @@ def test_facts(tmp_path: Path) -> None:
     facts = read_model_info(write_gguf(checkpoint, tmp_path / "q.gguf", Kind.Q4_0))
     matrices, outer = facts.parameters - 5 * 256, 2 * 272 * 256
     assert (facts.dtype, facts.packed_bytes) == ("bfloat16", matrices * 18 // 32)
-    assert (facts.packed_parameters, facts.packed_embedding_parameters, facts.embedding_parameters) == (matrices, outer, outer)
+    assert (facts.packed_parameters, facts.packed_embedding_parameters, facts.embedding_parameters) == (
+        matrices,
+        outer,
+        outer,
+    )
     for kind, dtype in ((Kind.F32, "float32"), (Kind.F16, "float16"), (Kind.BF16, "bfloat16")):
         facts = read_model_info(write_gguf(checkpoint, tmp_path / f"{dtype}.gguf", kind))
         assert (facts.dtype, facts.packed_bytes) == (dtype, None)
@@ -213,7 +276,11 @@ def test_blocks_weigh_what_the_kernels_make_of_them(kind: Kind, columns: int, tm
 def test_blocks_that_become_floats_are_counted_as_such(tmp_path: Path) -> None:
     """The embedding stays in blocks, the layers and the head become what was asked for."""
     checkpoint = write_checkpoint(tmp_path / "checkpoint", **WIDE)
-    file = write_gguf(checkpoint, tmp_path / "model.gguf", lambda name: Kind.Q8_0 if name == "token_embd.weight" else Kind.Q4_1)
+    file = write_gguf(
+        checkpoint,
+        tmp_path / "model.gguf",
+        lambda name: Kind.Q8_0 if name == "token_embd.weight" else Kind.Q4_1,
+    )
     facts = read_model_info(file, gguf_dequantize=True)
     assert facts.packed_bytes == 272 * 256 * 34 // 32
     assert facts.packed_parameters == facts.packed_embedding_parameters == 272 * 256
@@ -234,7 +301,9 @@ def load(path: Path, **options: Any) -> Any:
     return load_model(path, ReferenceOps(), Precision.from_dtypes("float32"), "cpu", 64, **options)
 
 
-def test_pages_are_given_back_and_progress_ends_at_the_total(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_are_given_back_and_progress_ends_at_the_total(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     released: list[int] = []
     monkeypatch.setattr(MappedFile, "release", lambda self, start, size: released.append(size))
     seen: list[tuple[int, int]] = []
@@ -259,8 +328,16 @@ REFUSED: list[tuple[dict[str, Any], Write | None, str]] = [
     ({"attention__sliding_window": 128}, None, "`llama.attention.sliding_window` = 128 is not supported"),
     ({"expert_count": 8}, None, "`llama.expert_count` must be 0 here, got 8"),
     ({"logit_scale": 0.5}, None, "`llama.logit_scale` = 0.5 is not supported"),
-    ({"rope__dimension_count": 8}, None, "`llama.rope.dimension_count` must be 16, the size of a head, got 8"),
-    ({"rope__scaling__type": "spiral"}, None, "`llama.rope.scaling.type` must be one of none, linear, yarn, longrope"),
+    (
+        {"rope__dimension_count": 8},
+        None,
+        "`llama.rope.dimension_count` must be 16, the size of a head, got 8",
+    ),
+    (
+        {"rope__scaling__type": "spiral"},
+        None,
+        "`llama.rope.scaling.type` must be one of none, linear, yarn, longrope",
+    ),
     ({"rope__scaling__type": "yarn"}, None, "lacks `llama.rope.scaling.factor`"),
     ({"rope__scaling__type": "longrope"}, None, "but there is no tensor `rope_factors_long.weight`"),
     ({"rope__scaling__yarn_log_multiplier": 0.1}, None, "yarn_log_multiplier` = 0.1"),
@@ -271,10 +348,18 @@ REFUSED: list[tuple[dict[str, Any], Write | None, str]] = [
     ),
     ({}, factors("rope_freqs.weight", [1.0] * 7), "short_factor"),
     ({}, factors("rope_freqs.weight", [1.0] * 7 + [float("nan")]), "short_factor"),
-    ({}, factors("rope_freqs.weight", [1.0] * 7 + [0.0]), "short_factor` must be a list of numbers between 1e-30 and"),
+    (
+        {},
+        factors("rope_freqs.weight", [1.0] * 7 + [0.0]),
+        "short_factor` must be a list of numbers between 1e-30 and",
+    ),
     ({}, factors("rope_factors_long.weight", [1.0] * 8), "tensor `rope_factors_short.weight` is missing"),
     ({}, factors("blk.0.attn_sinks.weight", [1.0] * 8), "unexpected tensors: blk.0.attn_sinks.weight"),
-    ({}, lambda writer: writer.add_quantization_version(1), "`general.quantization_version` must be 2 here, got 1"),
+    (
+        {},
+        lambda writer: writer.add_quantization_version(1),
+        "`general.quantization_version` must be 2 here, got 1",
+    ),
     ({}, lambda writer: writer.add_type("adapter"), '`general.type` must be "model" here'),
     ({"embedding_length": 80}, None, r"makes 80 columns of tensor `token_embd.weight`, which is \[272, 64\]"),
 ]
@@ -294,8 +379,14 @@ def test_refused_by_name(keys: dict[str, Any], more: Write | None, message: str,
 @pytest.mark.parametrize(
     ("architecture", "told"),
     [
-        *((name, f"'{name}' is not supported; known: gemma2, gemma3, llama") for name in ("gemma", "qwen3moe", "mamba")),
-        ("clip", r"'clip': the file \(mmproj\) holds a tower that sees pictures, not the model; models that see are read from"),
+        *(
+            (name, f"'{name}' is not supported; known: gemma2, gemma3, llama")
+            for name in ("gemma", "qwen3moe", "mamba")
+        ),
+        (
+            "clip",
+            r"'clip': the file \(mmproj\) holds a tower that sees pictures, not the model; models that see are read from",
+        ),
     ],
 )
 def test_another_architecture(architecture: str, told: str, tmp_path: Path) -> None:

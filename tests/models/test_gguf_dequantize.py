@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from foreword.models.gguf.dequantize import DEQUANTIZERS, dequantize
-from foreword.models.gguf.kinds import TENSOR_TYPES
+from foreword.models.gguf.tensor_types import TENSOR_TYPES
 
 BY_NAME = {kind.name: (number, kind) for number, kind in TENSOR_TYPES.items()}
 
@@ -25,5 +25,7 @@ def test_equal_to_the_package(name: str) -> None:
 def test_q8_k() -> None:
     """A float32 scale, 256 values, and sums that are not needed; the package does not read it."""
     scales, values = np.array([[0.5], [-2.0]], np.float32), np.arange(-128, 128, dtype=np.int8)
-    rows = np.concatenate((scales.view(np.uint8), np.tile(values.view(np.uint8), (2, 1)), np.zeros((2, 32), np.uint8)), 1)
+    rows = np.concatenate(
+        (scales.view(np.uint8), np.tile(values.view(np.uint8), (2, 1)), np.zeros((2, 32), np.uint8)), 1
+    )
     assert np.array_equal(dequantize("q8_k", rows), scales * values.astype(np.float32))

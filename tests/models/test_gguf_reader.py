@@ -12,9 +12,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from foreword.errors import CheckpointError
-from foreword.models.gguf.kinds import TENSOR_TYPES
 from foreword.models.gguf.reader import is_gguf, open_gguf
-from tests.gguf_files import RawGGUF, finish
+from foreword.models.gguf.tensor_types import TENSOR_TYPES
+from tests.support.gguf_files import RawGGUF, finish
 
 Q1_SUM = 9  # q8_1, of which the package and the C code disagree; no file holds it
 
@@ -42,7 +42,15 @@ def test_a_sound_file(tmp_path: Path) -> None:
 def test_all_that_the_package_writes(tmp_path: Path) -> None:
     path = tmp_path / "x.gguf"
     writer = gguf.GGUFWriter(path, "qwen2")
-    numbers = {"uint8": 255, "int8": -5, "uint16": 65535, "int16": -7, "uint32": 2**32 - 1, "int32": -9, "uint64": 2**63}
+    numbers = {
+        "uint8": 255,
+        "int8": -5,
+        "uint16": 65535,
+        "int16": -7,
+        "uint32": 2**32 - 1,
+        "int32": -9,
+        "uint64": 2**63,
+    }
     for kind, value in numbers.items():
         getattr(writer, f"add_{kind}")(kind, value)
     writer.add_float32("f32", 0.5)
@@ -52,7 +60,14 @@ def test_all_that_the_package_writes(tmp_path: Path) -> None:
     writer.add_tensor("t", np.arange(6, dtype=np.float32).reshape(2, 3))
     finish(writer)
     opened = open_gguf(path)
-    expected = {"general.architecture": "qwen2", **numbers, "f32": 0.5, "f64": 0.1, "no": False, "ids": [1, 2, 3]}
+    expected = {
+        "general.architecture": "qwen2",
+        **numbers,
+        "f32": 0.5,
+        "f64": 0.1,
+        "no": False,
+        "ids": [1, 2, 3],
+    }
     assert opened.metadata == expected
     info = opened.tensors["t"]
     assert path.read_bytes()[info.offset :][: info.num_bytes] == np.arange(6, dtype=np.float32).tobytes()
@@ -105,20 +120,32 @@ def with_tensor(*entry: Any) -> RawGGUF:
 HUGE = 2**62
 LIES: dict[str, tuple[RawGGUF | bytes, str]] = {
     "empty": (b"", "is empty"),
-    "three bytes": (b"GGU", "the magic number begins at byte 0 and takes 4 bytes, but the file ends at byte 3"),
+    "three bytes": (
+        b"GGU",
+        "the magic number begins at byte 0 and takes 4 bytes, but the file ends at byte 3",
+    ),
     "another format": (b"PK\x03\x04" + bytes(100), "is no GGUF file: it begins with b'PK"),
     "version 1": (changed(version=1), "the version is 1; known: 2, 3"),
     "version 9": (changed(version=9), "the version is 9"),
     "big-endian": (changed(version=3 << 24), "big-endian"),
-    "count of pairs": (RawGGUF.sample().bytes(num_pairs=HUGE), f"the number of metadata entries is {HUGE}, but there is room for"),
-    "count of tensors": (RawGGUF.sample().bytes(num_tensors=HUGE), f"the number of tensors is {HUGE}, but there is room for"),
+    "count of pairs": (
+        RawGGUF.sample().bytes(num_pairs=HUGE),
+        f"the number of metadata entries is {HUGE}, but there is room for",
+    ),
+    "count of tensors": (
+        RawGGUF.sample().bytes(num_tensors=HUGE),
+        f"the number of tensors is {HUGE}, but there is room for",
+    ),
     "one pair too many": (RawGGUF.sample().bytes(num_pairs=6), "the name of tensor 0 begins at byte"),
     "one tensor too many": (RawGGUF.sample().bytes(num_tensors=3), "tensor `` has 16256 dimensions"),
     "length of a text": (
         with_pair("k", 8, struct.pack("<Q", HUGE)),
         f"`k` begins at byte .* takes {HUGE} bytes, but the file ends",
     ),
-    "length of a list": (with_pair("k", 9, struct.pack("<IQ", 5, HUGE)), f"the length of `k` is {HUGE}, but there is room for"),
+    "length of a list": (
+        with_pair("k", 9, struct.pack("<IQ", 5, HUGE)),
+        f"the length of `k` is {HUGE}, but there is room for",
+    ),
     "length of texts": (with_pair("k", 9, struct.pack("<IQ", 8, HUGE)), "the length of `k`"),
     "text in a list": (
         with_pair("k", 9, struct.pack("<IQQ", 8, 1, HUGE)),
@@ -129,17 +156,29 @@ LIES: dict[str, tuple[RawGGUF | bytes, str]] = {
     "a bool of 2": (with_pair("k", 7, b"\x02"), r"`k` must be 0 or 1 \(false or true\), got 2"),
     "no UTF-8": (with_pair("k", 8, struct.pack("<Q", 2) + b"\xff\xfe"), "`k` holds bytes that are no UTF-8"),
     "a key twice": (with_pair("b", 8, RawGGUF.text("x")), "`b` stands in the metadata twice"),
-    "alignment": (with_pair("general.alignment", 4, struct.pack("<I", 12)), "`general.alignment` must be a power of two"),
+    "alignment": (
+        with_pair("general.alignment", 4, struct.pack("<I", 12)),
+        "`general.alignment` must be a power of two",
+    ),
     "alignment 0": (with_pair("general.alignment", 4, bytes(4)), "`general.alignment` must be"),
     "a tensor twice": (with_tensor("one", (8,), 0, 160), "tensor `one` is there twice"),
-    "overlap": (with_tensor("three", (8,), 0, 32), "tensors `two` and `three` overlap at byte|tensors `three` and `two` overlap"),
-    "type of a tensor": (with_tensor("three", (8,), 4, 160), "tensor `three` is of type 4, which is not known"),
+    "overlap": (
+        with_tensor("three", (8,), 0, 32),
+        "tensors `two` and `three` overlap at byte|tensors `three` and `two` overlap",
+    ),
+    "type of a tensor": (
+        with_tensor("three", (8,), 4, 160),
+        "tensor `three` is of type 4, which is not known",
+    ),
     "half a block": (
         with_tensor("three", (48,), 8, 160),
         r"tensor `three` is \[48\]: rows of q8_0 are whole blocks of 32 values",
     ),
     "no values": (with_tensor("three", (0, 3), 0, 160), r"tensor `three` is \[3, 0\]"),
-    "five dimensions": (with_tensor("three", (1, 1, 1, 1, 1), 0, 160), "tensor `three` has 5 dimensions; 1 to 4 are possible"),
+    "five dimensions": (
+        with_tensor("three", (1, 1, 1, 1, 1), 0, 160),
+        "tensor `three` has 5 dimensions; 1 to 4 are possible",
+    ),
     "offset": (with_tensor("three", (8,), 0, HUGE), "tensor `three` ends at byte .*, but the file at byte"),
     "offset off the grid": (
         with_tensor("three", (8,), 0, 161),
@@ -248,5 +287,7 @@ def test_a_part_under_another_name(tmp_path: Path) -> None:
 def test_parts_that_do_not_belong_together(tmp_path: Path) -> None:
     files = split(tmp_path)
     files[1].write_bytes(files[2].read_bytes())
-    with pytest.raises(CheckpointError, match=r"00002-of-00003\.gguf: `split.no` and `split.count` must say 1 and 3"):
+    with pytest.raises(
+        CheckpointError, match=r"00002-of-00003\.gguf: `split.no` and `split.count` must say 1 and 3"
+    ):
         open_gguf(files[0])

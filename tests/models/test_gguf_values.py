@@ -16,8 +16,8 @@ from foreword.errors import CheckpointError
 from foreword.models import loader
 from foreword.models.gguf.config import NOOP_VALUES
 from foreword.models.gguf.reader import GGUFFile, open_gguf
-from tests.checkpoints import FAMILIES, write_checkpoint
-from tests.gguf_files import write_gguf
+from tests.support.checkpoints import FAMILIES, write_checkpoint
+from tests.support.gguf_files import write_gguf
 
 SCALING = {  # keys of RoPE scaling, with which every kind of it is reached by a change of one or two
     "rope.scaling.type": "none",
@@ -29,7 +29,21 @@ SCALING = {  # keys of RoPE scaling, with which every kind of it is reached by a
 LIES = (
     *(math.nan, math.inf, -math.inf, 0.0, -0.0, -1.0, 5e-324, 1e-30, 1.0, 1.0000001, 1e30, 1e300),
     *(0, -1, 1, 2, 3, 7, 10**6, 2**24, 2**24 + 1, 2_000_000_000, 2**32 - 1, 2**64 - 1),
-    *(True, False, "", "x", "yarn", "linear", "longrope", [], [1, 2], [math.nan, 1.0], [True], [True, False], ["x", "y"]),
+    *(
+        True,
+        False,
+        "",
+        "x",
+        "yarn",
+        "linear",
+        "longrope",
+        [],
+        [1, 2],
+        [math.nan, 1.0],
+        [True],
+        [True, False],
+        ["x", "y"],
+    ),
 )
 
 
@@ -38,7 +52,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, GGUFFile]:
     """A sound file's header of each family."""
     path = tmp_path_factory.mktemp("values")
     return {
-        family: open_gguf(write_gguf(write_checkpoint(path / family, family), path / f"{family}.gguf")) for family in FAMILIES
+        family: open_gguf(write_gguf(write_checkpoint(path / family, family), path / f"{family}.gguf"))
+        for family in FAMILIES
     }
 
 
@@ -56,7 +71,11 @@ def at_most(size: int) -> Iterator[None]:
 
 def own_keys(file: GGUFFile) -> list[str]:
     """Those of the architecture, without its name."""
-    return [key.partition(".")[2] for key in file.metadata if key.startswith(file.metadata["general.architecture"])]
+    return [
+        key.partition(".")[2]
+        for key in file.metadata
+        if key.startswith(file.metadata["general.architecture"])
+    ]
 
 
 def read(file: GGUFFile, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -70,7 +89,9 @@ def read(file: GGUFFile, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_any_value_of_any_key(family: str, files: dict[str, GGUFFile], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_value_of_any_key(
+    family: str, files: dict[str, GGUFFile], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It is honoured or refused; nothing crashes, hangs or takes memory, and the tensors decide on the sizes."""
     file = files[family]
     parameters = read(file, {}, monkeypatch).parameters
@@ -95,14 +116,26 @@ def test_any_value_of_any_key(family: str, files: dict[str, GGUFFile], monkeypat
 @given(
     st.sampled_from(sorted(FAMILIES)),
     st.sampled_from(["none", "linear", "yarn", "longrope"]),
-    st.dictionaries(st.integers(0, 40), st.one_of(st.sampled_from(LIES), st.floats(), st.integers(0, 2**64 - 1)), max_size=4),
+    st.dictionaries(
+        st.integers(0, 40),
+        st.one_of(st.sampled_from(LIES), st.floats(), st.integers(0, 2**64 - 1)),
+        max_size=4,
+    ),
 )
 def test_several_at_once(
-    files: dict[str, GGUFFile], monkeypatch: pytest.MonkeyPatch, family: str, kind: str, changes: dict[int, Any]
+    files: dict[str, GGUFFile],
+    monkeypatch: pytest.MonkeyPatch,
+    family: str,
+    kind: str,
+    changes: dict[int, Any],
 ) -> None:
     file = files[family]
     keys = [*own_keys(file), *SCALING]
-    values = {**SCALING, "rope.scaling.type": kind, **{keys[index % len(keys)]: value for index, value in changes.items()}}
+    values = {
+        **SCALING,
+        "rope.scaling.type": kind,
+        **{keys[index % len(keys)]: value for index, value in changes.items()},
+    }
     try:
         facts = read(file, values, monkeypatch)
     except CheckpointError:
@@ -112,7 +145,11 @@ def test_several_at_once(
 
 BIGGEST = 2**32 - 1
 NAMED: list[tuple[str, dict[str, Any], str]] = [
-    ("llama", {"block_count": BIGGEST}, "block_count` must be a whole number of at most 16777216 here, got 4294967295"),
+    (
+        "llama",
+        {"block_count": BIGGEST},
+        "block_count` must be a whole number of at most 16777216 here, got 4294967295",
+    ),
     ("llama", {"block_count": 10**6}, "block_count` is 1000000, but the file has 21 tensors"),
     ("llama", {"block_count": 3}, "block_count` is 3, but tensor `blk.2.attn_norm.weight` is missing"),
     ("llama", {"embedding_length": BIGGEST}, "embedding_length` must be a whole number of at most 16777216"),
@@ -121,22 +158,74 @@ NAMED: list[tuple[str, dict[str, Any], str]] = [
         {"embedding_length": 2**24},
         r"embedding_length` makes 16777216 columns of tensor `token_embd.weight`, which is \[272, 64\]",
     ),
-    ("llama", {"attention.key_length": BIGGEST}, "attention.key_length` must be a whole number of at most 16777216"),
-    ("llama", {"attention.key_length": 18}, r"attention.key_length` makes 72 rows of tensor `blk.0.attn_q.weight`"),
-    ("llama", {"attention.key_length": None, "attention.head_count": 5}, r"attention.head_count` makes 60 rows of tensor"),
-    ("llama", {"attention.head_count_kv": 3}, r"attention.head_count_kv` makes 48 rows of tensor `blk.0.attn_k.weight`"),
-    ("phi3", {"attention.key_length": 18}, r"attention.key_length` makes 144 rows of tensor `blk.0.attn_qkv.weight`"),
-    ("llama", {"feed_forward_length": 10**6}, r"feed_forward_length` makes 1000000 rows of tensor `blk.0.ffn_up.weight`"),
-    ("phi3", {"feed_forward_length": 97}, r"feed_forward_length` makes 194 rows of tensor `blk.0.ffn_up.weight`"),
+    (
+        "llama",
+        {"attention.key_length": BIGGEST},
+        "attention.key_length` must be a whole number of at most 16777216",
+    ),
+    (
+        "llama",
+        {"attention.key_length": 18},
+        r"attention.key_length` makes 72 rows of tensor `blk.0.attn_q.weight`",
+    ),
+    (
+        "llama",
+        {"attention.key_length": None, "attention.head_count": 5},
+        r"attention.head_count` makes 60 rows of tensor",
+    ),
+    (
+        "llama",
+        {"attention.head_count_kv": 3},
+        r"attention.head_count_kv` makes 48 rows of tensor `blk.0.attn_k.weight`",
+    ),
+    (
+        "phi3",
+        {"attention.key_length": 18},
+        r"attention.key_length` makes 144 rows of tensor `blk.0.attn_qkv.weight`",
+    ),
+    (
+        "llama",
+        {"feed_forward_length": 10**6},
+        r"feed_forward_length` makes 1000000 rows of tensor `blk.0.ffn_up.weight`",
+    ),
+    (
+        "phi3",
+        {"feed_forward_length": 97},
+        r"feed_forward_length` makes 194 rows of tensor `blk.0.ffn_up.weight`",
+    ),
     ("llama", {"rope.freq_base": 1.0, "rope.scaling.type": "yarn"}, "rope.freq_base` must be above 1, got 1"),
     ("llama", {"rope.freq_base": math.nan}, "rope.freq_base` must be a positive number here, got NaN"),
-    ("llama", {"rope.freq_base": 1e300}, r"rope.freq_base` must be between 1e-30 and 1e\+30 here, got 1e\+300"),
-    ("llama", {"attention.layer_norm_rms_epsilon": math.inf}, "epsilon` must be a positive number here, got Infinity"),
-    ("gemma2", {"attn_logit_softcapping": math.nan}, "attn_logit_softcapping` must be a positive number here, got NaN"),
-    ("gemma2", {"final_logit_softcapping": -math.inf}, "final_logit_softcapping` must be a positive number here, got -Inf"),
-    ("gemma3_text", {"attention.sliding_window_pattern": [True]}, "sliding_window_pattern` must be a number or 2 flags, got 1"),
+    (
+        "llama",
+        {"rope.freq_base": 1e300},
+        r"rope.freq_base` must be between 1e-30 and 1e\+30 here, got 1e\+300",
+    ),
+    (
+        "llama",
+        {"attention.layer_norm_rms_epsilon": math.inf},
+        "epsilon` must be a positive number here, got Infinity",
+    ),
+    (
+        "gemma2",
+        {"attn_logit_softcapping": math.nan},
+        "attn_logit_softcapping` must be a positive number here, got NaN",
+    ),
+    (
+        "gemma2",
+        {"final_logit_softcapping": -math.inf},
+        "final_logit_softcapping` must be a positive number here, got -Inf",
+    ),
+    (
+        "gemma3_text",
+        {"attention.sliding_window_pattern": [True]},
+        "sliding_window_pattern` must be a number or 2 flags, got 1",
+    ),
     ("gemma3_text", {"rope.freq_base_swa": 0.5}, "rope.freq_base_swa` must be above 1, got 0.5"),
-    ("phi3", {"rope.dimension_count": 3}, "rope.dimension_count` must be even and at most 16, the size of a head, got 3"),
+    (
+        "phi3",
+        {"rope.dimension_count": 3},
+        "rope.dimension_count` must be even and at most 16, the size of a head, got 3",
+    ),
     (
         "llama",
         {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.yarn_attn_factor": 0.8},
@@ -147,8 +236,14 @@ NAMED: list[tuple[str, dict[str, Any], str]] = [
 
 @pytest.mark.parametrize("family, changes, message", NAMED)
 def test_key_and_limit_are_named(
-    family: str, changes: dict[str, Any], message: str, files: dict[str, GGUFFile], monkeypatch: pytest.MonkeyPatch
+    family: str,
+    changes: dict[str, Any],
+    message: str,
+    files: dict[str, GGUFFile],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with pytest.raises(CheckpointError, match=message) as caught:
         read(files[family], changes, monkeypatch)
-    assert str(caught.value).startswith(f"{files[family].path}: `{files[family].metadata['general.architecture']}.")
+    assert str(caught.value).startswith(
+        f"{files[family].path}: `{files[family].metadata['general.architecture']}."
+    )

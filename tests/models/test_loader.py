@@ -10,11 +10,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from foreword.errors import CheckpointError
-from foreword.kernels.reference import ReferenceOps
+from foreword.kernels.reference.backend import ReferenceOps
 from foreword.models.base import Precision
 from foreword.models.loader import load_model, read_model_info
-from tests.checkpoints import write_checkpoint
-from tests.models.driving import ForwardHelper
+from tests.support.checkpoints import write_checkpoint
+from tests.support.forward_helpers import ForwardHelper
 
 
 def load(path: Path) -> Any:
@@ -46,7 +46,11 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0, "twist": 3}}, "twist"),
     ("llama", {"rope_scaling": {"type": "linear"}}, "factor"),
     ("llama", {"rope_scaling": {"type": "linear", "rope_type": "dynamic", "factor": 2.0}}, "type"),
-    ("llama", {"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}}, "short_factor"),
+    (
+        "llama",
+        {"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}},
+        "short_factor",
+    ),
     ("llama", {"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
     ("llama", {"num_key_value_heads": 3}, "num_key_value_heads"),
     ("llama", {"hidden_size": "64"}, "hidden_size"),
@@ -91,8 +95,16 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"sliding_window": 32}, "sliding_window"),
     ("llama", {"num_experts": 8}, "num_experts"),
     ("mistral", {"attention_bias": True}, "attention_bias"),
-    ("mistral", {"sliding_window": 32, "layer_types": ["full_attention", "chunked_attention"]}, "layer_types"),
-    ("mistral", {"sliding_window": None, "layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
+    (
+        "mistral",
+        {"sliding_window": 32, "layer_types": ["full_attention", "chunked_attention"]},
+        "layer_types",
+    ),
+    (
+        "mistral",
+        {"sliding_window": None, "layer_types": ["full_attention", "sliding_attention"]},
+        "layer_types",
+    ),
     ("mistral", {"layer_types": ["full_attention"]}, "layer_types"),
     ("qwen2", {"use_mrope": True}, "use_mrope"),
     ("phi3", {"attention_bias": True}, "attention_bias"),
@@ -102,10 +114,14 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize("family, overrides, name", REFUSED)
-def test_options_that_are_not_honoured_are_refused_by_name(family: str, overrides: dict[str, Any], name: str, tmp_path: Path):
+def test_options_that_are_not_honoured_are_refused_by_name(
+    family: str, overrides: dict[str, Any], name: str, tmp_path: Path
+):
     path = write_checkpoint(tmp_path, family)
     config = {**json.loads((path / "config.json").read_text()), **overrides}
-    (path / "config.json").write_text(json.dumps({key: value for key, value in config.items() if value is not ...}))
+    (path / "config.json").write_text(
+        json.dumps({key: value for key, value in config.items() if value is not ...})
+    )
     with pytest.raises(CheckpointError, match=f"`{name}`"):
         read_model_info(path)
 
@@ -132,7 +148,8 @@ def test_an_unknown_architecture_names_the_known_ones(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    "text, message", [("{", "is not JSON"), ("[]", "JSON object"), ("{}", "`model_type`"), (None, "no config.json")]
+    "text, message",
+    [("{", "is not JSON"), ("[]", "JSON object"), ("{}", "`model_type`"), (None, "no config.json")],
 )
 def test_a_broken_config(text: str | None, message: str, tmp_path: Path):
     if text is not None:
@@ -163,13 +180,20 @@ def test_a_truncated_file_is_named(tmp_path: Path):
 
 
 def test_a_missing_tensor_is_named(tmp_path: Path):
-    change_tensors(write_checkpoint(tmp_path), lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"))
-    with pytest.raises(CheckpointError, match=r"`model\.layers\.1\.mlp\.up_proj\.weight` \[96, 64\] is missing"):
+    change_tensors(
+        write_checkpoint(tmp_path), lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight")
+    )
+    with pytest.raises(
+        CheckpointError, match=r"`model\.layers\.1\.mlp\.up_proj\.weight` \[96, 64\] is missing"
+    ):
         load(tmp_path)
 
 
 def test_an_unexpected_tensor_is_named(tmp_path: Path):
-    change_tensors(write_checkpoint(tmp_path), lambda tensors: tensors.update({"model.layers.0.self_attn.sinks": torch.ones(4)}))
+    change_tensors(
+        write_checkpoint(tmp_path),
+        lambda tensors: tensors.update({"model.layers.0.self_attn.sinks": torch.ones(4)}),
+    )
     with pytest.raises(CheckpointError, match=r"unexpected tensors: model\.layers\.0\.self_attn\.sinks"):
         load(tmp_path)
 
@@ -184,14 +208,17 @@ def test_tensors_that_old_checkpoints_hold_too_are_ignored(tmp_path: Path):
 
 
 def test_a_wrong_shape_is_named(tmp_path: Path):
-    change_tensors(write_checkpoint(tmp_path), lambda tensors: tensors.update({"model.norm.weight": torch.ones(65)}))
+    change_tensors(
+        write_checkpoint(tmp_path), lambda tensors: tensors.update({"model.norm.weight": torch.ones(65)})
+    )
     with pytest.raises(CheckpointError, match=r"`model\.norm\.weight` is \[65\], the config says \[64\]"):
         load(tmp_path)
 
 
 def test_a_wrong_type_is_named(tmp_path: Path):
     change_tensors(
-        write_checkpoint(tmp_path), lambda tensors: tensors.update({"model.norm.weight": torch.ones(64, dtype=torch.int8)})
+        write_checkpoint(tmp_path),
+        lambda tensors: tensors.update({"model.norm.weight": torch.ones(64, dtype=torch.int8)}),
     )
     with pytest.raises(CheckpointError, match=r"`model\.norm\.weight` is of type I8"):
         load(tmp_path)
@@ -213,6 +240,8 @@ def test_no_weights_at_all(tmp_path: Path):
 
 @pytest.mark.parametrize("weight_map", [None, {}, "x"])
 def test_an_index_without_a_map(weight_map: Any, tmp_path: Path):
-    (write_checkpoint(tmp_path) / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    (write_checkpoint(tmp_path) / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": weight_map})
+    )
     with pytest.raises(CheckpointError, match="weight_map"):
         load(tmp_path)

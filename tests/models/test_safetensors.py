@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from foreword.errors import CheckpointError
-from foreword.models.mapped import MappedFile
+from foreword.models.mmap_file import MappedFile
 from foreword.models.safetensors import SafetensorsFile
 
 TENSORS = {
@@ -105,7 +105,9 @@ def test_a_size_that_is_not_the_shapes_is_refused(tmp_path: Path):
         SafetensorsFile(write(tmp_path / "x", header)).tensor("a")
 
 
-@pytest.mark.parametrize("content", [b"", b"abc", (1 << 60).to_bytes(8, "little"), (99).to_bytes(8, "little") + b"{}"])
+@pytest.mark.parametrize(
+    "content", [b"", b"abc", (1 << 60).to_bytes(8, "little"), (99).to_bytes(8, "little") + b"{}"]
+)
 def test_a_file_that_ends_too_early(tmp_path: Path, content: bytes):
     path = tmp_path / "x.safetensors"
     path.write_bytes(content)
@@ -120,7 +122,9 @@ def test_a_missing_file_is_named(tmp_path: Path):
 
 @settings(max_examples=300, deadline=None)
 @given(data=st.data())
-def test_no_flipped_byte_brings_the_reader_down(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject):
+def test_no_flipped_byte_brings_the_reader_down(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+):
     path = tmp_path_factory.mktemp("flipped") / "x.safetensors"
     save_file(TENSORS, path)
     content = bytearray(path.read_bytes())
@@ -129,7 +133,9 @@ def test_no_flipped_byte_brings_the_reader_down(tmp_path_factory: pytest.TempPat
     path.write_bytes(content[: data.draw(st.integers(0, len(content)))])
     try:
         found = SafetensorsFile(path)
-        sizes = [found.tensor(name).numel() for name, entry in found.entries.items() if entry.dtype_name != "I8"]
+        sizes = [
+            found.tensor(name).numel() for name, entry in found.entries.items() if entry.dtype_name != "I8"
+        ]
     except CheckpointError as error:
         assert "x.safetensors" in error.message
     else:

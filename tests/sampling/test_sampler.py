@@ -10,13 +10,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from foreword.core.events import TokenLogprob
-from foreword.core.rows import SampleRow
-from foreword.kernels.reference_sampling import ReferenceSampling
+from foreword.core.batch import SampleRow
+from foreword.core.outputs import TokenLogprob
+from foreword.kernels.reference.sampling import ReferenceSampling
 from foreword.kernels.registry import select_backend
-from foreword.sampling.sampler import NON_FINITE, ALL_MASKED, SamplerOutput, Sampler
-from tests.kernels import rows as kinds
-from tests.sampling.rows import EOS, JSON, NEVER_SAMPLED, VOCAB_SIZE, EveryThirdGrammar, make_row, make_state
+from foreword.sampling.sampler import ALL_MASKED, NON_FINITE, Sampler, SamplerOutput
+from tests.support import kernel_rows as kinds
+from tests.support.sample_rows import (
+    EOS,
+    JSON,
+    NEVER_SAMPLED,
+    VOCAB_SIZE,
+    EveryThirdGrammar,
+    make_row,
+    make_state,
+)
 
 PARAMS: tuple[dict[str, object], ...] = (
     {"temperature": 0.0},
@@ -32,7 +40,13 @@ PARAMS: tuple[dict[str, object], ...] = (
     {"allowed_token_ids": (1, 2, 8, 9), "bad_words_ids": ((8,), (1, 2))},
     {"typical_p": 0.6, "xtc_probability": 0.5, "xtc_threshold": 0.02},
     {"dry_multiplier": 3.0, "dry_allowed_length": 0, "dry_breakers": ((1,),), "temperature": 0.0},
-    {"dry_multiplier": 1.0, "dry_allowed_length": 1, "dry_penalty_last_n": 5, "top_n_sigma": 1.5, "logprob_token_ids": (4, 999)},
+    {
+        "dry_multiplier": 1.0,
+        "dry_allowed_length": 1,
+        "dry_penalty_last_n": 5,
+        "top_n_sigma": 1.5,
+        "logprob_token_ids": (4, 999),
+    },
 )
 
 
@@ -57,7 +71,9 @@ def line(sampled: SamplerOutput, r: int) -> tuple[int, TokenLogprob | None, int]
 @given(
     chosen=st.lists(
         st.tuples(
-            st.integers(0, len(PARAMS) - 1), st.lists(st.integers(0, 9), max_size=3), st.sampled_from(kinds.ROW_KINDS + kinds.NON_FINITE_KINDS)
+            st.integers(0, len(PARAMS) - 1),
+            st.lists(st.integers(0, 9), max_size=3),
+            st.sampled_from(kinds.ROW_KINDS + kinds.NON_FINITE_KINDS),
         ),
         min_size=1,
         max_size=7,
@@ -68,7 +84,9 @@ def line(sampled: SamplerOutput, r: int) -> tuple[int, TokenLogprob | None, int]
 def test_a_row_yields_the_same_alone_and_among_others(
     sampler: Sampler, chosen: list[tuple[int, list[int], str]], seed: int
 ) -> None:
-    values = torch.stack([kinds.make_row(kind, VOCAB_SIZE, seed + i) for i, (_, _, kind) in enumerate(chosen)])
+    values = torch.stack(
+        [kinds.make_row(kind, VOCAB_SIZE, seed + i) for i, (_, _, kind) in enumerate(chosen)]
+    )
     rows = [build(which, draft) for which, draft, _ in chosen]
     together = sampler(values.clone(), rows)
     for r, row in enumerate(rows):
@@ -89,7 +107,9 @@ def test_rows_of_a_request_equal_its_steps_one_by_one(sampler: Sampler) -> None:
 
 def test_logprobs_are_those_of_the_raw_distribution(sampler: Sampler) -> None:
     values = logits(1)
-    row = make_row(output=(9,), logprobs=4, temperature=0.3, top_k=2, logit_bias={17: 50.0}, repetition_penalty=2.0)
+    row = make_row(
+        output=(9,), logprobs=4, temperature=0.3, top_k=2, logit_bias={17: 50.0}, repetition_penalty=2.0
+    )
     (found,) = sampler(values.clone(), [row]).logprobs
     values[0, list(NEVER_SAMPLED)] = -torch.inf
     exact = torch.log_softmax(values.double(), 1)[0]
@@ -105,20 +125,29 @@ def test_logprobs_are_those_of_the_raw_distribution(sampler: Sampler) -> None:
 def test_log_probabilities_of_ids_that_were_asked_for(sampler: Sampler) -> None:
     """Of the raw distribution; an id that no token has, or that is beyond the vocabulary, is never sampled."""
     values = logits(2)
-    rows = [make_row(temperature=0.0, top_k=1, logprob_token_ids=(7, NEVER_SAMPLED[0], 10**6)), make_row(logprobs=1)]
+    rows = [
+        make_row(temperature=0.0, top_k=1, logprob_token_ids=(7, NEVER_SAMPLED[0], 10**6)),
+        make_row(logprobs=1),
+    ]
     asked, plain = sampler(values.clone(), rows).logprobs
     values[:, list(NEVER_SAMPLED)] = -torch.inf
     exact = torch.log_softmax(values.double(), 1)[0]
     assert asked is not None and plain is not None
     assert [token_id for token_id, _ in asked.requested] == [7, NEVER_SAMPLED[0], 10**6]
-    assert [value for _, value in asked.requested] == [pytest.approx(exact[7].item(), abs=1e-5), -math.inf, -math.inf]
+    assert [value for _, value in asked.requested] == [
+        pytest.approx(exact[7].item(), abs=1e-5),
+        -math.inf,
+        -math.inf,
+    ]
     assert (asked.top, plain.requested, len(plain.top)) == ((), (), 1)
 
 
 def test_ranks_of_ties_follow_the_id(sampler: Sampler) -> None:
     values = torch.zeros(1, VOCAB_SIZE)
     values[0, 100] = 1.0
-    rows = [make_row(logprobs=2, temperature=0.0, allowed_token_ids=(token_id,)) for token_id in (100, 0, 150)]
+    rows = [
+        make_row(logprobs=2, temperature=0.0, allowed_token_ids=(token_id,)) for token_id in (100, 0, 150)
+    ]
     found = sampler(values.repeat(3, 1), rows).logprobs
     assert [logprob.rank for logprob in found if logprob] == [1, 2, 151]
     assert all(logprob and [token_id for token_id, _ in logprob.top] == [100, 0] for logprob in found)
@@ -130,7 +159,9 @@ def test_prompt_logprobs_are_of_the_tokens_that_follow(sampler: Sampler) -> None
     values[:, list(NEVER_SAMPLED)] = -torch.inf
     exact = torch.log_softmax(values.double(), 1)
     assert [logprob.token_id for logprob in found] == [4, 250, 7]
-    assert [logprob.logprob for logprob in found] == pytest.approx(exact[[0, 1, 2], [4, 250, 7]].tolist(), abs=1e-5)
+    assert [logprob.logprob for logprob in found] == pytest.approx(
+        exact[[0, 1, 2], [4, 250, 7]].tolist(), abs=1e-5
+    )
     assert [logprob.top[0][0] for logprob in found] == exact.argmax(1).tolist()
     assert all(len(logprob.top) == 2 for logprob in found)
 
@@ -148,7 +179,10 @@ def test_ids_that_no_token_has_are_never_sampled(sampler: Sampler) -> None:
     sampled = sampler(values, [make_row(temperature=0.0, logprobs=1), make_row(logprobs=1)])
     assert sampled.token_ids[0] == 0
     assert sampled.token_ids[1] not in NEVER_SAMPLED
-    assert all(logprob and logprob.top[0] == (0, pytest.approx(-math.log(VOCAB_SIZE - 2))) for logprob in sampled.logprobs)
+    assert all(
+        logprob and logprob.top[0] == (0, pytest.approx(-math.log(VOCAB_SIZE - 2)))
+        for logprob in sampled.logprobs
+    )
 
 
 @pytest.mark.parametrize(
@@ -156,7 +190,11 @@ def test_ids_that_no_token_has_are_never_sampled(sampler: Sampler) -> None:
     [
         ({"allowed_token_ids": (EOS,), "min_tokens": 5}, "plain", ALL_MASKED),
         ({"allowed_token_ids": (3,), "bad_words_ids": ((3,),), "temperature": 0.0}, "few", ALL_MASKED),
-        ({"structured": JSON, "grammar": EveryThirdGrammar(0), "allowed_token_ids": (1, 2, 4)}, "plain", ALL_MASKED),
+        (
+            {"structured": JSON, "grammar": EveryThirdGrammar(0), "allowed_token_ids": (1, 2, 4)},
+            "plain",
+            ALL_MASKED,
+        ),
         *[(params, kind, NON_FINITE) for params in PARAMS for kind in kinds.NON_FINITE_KINDS],
     ],
 )
@@ -175,16 +213,23 @@ def test_hashes_tell_rows_apart_by_a_bit(sampler: Sampler) -> None:
     values[2, 5] = values[2, 5].nextafter(torch.tensor(9.0))
     hashes = sampler(values, [make_row(), make_row(top_k=3), make_row()]).logits_hashes
     assert hashes[0] == hashes[1] != hashes[2]
-    assert Sampler(select_backend("cpu"), VOCAB_SIZE, NEVER_SAMPLED)(logits(1), [make_row()]).logits_hashes == []
+    assert (
+        Sampler(select_backend("cpu"), VOCAB_SIZE, NEVER_SAMPLED)(logits(1), [make_row()]).logits_hashes == []
+    )
 
 
 def test_a_seed_has_64_bits(sampler: Sampler) -> None:
     flat = torch.zeros(1, VOCAB_SIZE)
-    tokens = {seed: sampler(flat.clone(), [make_row(seed=seed)]).token_ids[0] for seed in (0, 1, 2**32, 2**63, 2**64 - 1)}
+    tokens = {
+        seed: sampler(flat.clone(), [make_row(seed=seed)]).token_ids[0]
+        for seed in (0, 1, 2**32, 2**63, 2**64 - 1)
+    }
     assert len(set(tokens.values())) == len(tokens)
 
 
-@pytest.mark.parametrize("params", [{"temperature": 0.5}, {"top_k": 4}, {"top_p": 0.7}, {"min_p": 0.2}], ids=str)
+@pytest.mark.parametrize(
+    "params", [{"temperature": 0.5}, {"top_k": 4}, {"top_p": 0.7}, {"min_p": 0.2}], ids=str
+)
 def test_frequencies_are_those_of_the_filtered_softmax(params: dict[str, float]) -> None:
     """Chi-square over positions; with at most 7 degrees of freedom, 29.9 is exceeded once in 10,000 tries."""
     values = torch.full((VOCAB_SIZE,), -torch.inf)

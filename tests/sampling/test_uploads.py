@@ -6,21 +6,38 @@ from typing import Any
 import pytest
 import torch
 
-from foreword.core.rows import SampleRow
-from foreword.kernels.reference_sampling import ReferenceSampling
+from foreword.core.batch import SampleRow
+from foreword.kernels.reference.sampling import ReferenceSampling
 from foreword.kernels.triton.sampling import TritonSampling
-from foreword.sampling.sampler import NON_FINITE, ALL_MASKED, Sampler
-from tests.device import DEVICE
-from tests.pretend_cuda import FakeCuda
-from tests.sampling.rows import JSON, NEVER_SAMPLED, VOCAB_SIZE, EveryThirdGrammar, make_row
+from foreword.sampling.sampler import ALL_MASKED, NON_FINITE, Sampler
+from tests.support.device import DEVICE
+from tests.support.fake_cuda import FakeCuda
+from tests.support.sample_rows import JSON, NEVER_SAMPLED, VOCAB_SIZE, EveryThirdGrammar, make_row
 
 pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="there is a real GPU")
 
 CUDA = torch.device("cuda")
 ONCE = {"upload": 1, "look": 1}
-MASKS: dict[str, Any] = {"structured": JSON, "grammar": EveryThirdGrammar(0, free=(1,)), "bad_words_ids": ((3,),), "min_tokens": 9}
-FILTERS = {"temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_p": 0.01, "xtc_probability": 0.5, "xtc_threshold": 0.1}
-PENALTIES = {"repetition_penalty": 1.2, "presence_penalty": 0.5, "logit_bias": {5: 1.0}, "dry_multiplier": 1.0}
+MASKS: dict[str, Any] = {
+    "structured": JSON,
+    "grammar": EveryThirdGrammar(0, free=(1,)),
+    "bad_words_ids": ((3,),),
+    "min_tokens": 9,
+}
+FILTERS = {
+    "temperature": 0.7,
+    "top_k": 5,
+    "top_p": 0.9,
+    "min_p": 0.01,
+    "xtc_probability": 0.5,
+    "xtc_threshold": 0.1,
+}
+PENALTIES = {
+    "repetition_penalty": 1.2,
+    "presence_penalty": 0.5,
+    "logit_bias": {5: 1.0},
+    "dry_multiplier": 1.0,
+}
 
 
 @pytest.mark.parametrize(
@@ -29,7 +46,10 @@ PENALTIES = {"repetition_penalty": 1.2, "presence_penalty": 0.5, "logit_bias": {
         [make_row(temperature=0.0)],
         [make_row(temperature=0.0), make_row(draft=(7, 8), **FILTERS)],
         [make_row(draft=(1,) * n, temperature=0.0, **MASKS) for n in range(2)],
-        [make_row(output=(9, 6, 9), **PENALTIES, temperature=0.7), make_row(output=(5, 6, 5, 6, 5), **PENALTIES)],
+        [
+            make_row(output=(9, 6, 9), **PENALTIES, temperature=0.7),
+            make_row(output=(5, 6, 5, 6, 5), **PENALTIES),
+        ],
     ],
     ids=["greedy", "filters", "masks", "penalties"],
 )
@@ -44,7 +64,9 @@ def test_a_step_is_one_copy_and_one_wait(rows: Sequence[SampleRow]) -> None:
         with gpu.count_calls() as counts:
             token_ids = sampler(there, rows).token_ids
         assert token_ids == expected
-        assert {name: counts[name] for name in ("upload", "look", "blocking upload", "download") if counts[name]} == ONCE
+        assert {
+            name: counts[name] for name in ("upload", "look", "blocking upload", "download") if counts[name]
+        } == ONCE
         assert not gpu.refused
 
 
@@ -55,6 +77,14 @@ def test_a_row_that_is_masked_throughout_is_told_from_a_broken_one() -> None:
     logits[2, 70] = torch.nan
     logits[3, :64] = -torch.inf
     expected = [ALL_MASKED, NON_FINITE, NON_FINITE, ALL_MASKED]
-    assert Sampler(ReferenceSampling(), VOCAB_SIZE, NEVER_SAMPLED)(logits.clone(), [row] * 4).token_ids == expected
+    assert (
+        Sampler(ReferenceSampling(), VOCAB_SIZE, NEVER_SAMPLED)(logits.clone(), [row] * 4).token_ids
+        == expected
+    )
     with FakeCuda():
-        assert Sampler(TritonSampling(), VOCAB_SIZE, NEVER_SAMPLED)(logits.to(CUDA, copy=True), [row] * 4).token_ids == expected
+        assert (
+            Sampler(TritonSampling(), VOCAB_SIZE, NEVER_SAMPLED)(
+                logits.to(CUDA, copy=True), [row] * 4
+            ).token_ids
+            == expected
+        )

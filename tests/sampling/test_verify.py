@@ -10,7 +10,9 @@ IDS = st.integers(0, 2)
 
 @given(
     st.lists(IDS, max_size=8).flatmap(
-        lambda draft: st.tuples(st.just(draft), st.lists(IDS, min_size=len(draft) + 1, max_size=len(draft) + 1))
+        lambda draft: st.tuples(
+            st.just(draft), st.lists(IDS, min_size=len(draft) + 1, max_size=len(draft) + 1)
+        )
     )
 )
 def test_tokens_are_emitted_while_the_draft_equals_the_sample(case: tuple[list[int], list[int]]) -> None:

@@ -34,17 +34,24 @@ def _draw(pen: ImageDraw.ImageDraw, thing: Thing, scene: Scene) -> None:
     cosine, sine = math.cos(math.radians(thing.turn)), math.sin(math.radians(thing.turn))
 
     def placed(points: Sequence[Point]) -> list[Point]:
-        return [(centre[0] + radius * (x * cosine - y * sine), centre[1] + radius * (x * sine + y * cosine)) for x, y in points]
+        return [
+            (centre[0] + radius * (x * cosine - y * sine), centre[1] + radius * (x * sine + y * cosine))
+            for x, y in points
+        ]
 
     if thing.name.isdigit():
-        _strokes(pen, [placed(stroke) for stroke in _DIGITS[thing.name]], 2 * radius * thing.weight, thing.rgb)
+        _strokes(
+            pen, [placed(stroke) for stroke in _DIGITS[thing.name]], 2 * radius * thing.weight, thing.rgb
+        )
         return
     pen.polygon(placed(_SHAPES[thing.name]()), fill=thing.rgb)
     if thing.name == "ring":
         pen.polygon(placed([(_HOLE * x, _HOLE * y) for x, y in _round()]), fill=scene.background)
 
 
-def _strokes(pen: ImageDraw.ImageDraw, strokes: list[list[Point]], width: float, rgb: tuple[int, int, int]) -> None:
+def _strokes(
+    pen: ImageDraw.ImageDraw, strokes: list[list[Point]], width: float, rgb: tuple[int, int, int]
+) -> None:
     """Lines with round ends and corners."""
     half = width / 2
     for stroke in strokes:
@@ -68,11 +75,18 @@ def _star() -> list[Point]:
     """Five corners, the first up."""
     angles = [math.radians(36 * corner - 90) for corner in range(10)]
     radii = [1.0, _WAIST] * 5
-    return [(radius * math.cos(angle), radius * math.sin(angle)) for radius, angle in zip(radii, angles, strict=True)]
+    return [
+        (radius * math.cos(angle), radius * math.sin(angle))
+        for radius, angle in zip(radii, angles, strict=True)
+    ]
 
 
 def _cross() -> list[Point]:
-    quarter = [(_ARM, -_ARM), (1.0, -_ARM), (1.0, _ARM)]  # the right arm, clockwise; the others are this one turned
+    quarter = [
+        (_ARM, -_ARM),
+        (1.0, -_ARM),
+        (1.0, _ARM),
+    ]  # the right arm, clockwise; the others are this one turned
     turns: list[Callable[[float, float], Point]] = [
         lambda x, y: (x, y),
         lambda x, y: (-y, x),

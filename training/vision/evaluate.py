@@ -33,7 +33,9 @@ def messages(case: Case) -> list[dict[str, object]]:
     return [{"role": "user", "content": parts}]
 
 
-def generate_answers(llm: LLM, cases: list[Case], params: SamplingParams, note: str) -> Iterator[tuple[Case, RequestOutput]]:
+def generate_answers(
+    llm: LLM, cases: list[Case], params: SamplingParams, note: str
+) -> Iterator[tuple[Case, RequestOutput]]:
     """The cases with their answers, some at once."""
     for part in track([cases[at : at + _AT_ONCE] for at in range(0, len(cases), _AT_ONCE)], note):
         yield from zip(part, llm.chat([messages(one) for one in part], params), strict=True)
@@ -83,19 +85,27 @@ def measure_acceptance(cases: list[Case], params: SamplingParams) -> dict[str, i
 
 def main() -> None:
     """Measure, print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--cases", type=int, default=2000)
     parser.add_argument("--sampled", type=int, default=100)
     args = parser.parse_args()
     llm = LLM("demo-vision", speculate="off")
     shares = accuracy(llm, cases(args.cases))
     right, different = count_phrasings(llm, cases(args.sampled))
-    drafted = {name: measure_acceptance(cases(args.sampled), params) for name, params in (("greedy", GREEDY), ("sampled", SAMPLED))}
+    drafted = {
+        name: measure_acceptance(cases(args.sampled), params)
+        for name, params in (("greedy", GREEDY), ("sampled", SAMPLED))
+    }
     table = Table("", "cases", "right", title="greedy")
     for name, (good, count) in shares.items():
         table.add_row(name, str(count), f"{good / count:.1%}")
     Console().print(table)
-    figures = {"right_of_8": sorted(Counter(right).items()), "different_of_8": sorted(Counter(different).items())}
+    figures = {
+        "right_of_8": sorted(Counter(right).items()),
+        "different_of_8": sorted(Counter(different).items()),
+    }
     print(json.dumps({"right": shares, **figures, "drafter": drafted}))
 
 

@@ -8,7 +8,13 @@ import torch
 import torch.nn.functional as F
 from tokenizers import AddedToken, Tokenizer
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM, LlavaConfig, LlavaForConditionalGeneration, SiglipVisionConfig
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    SiglipVisionConfig,
+)
 
 from training.corpus import END, SPECIAL
 from training.tokenizer import MAX_LENGTH
@@ -19,7 +25,12 @@ VOCABULARY: Final[int] = 1552  # the tokenizer's 1537, then rows that no token h
 _END_ID: Final[int] = SPECIAL.index(END)
 # (hidden size, intermediate size, layers, query heads, key and value heads)
 TEXT: Final = {"target": (192, 384, 3, 6, 2), "drafter": (64, 128, 2, 2, 1)}
-TOWER: Final = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 3, "num_attention_heads": 4}
+TOWER: Final = {
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+}
 Model = LlavaForConditionalGeneration | LlamaForCausalLM
 
 # Pictures come first, wherever a message has them: so the model learned it.
@@ -105,12 +116,16 @@ class VisionTrainingModel(nn.Module):
     def patch_loss(self, image_features: Tensor, patches: PatchLabels) -> Tensor:
         """Return the loss of the heads: the sum over what they tell, each a mean over patches."""
         losses = [
-            F.cross_entropy(head(image_features).float().flatten(0, 1), torch.from_numpy(getattr(patches, name)).flatten())
+            F.cross_entropy(
+                head(image_features).float().flatten(0, 1), torch.from_numpy(getattr(patches, name)).flatten()
+            )
             for name, head in self.heads.items()
         ]
         return torch.stack(losses).sum()
 
-    def hidden(self, tokens: Tensor, positions: Tensor, mask: Tensor, image_features: Tensor | None) -> Tensor:
+    def hidden(
+        self, tokens: Tensor, positions: Tensor, mask: Tensor, image_features: Tensor | None
+    ) -> Tensor:
         """Return the last hidden states [B, L, W]; features stand in for the placeholders, which come second in a row.
 
         mask  bool [B, 1, L, L]
@@ -137,7 +152,9 @@ def export(state: dict[str, Tensor], role: str, folder: Path, tokenizer: Tokeniz
     # transformers 5 nests this under rope_parameters; other readers look for it here.
     text["rope_theta"] = text["rope_parameters"]["rope_theta"]
     _write(folder / "config.json", config)
-    _write(folder / "generation_config.json", {"do_sample": False, "eos_token_id": _END_ID, "pad_token_id": 0})
+    _write(
+        folder / "generation_config.json", {"do_sample": False, "eos_token_id": _END_ID, "pad_token_id": 0}
+    )
     tokenizer.save(str(folder / "tokenizer.json"))
     _write(folder / "tokenizer_config.json", _TOKENIZER)
     (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")

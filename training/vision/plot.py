@@ -25,7 +25,11 @@ def smooth(values: list[float]) -> list[float]:
 def draw(run: Path, target: Path) -> None:
     """Plot what the tower tells of patches, and the loss of answers, over the pictures seen."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.6), constrained_layout=True)
-    for axes, role, field in ((left, "target", "told"), (right, "target", "loss"), (right, "drafter", "loss")):
+    for axes, role, field in (
+        (left, "target", "told"),
+        (right, "target", "loss"),
+        (right, "drafter", "loss"),
+    ):
         lines = [line for line in read(run / f"{role}.jsonl") if field in line]
         thousands = [line["pictures"] / 1e3 for line in lines]
         axes.plot(thousands, smooth([line[field] for line in lines]), label=role)

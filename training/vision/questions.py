@@ -50,7 +50,9 @@ def ask_pair(rng: Random, scene: Scene) -> QuestionAnswer:
 
 def ask_blind(rng: Random, scene: Scene) -> QuestionAnswer:
     """Return a question about a picture that is not there."""
-    return QuestionAnswer("no picture", ask(rng, scene).question, rng.choice(_BLIND), Truth(frozenset({"nothing shown"})))
+    return QuestionAnswer(
+        "no picture", ask(rng, scene).question, rng.choice(_BLIND), Truth(frozenset({"nothing shown"}))
+    )
 
 
 def _truth(*must: str, may: tuple[str, ...] = (), paired: bool = False) -> Truth:
@@ -89,30 +91,50 @@ def _what(rng: Random, scene: Scene) -> QuestionAnswer:
         answer = _pick(rng, _SHOWN_MANY, it=words)
         return QuestionAnswer("what", question, answer, _truth(first.colour, first.name, str(count)))
     if scene.kind == "digit":
-        answer = _pick(rng, _SHOWN_DIGIT, digit=first.name, colour=first.colour, it=_article(f"{first.colour} {first.name}"))
+        answer = _pick(
+            rng,
+            _SHOWN_DIGIT,
+            digit=first.name,
+            colour=first.colour,
+            it=_article(f"{first.colour} {first.name}"),
+        )
         return QuestionAnswer("what", question, answer, _truth(first.colour, first.name))
     answer = _pick(rng, _SHOWN, it=" and ".join(_article(f"{one.colour} {one.name}") for one in scene.things))
     if scene.kind == "one":
         return QuestionAnswer("what", question, answer, _truth(first.colour, first.name, may=("1",)))
-    return QuestionAnswer("what", question, answer, _truth(*(f"{one.colour} {one.name}" for one in scene.things), paired=True))
+    return QuestionAnswer(
+        "what", question, answer, _truth(*(f"{one.colour} {one.name}" for one in scene.things), paired=True)
+    )
 
 
 def _colour(rng: Random, scene: Scene) -> QuestionAnswer:
     thing = rng.choice(scene.things)
     several, name = scene.kind == "many", _subject(scene, thing)
-    question = _pick(rng, _COLOUR, name=name, verb="are" if several else "is", have="do" if several else "does")
+    question = _pick(
+        rng, _COLOUR, name=name, verb="are" if several else "is", have="do" if several else "does"
+    )
     answer = _pick(rng, _COLOURED_MANY if several else _COLOURED, name=name, colour=thing.colour)
-    return QuestionAnswer("colour", question, answer, _truth(thing.colour, may=(thing.name, str(len(scene.things)))))
+    return QuestionAnswer(
+        "colour", question, answer, _truth(thing.colour, may=(thing.name, str(len(scene.things))))
+    )
 
 
 def _shape(rng: Random, scene: Scene) -> QuestionAnswer:
     thing = rng.choice(scene.things)
     phrasings = _SHAPE_OF if scene.kind == "two" else _SHAPE + _SHAPE_OF
     several = scene.kind == "many"
-    question = _pick(rng, phrasings, colour=thing.colour, thing="things" if several else "thing", verb="are" if several else "is")
+    question = _pick(
+        rng,
+        phrasings,
+        colour=thing.colour,
+        thing="things" if several else "thing",
+        verb="are" if several else "is",
+    )
     words = _plural(thing.name) if several else _article(thing.name)
     answer = _pick(rng, _SHAPED_MANY if several else _SHAPED, it=words)
-    return QuestionAnswer("shape", question, answer, _truth(thing.name, may=(thing.colour, str(len(scene.things)))))
+    return QuestionAnswer(
+        "shape", question, answer, _truth(thing.name, may=(thing.colour, str(len(scene.things))))
+    )
 
 
 def _count(rng: Random, scene: Scene) -> QuestionAnswer:
@@ -124,7 +146,9 @@ def _count(rng: Random, scene: Scene) -> QuestionAnswer:
         question = _pick(rng, _COUNT, names=rng.choice((names, f"{thing.colour} {names}")))
         counted = names if count > 1 else thing.name
     number = NUMBERS[count]
-    answer = _pick(rng, _COUNTED, number=number, digit=str(count), counted=counted, verb="are" if count > 1 else "is")
+    answer = _pick(
+        rng, _COUNTED, number=number, digit=str(count), counted=counted, verb="are" if count > 1 else "is"
+    )
     return QuestionAnswer("count", question, answer, _truth(str(count), may=(thing.colour, thing.name)))
 
 
@@ -175,7 +199,14 @@ _WHAT: Final = (
     "What is this?",
     "What can you see in this image?",
 )
-_SHOWN: Final = ("{it}.", "There is {it}.", "I see {it}.", "The picture shows {it}.", "You can see {it}.", "This is {it}.")
+_SHOWN: Final = (
+    "{it}.",
+    "There is {it}.",
+    "I see {it}.",
+    "The picture shows {it}.",
+    "You can see {it}.",
+    "This is {it}.",
+)
 _SHOWN_MANY: Final = (
     "{it}.",
     "There are {it}.",
@@ -259,7 +290,14 @@ _DIGIT: Final = (
     "Read the digit.",
     "What number is this?",
 )
-_READ: Final = ("{digit}.", "It is {it}.", "The digit is {digit}.", "I see {it}.", "That is {it}.", "I read {it}.")
+_READ: Final = (
+    "{digit}.",
+    "It is {it}.",
+    "The digit is {digit}.",
+    "I see {it}.",
+    "That is {it}.",
+    "I read {it}.",
+)
 _IS_THERE: Final = (
     "Is there {it}?",
     "Is there {it} in the picture?",

@@ -31,7 +31,10 @@ NAMES: Final[tuple[str, ...]] = (*SHAPES, *DIGITS)
 _PAD, _END, _, _USER, _ASSISTANT = range(len(SPECIAL))
 IMAGE_ID: Final[int] = 1536  # behind the vocabulary of the text model
 Ask = Callable[[Random, Scene], QuestionAnswer]
-_BLIND, _NEXT_TURN = 0.04, 0.25  # shares of conversations without a picture, and of answers that another question follows
+_BLIND, _NEXT_TURN = (
+    0.04,
+    0.25,
+)  # shares of conversations without a picture, and of answers that another question follows
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +81,14 @@ def resize(image: Image.Image) -> NDArray[np.uint8]:
     return np.asarray(image.convert("RGB").resize((SIDE, SIDE), Image.Resampling.BICUBIC)).transpose(2, 0, 1)
 
 
-def draw_rows(tokenizer: Tokenizer, rng: Random, count: int, num_extra_images: int = 0, pair_share: float = 0.0, num_placeholders: int = NUM_PATCHES) -> Rows:
+def draw_rows(
+    tokenizer: Tokenizer,
+    rng: Random,
+    count: int,
+    num_extra_images: int = 0,
+    pair_share: float = 0.0,
+    num_placeholders: int = NUM_PATCHES,
+) -> Rows:
     """Return so many rows, and so many pictures more.
 
     pairs  share of the rows that ask mostly for the colour of one of two things
@@ -88,16 +98,36 @@ def draw_rows(tokenizer: Tokenizer, rng: Random, count: int, num_extra_images: i
     scenes = [draw_scene(rng, "two" if pair else None) for pair in drilled + [False] * num_extra_images]
     pixels = np.stack([resize(draw_image(scene)) for scene in scenes])
     tokens, positions = np.zeros((2, count, LENGTH), dtype=np.int64)
-    talks, labels = np.full((count, LENGTH), -1, dtype=np.int32), np.full((count, LENGTH), -100, dtype=np.int64)
+    talks, labels = (
+        np.full((count, LENGTH), -1, dtype=np.int32),
+        np.full((count, LENGTH), -100, dtype=np.int64),
+    )
     for row, (scene, pair) in enumerate(zip(scenes, drilled, strict=False)):
         tokens[row, : 1 + num_placeholders] = [_USER, *[IMAGE_ID] * num_placeholders]
-        positions[row, : 1 + num_placeholders], talks[row, : 1 + num_placeholders] = np.arange(1 + num_placeholders), 0
+        positions[row, : 1 + num_placeholders], talks[row, : 1 + num_placeholders] = (
+            np.arange(1 + num_placeholders),
+            0,
+        )
         about = ask_pair if pair else ask
-        _fill(tokenizer, rng, scene, about, (tokens[row], positions[row], talks[row], labels[row]), 1 + num_placeholders)
+        _fill(
+            tokenizer,
+            rng,
+            scene,
+            about,
+            (tokens[row], positions[row], talks[row], labels[row]),
+            1 + num_placeholders,
+        )
     return Rows(pixels, tokens, positions, talks, labels, patch_labels(scenes))
 
 
-def _fill(tokenizer: Tokenizer, rng: Random, scene: Scene, about: Ask, row: tuple[NDArray[np.integer], ...], prefix: int) -> None:
+def _fill(
+    tokenizer: Tokenizer,
+    rng: Random,
+    scene: Scene,
+    about: Ask,
+    row: tuple[NDArray[np.integer], ...],
+    prefix: int,
+) -> None:
     """Write conversations behind the picture until one does not fit."""
     tokens, positions, talks, labels = row
     at, number = prefix, 1
@@ -144,8 +174,12 @@ def patch_labels(scenes: list[Scene]) -> PatchLabels:
         distance = np.hypot(across, down).reshape(len(places), -1)  # [things, P]
         nearest = distance.argmin(0)
         inside = distance.min(0) < scene.first.radius + 0.5 / GRID
-        names[row] = np.where(inside, np.array([NAMES.index(one.name) for one in scene.things])[nearest], -100)
-        colours[row] = np.where(inside, np.array([list(COLOURS).index(one.colour) for one in scene.things])[nearest], -100)
+        names[row] = np.where(
+            inside, np.array([NAMES.index(one.name) for one in scene.things])[nearest], -100
+        )
+        colours[row] = np.where(
+            inside, np.array([list(COLOURS).index(one.colour) for one in scene.things])[nearest], -100
+        )
         counts[row] = np.where(inside, len(places) - 1, -100)
         centres[row, (places[:, 1] * GRID).astype(int) * GRID + (places[:, 0] * GRID).astype(int)] = 1
     return PatchLabels(names, colours, counts, centres)

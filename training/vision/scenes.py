@@ -106,7 +106,9 @@ def _looks(rng: Random, kind: str, unseen: bool) -> list[tuple[str, str]]:
             return [look] * (rng.randint(2, MAX_COUNT) if kind == "many" else 1)
 
 
-def _places(rng: Random, count: int, size: float, across: float, down: float) -> list[tuple[float, float]] | None:
+def _places(
+    rng: Random, count: int, size: float, across: float, down: float
+) -> list[tuple[float, float]] | None:
     """Centres that keep things apart and inside; None where some attempts found none. Two stand clearly side by side."""
     centres: list[tuple[float, float]] = []
     for _ in range(60):

@@ -115,7 +115,11 @@ class Run:
     def losses(self, rows: Rows) -> tuple[Tensor, dict[str, float]]:
         """Return the loss of a step, and figures for the log."""
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            seen = self.training_model.encode_image(torch.from_numpy(rows.pixels)) if self.role == "target" else None
+            seen = (
+                self.training_model.encode_image(torch.from_numpy(rows.pixels))
+                if self.role == "target"
+                else None
+            )
             told = self.training_model.patch_loss(seen, rows.patches) if seen is not None else torch.zeros(())
             if not rows.has_text:
                 return told, {"told": told.item()}
@@ -124,7 +128,10 @@ class Run:
             answers = labels[learned]
             tokens, positions = torch.from_numpy(rows.tokens), torch.from_numpy(rows.positions)
             hidden = self.training_model.hidden(
-                tokens, positions, attention_mask(torch.from_numpy(rows.conversation_ids)), None if seen is None else seen[: len(tokens)]
+                tokens,
+                positions,
+                attention_mask(torch.from_numpy(rows.conversation_ids)),
+                None if seen is None else seen[: len(tokens)],
             )
             logits = self.training_model.model.lm_head(hidden[learned]).float()
         said = F.cross_entropy(logits, answers, reduction="none")
@@ -169,7 +176,12 @@ def train(run: Run, minutes: float, steps: int | None) -> None:
             run.pictures += len(rows.pixels)
             run.elapsed_s += time.monotonic() - began
             if run.step % 10 == 0:
-                clock = {"step": run.step, "pictures": run.pictures, "s": round(run.elapsed_s), "progress": round(progress, 4)}
+                clock = {
+                    "step": run.step,
+                    "pictures": run.pictures,
+                    "s": round(run.elapsed_s),
+                    "progress": round(progress, 4),
+                }
                 line = json.dumps(clock | {name: round(value, 4) for name, value in figures.items()})
                 print(line, file=log, flush=True)
                 print(line, flush=True)
@@ -180,19 +192,27 @@ def train(run: Run, minutes: float, steps: int | None) -> None:
 
 def main() -> None:
     """Read the command line and train."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("role", choices=("target", "drafter"))
     parser.add_argument("run", type=Path)
     parser.add_argument("--minutes", type=float, default=65.0)
     parser.add_argument("--steps", type=int)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--export", type=Path, help="write the running mean of the last checkpoint here, train nothing")
+    parser.add_argument(
+        "--export", type=Path, help="write the running mean of the last checkpoint here, train nothing"
+    )
     args = parser.parse_args()
     args.run.mkdir(parents=True, exist_ok=True)
     run = Run(args.role, args.run, args.seed)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     if args.export:
-        state = {name.removeprefix("model."): tensor for name, tensor in run.mean.items() if name.startswith("model.")}
+        state = {
+            name.removeprefix("model."): tensor
+            for name, tensor in run.mean.items()
+            if name.startswith("model.")
+        }
         export(state, args.role, args.export, run.tokenizer)
     else:
         train(run, args.minutes, args.steps)

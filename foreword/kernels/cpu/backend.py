@@ -10,15 +10,25 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from foreword.core.batch import Batch, Chunk, build_batch
-from foreword.core.kv import KVLayer
-from foreword.kernels.composed import UnfusedOps
-from foreword.kernels.cpu.library import DTYPE_IDS, Instruction, DraftArgs, ProgramInputs, KVPointers, Opcode, Operand, AddressSpace, RopeTable, supported_isas, load_library
+from foreword.core.batch import Batch, Chunk, KVLayer, build_batch
+from foreword.kernels.cpu.library import (
+    DTYPE_IDS,
+    AddressSpace,
+    DraftArgs,
+    Instruction,
+    KVPointers,
+    Opcode,
+    Operand,
+    ProgramInputs,
+    RopeTable,
+    load_library,
+    supported_isas,
+)
 from foreword.kernels.cpu.packing import CpuLinear, Packer
-from foreword.kernels.cpu.recording import TRACE_ROWS, TRACE_SAMPLED, Program, ProgramBuilder, build_inputs
+from foreword.kernels.cpu.program import TRACE_ROWS, TRACE_SAMPLED, Program, ProgramBuilder, build_inputs
 from foreword.kernels.cpu.sampling import NativeSampling
-from foreword.kernels.ops import MRopeSections, Matrix
-from foreword.kernels.reference import cu_seqlens_to_lens
+from foreword.kernels.ops import Matrix, MRopeSections, UnfusedOps
+from foreword.kernels.reference.backend import cu_seqlens_to_lens
 
 __all__ = ["CpuOps"]
 
@@ -64,11 +74,15 @@ class CpuOps(NativeSampling, UnfusedOps):
         finally:
             self._builder = None
 
-    def pack_linear(self, parts: Sequence[Matrix], weight_format: str, bias: Tensor | None = None) -> CpuLinear:
+    def pack_linear(
+        self, parts: Sequence[Matrix], weight_format: str, bias: Tensor | None = None
+    ) -> CpuLinear:
         """See CpuLinear."""
         return self._packer.pack(parts, weight_format, bias)
 
-    def linear(self, x: Tensor, weight: CpuLinear, dtype: torch.dtype | None = None, add_to: Tensor | None = None) -> Tensor:
+    def linear(
+        self, x: Tensor, weight: CpuLinear, dtype: torch.dtype | None = None, add_to: Tensor | None = None
+    ) -> Tensor:
         """x [T, K] -> [T, N]"""
         out = torch.empty(x.shape[0], weight.out_features, dtype=dtype or x.dtype)
         for piece in weight.blocks:
@@ -76,11 +90,15 @@ class CpuOps(NativeSampling, UnfusedOps):
             self._execute(Opcode.LINEAR, (x,), columns, target=piece.weight, keep_alive=piece)
         return out if add_to is None else self.add(add_to, out)
 
-    def embedding(self, token_ids: Tensor, weight: CpuLinear, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
+    def embedding(
+        self, token_ids: Tensor, weight: CpuLinear, dtype: torch.dtype, scale: float = 1.0
+    ) -> Tensor:
         """ids [T] -> [T, H]"""
         (piece,) = weight.blocks
         out = torch.empty(token_ids.shape[0], weight.in_features, dtype=dtype)
-        return self._execute(Opcode.EMBEDDING, (token_ids,), out, target=piece.weight, keep_alive=piece, scalars=(scale,))
+        return self._execute(
+            Opcode.EMBEDDING, (token_ids,), out, target=piece.weight, keep_alive=piece, scalars=(scale,)
+        )
 
     def add(self, a: Tensor, b: Tensor) -> Tensor:
         return self._execute(Opcode.ADD, (a, b), torch.empty(a.shape, dtype=a.dtype), sizes=(a[0].numel(),))
@@ -101,18 +119,32 @@ class CpuOps(NativeSampling, UnfusedOps):
         width = x.shape[-1]
         out = torch.empty(x.shape, dtype=x.dtype)
         sizes = (x[0].numel() // width, width)
-        return self._execute(Opcode.RMS_NORM, (x,), out, target=weight.data_ptr(), keep_alive=weight, sizes=sizes, scalars=(eps,))
+        return self._execute(
+            Opcode.RMS_NORM,
+            (x,),
+            out,
+            target=weight.data_ptr(),
+            keep_alive=weight,
+            sizes=sizes,
+            scalars=(eps,),
+        )
 
-    def rope(self, x: Tensor, cos_sin: Tensor, positions: Tensor, mrope_sections: MRopeSections | None = None) -> Tensor:
+    def rope(
+        self, x: Tensor, cos_sin: Tensor, positions: Tensor, mrope_sections: MRopeSections | None = None
+    ) -> Tensor:
         """x [T, heads, D] -> the same"""
         assert cos_sin.dtype == torch.float32 and cos_sin.is_contiguous()
         assert positions.dtype == torch.int64 and positions.dim() == (1 if mrope_sections is None else 2)
         directions = None if mrope_sections is None else _axes_array(mrope_sections)
         assert directions is None or len(directions) == cos_sin.shape[1] // 2, "an angle without a direction"
-        turns = RopeTable(cos_sin.data_ptr(), ctypes.cast(directions, ctypes.c_void_p) if directions else None)
+        turns = RopeTable(
+            cos_sin.data_ptr(), ctypes.cast(directions, ctypes.c_void_p) if directions else None
+        )
         out = torch.empty(x.shape, dtype=x.dtype)
         sizes = (x.shape[1], x.shape[2], cos_sin.shape[1])
-        return self._execute(Opcode.ROPE, (x, positions), out, target=turns, keep_alive=(cos_sin, directions), sizes=sizes)
+        return self._execute(
+            Opcode.ROPE, (x, positions), out, target=turns, keep_alive=(cos_sin, directions), sizes=sizes
+        )
 
     def gated_act(self, gate_up: Tensor, activation: str) -> Tensor:
         """[T, 2I] -> [T, I]"""
@@ -150,7 +182,13 @@ class CpuOps(NativeSampling, UnfusedOps):
         )
 
     def varlen_attention(
-        self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Sequence[int], cu_seqlens_k: Sequence[int], scale: float
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cu_seqlens_q: Sequence[int],
+        cu_seqlens_k: Sequence[int],
+        scale: float,
     ) -> Tensor:
         """q [N, heads, D], k and v [M, heads, D] -> [N, heads, D]: requests whose cache is k and v, one row a block, and whose
         rows all stand at the last position."""
@@ -159,7 +197,16 @@ class CpuOps(NativeSampling, UnfusedOps):
         first, lengths = torch.tensor(cu_seqlens_k[:-1]), torch.tensor(cu_seqlens_to_lens(cu_seqlens_k))
         positions = (lengths - 1).repeat_interleave(torch.tensor(cu_seqlens_to_lens(cu_seqlens_q)))
         tables = first[:, None] + torch.arange(int(lengths.max()))  # beyond a section nobody reads
-        batch = Batch(positions, positions, positions, tables, tuple(cu_seqlens_q), tuple(lengths.tolist()), positions, block_size=1)
+        batch = Batch(
+            positions,
+            positions,
+            positions,
+            tables,
+            tuple(cu_seqlens_q),
+            tuple(lengths.tolist()),
+            positions,
+            block_size=1,
+        )
         return self.attention(q, KVLayer(k.contiguous(), v.contiguous()), batch, scale)
 
     def softcap(self, x: Tensor, cap: float) -> Tensor:
@@ -192,7 +239,9 @@ class CpuOps(NativeSampling, UnfusedOps):
             sizes=sizes,
             numbers=scalars,
         )
-        rows, row_starts = (ProgramInputs(num_rows=written.shape[0]), None) if batch is None else build_inputs(batch)
+        rows, row_starts = (
+            (ProgramInputs(num_rows=written.shape[0]), None) if batch is None else build_inputs(batch)
+        )
         self._run_program((Instruction * 1)(command), rows)
         del row_starts
         if self._builder is not None:
@@ -202,8 +251,12 @@ class CpuOps(NativeSampling, UnfusedOps):
     def _run_program(self, program: ctypes.Array[Instruction], inputs: ProgramInputs) -> None:
         self._library.foreword_run(self._cpu_context, program, len(program), ctypes.byref(inputs))
 
-    def _run_draft(self, program: ctypes.Array[Instruction], inputs: ProgramInputs, draft_args: DraftArgs) -> None:
-        self._library.foreword_draft(self._cpu_context, program, len(program), ctypes.byref(inputs), ctypes.byref(draft_args))
+    def _run_draft(
+        self, program: ctypes.Array[Instruction], inputs: ProgramInputs, draft_args: DraftArgs
+    ) -> None:
+        self._library.foreword_draft(
+            self._cpu_context, program, len(program), ctypes.byref(inputs), ctypes.byref(draft_args)
+        )
 
 
 @functools.cache

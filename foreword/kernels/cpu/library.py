@@ -14,27 +14,39 @@ from types import MappingProxyType
 import torch
 
 __all__ = [
-    "ISAS",
-    "FORMAT_IDS",
-    "NUM_SPACES",
     "DTYPE_IDS",
-    "Instruction",
+    "FORMAT_IDS",
+    "ISAS",
+    "NUM_SPACES",
+    "AddressSpace",
     "DraftArgs",
-    "ProgramInputs",
+    "Instruction",
     "KVPointers",
     "Opcode",
     "Operand",
-    "AddressSpace",
+    "ProgramInputs",
     "RopeTable",
     "Weight",
-    "supported_isas",
     "library_digest",
     "load_library",
+    "supported_isas",
 ]
 
 ABI_VERSION = 7  # of the signatures and structures below, as in api.cpp
 ISAS = ("portable", "avx2", "avx512", "amx")  # enum Isa
-FORMAT_NAMES = ("float32", "bfloat16", "float16", "int8", "int4", "q8_0", "q5_0", "q4_0", "q4_k", "q5_k", "q6_k")
+FORMAT_NAMES = (
+    "float32",
+    "bfloat16",
+    "float16",
+    "int8",
+    "int4",
+    "q8_0",
+    "q5_0",
+    "q4_0",
+    "q4_k",
+    "q5_k",
+    "q6_k",
+)
 FORMAT_IDS = MappingProxyType({name: number for number, name in enumerate(FORMAT_NAMES)})  # enum Kind
 DTYPE_IDS = MappingProxyType({torch.float32: 0, torch.bfloat16: 1, torch.int8: 2})  # enum Type
 
@@ -175,7 +187,14 @@ SIGNATURES = MappingProxyType(
         "foreword_machine_new": (c_void_p, c_int32, c_int32),
         "foreword_machine_delete": (None, c_void_p),
         "foreword_run": (None, c_void_p, POINTER(Instruction), c_int64, POINTER(ProgramInputs)),
-        "foreword_draft": (None, c_void_p, POINTER(Instruction), c_int64, POINTER(ProgramInputs), POINTER(DraftArgs)),
+        "foreword_draft": (
+            None,
+            c_void_p,
+            POINTER(Instruction),
+            c_int64,
+            POINTER(ProgramInputs),
+            POINTER(DraftArgs),
+        ),
         "foreword_packed_bytes": (c_int64, c_int32, c_int64, c_int64),
         "foreword_pack": (None, c_void_p, c_int32, c_int32, c_void_p, c_int64, c_int64, c_void_p),
         "foreword_unpack": (None, c_void_p, POINTER(Weight), c_void_p),
@@ -222,7 +241,11 @@ def load_library(folder: Path | None = None) -> tuple[ctypes.CDLL | None, str]:
 def library_digest() -> str:
     """Tells builds apart: another compiler or another source may round differently. Empty without the library."""
     path = _find_library(PACKAGE_DIR)
-    return "" if path is None or not path.is_file() else hashlib.blake2b(path.read_bytes(), digest_size=8).hexdigest()
+    return (
+        ""
+        if path is None or not path.is_file()
+        else hashlib.blake2b(path.read_bytes(), digest_size=8).hexdigest()
+    )
 
 
 def _find_library(folder: Path) -> Path | None:

@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from foreword.core.memory import HugePages
 from foreword.kernels.cpu.library import FORMAT_IDS, Weight
-from foreword.kernels.ops import QuantizedBlocks, Matrix
+from foreword.kernels.ops import Matrix, QuantizedBlocks
+from foreword.utils.hugepages import HugePages
 
-__all__ = ["CpuLinear", "Packer", "PackedBlock"]
+__all__ = ["CpuLinear", "PackedBlock", "Packer"]
 
 DTYPE_FORMATS = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
@@ -54,7 +54,9 @@ class Packer:
         pieces = tuple(self._pack_blocks(parts, weight_format, wide))
         return CpuLinear(pieces, sum(piece.weight.n for piece in pieces), inputs)
 
-    def _pack_blocks(self, parts: Sequence[Matrix], weight_format: str, bias: Tensor | None) -> Iterator[PackedBlock]:
+    def _pack_blocks(
+        self, parts: Sequence[Matrix], weight_format: str, bias: Tensor | None
+    ) -> Iterator[PackedBlock]:
         first = 0
         for source, run in groupby(parts, _source_format):
             rows = np.concatenate([_row_pointers(part) for part in run])
@@ -62,12 +64,24 @@ class Packer:
             yield self._pack_block(rows, source, target, _num_columns(parts[0]), first, bias)
             first += len(rows)
 
-    def _pack_block(self, row_pointers: np.ndarray, source: str, target: str, k: int, first_row: int, bias: Tensor | None) -> PackedBlock:
+    def _pack_block(
+        self, row_pointers: np.ndarray, source: str, target: str, k: int, first_row: int, bias: Tensor | None
+    ) -> PackedBlock:
         n = len(row_pointers)
         tiles = self._memory.allocate(self._library.foreword_packed_bytes(FORMAT_IDS[target], n, k))
-        self._library.foreword_pack(self._cpu_context, FORMAT_IDS[target], FORMAT_IDS[source], row_pointers.ctypes.data, n, k, tiles.data_ptr())
+        self._library.foreword_pack(
+            self._cpu_context,
+            FORMAT_IDS[target],
+            FORMAT_IDS[source],
+            row_pointers.ctypes.data,
+            n,
+            k,
+            tiles.data_ptr(),
+        )
         own = None if bias is None else bias[first_row : first_row + n]
-        weight = Weight(FORMAT_IDS[target], 0, n, k, tiles.data_ptr(), None if own is None else own.data_ptr())
+        weight = Weight(
+            FORMAT_IDS[target], 0, n, k, tiles.data_ptr(), None if own is None else own.data_ptr()
+        )
         return PackedBlock(weight, first_row, (tiles,) if own is None else (tiles, own))
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from foreword.errors import ConfigError
 from foreword.kernels.cpu.library import ISAS
-from foreword.kernels.reference_sampling import ReferenceSampling
+from foreword.kernels.reference.sampling import ReferenceSampling
 
 __all__ = ["NativeSampling"]
 
@@ -24,7 +24,9 @@ class NativeSampling(ReferenceSampling):
         self._library = library
         self._cpu_context: int = library.foreword_machine_new(ISAS.index(isa), threads)
         if not self._cpu_context:
-            raise ConfigError(f"threads: the system does not grant {threads} threads; fewer would work", "threads")
+            raise ConfigError(
+                f"threads: the system does not grant {threads} threads; fewer would work", "threads"
+            )
         # Not at exit: another thread may still compute, and the threads end with the process anyway.
         weakref.finalize(self, _delete_context, library, self._cpu_context, os.getpid()).atexit = False
 
@@ -50,7 +52,9 @@ class NativeSampling(ReferenceSampling):
             return super().apply_mask(logits, masks)
         assert masks.dtype == torch.int32 and masks.dim() == 2 and masks.shape[0] == logits.shape[0]
         masks = masks.cpu().contiguous()
-        self._library.foreword_keep_allowed(self._cpu_context, *_row_args(logits), masks.data_ptr(), masks.shape[1])
+        self._library.foreword_keep_allowed(
+            self._cpu_context, *_row_args(logits), masks.data_ptr(), masks.shape[1]
+        )
 
     def add_bias(self, logits: Tensor, starts: Tensor, ids: Tensor, biases: Tensor) -> None:
         if not _is_supported(logits):
@@ -58,14 +62,20 @@ class NativeSampling(ReferenceSampling):
         starts, ids = _check_ids(starts, ids, logits)
         assert biases.dtype == torch.float32 and biases.shape == ids.shape
         biases = biases.cpu().contiguous()
-        self._library.foreword_add_at(self._cpu_context, *_row_args(logits), starts.data_ptr(), ids.data_ptr(), biases.data_ptr())
+        self._library.foreword_add_at(
+            self._cpu_context, *_row_args(logits), starts.data_ptr(), ids.data_ptr(), biases.data_ptr()
+        )
 
-    def apply_repetition_penalty(self, logits: Tensor, starts: Tensor, ids: Tensor, penalties: Tensor) -> None:
+    def apply_repetition_penalty(
+        self, logits: Tensor, starts: Tensor, ids: Tensor, penalties: Tensor
+    ) -> None:
         if not _is_supported(logits):
             return super().apply_repetition_penalty(logits, starts, ids, penalties)
         starts, ids = _check_ids(starts, ids, logits)
         penalties = _check_per_row(penalties, logits, torch.float32)
-        self._library.foreword_penalize(self._cpu_context, *_row_args(logits), starts.data_ptr(), ids.data_ptr(), penalties.data_ptr())
+        self._library.foreword_penalize(
+            self._cpu_context, *_row_args(logits), starts.data_ptr(), ids.data_ptr(), penalties.data_ptr()
+        )
 
     def apply_top_n_sigma(self, logits: Tensor, n: Tensor) -> None:
         if not _is_supported(logits):
@@ -97,12 +107,16 @@ class NativeSampling(ReferenceSampling):
         p = _check_per_row(p, logits, torch.float64)
         self._library.foreword_keep_min_p(self._cpu_context, *_row_args(logits), p.data_ptr())
 
-    def apply_xtc(self, logits: Tensor, seeds: Tensor, positions: Tensor, probabilities: Tensor, thresholds: Tensor) -> None:
+    def apply_xtc(
+        self, logits: Tensor, seeds: Tensor, positions: Tensor, probabilities: Tensor, thresholds: Tensor
+    ) -> None:
         if not _is_supported(logits):
             return super().apply_xtc(logits, seeds, positions, probabilities, thresholds)
         keys = [_check_per_row(values, logits, torch.int64) for values in (seeds, positions)]
         bounds = [_check_per_row(values, logits, torch.float64) for values in (probabilities, thresholds)]
-        self._library.foreword_exclude_top(self._cpu_context, *_row_args(logits), *(values.data_ptr() for values in (*keys, *bounds)))
+        self._library.foreword_exclude_top(
+            self._cpu_context, *_row_args(logits), *(values.data_ptr() for values in (*keys, *bounds))
+        )
 
     def sample(self, logits: Tensor, seeds: Tensor, positions: Tensor, greedy: Tensor) -> Tensor:
         """[R, V] -> int64 [R]"""
@@ -113,7 +127,12 @@ class NativeSampling(ReferenceSampling):
         greedy = _check_per_row(greedy, logits, torch.bool)
         out = torch.empty(logits.shape[0], dtype=torch.int64)
         self._library.foreword_sample(
-            self._cpu_context, *_row_args(logits), seeds.data_ptr(), positions.data_ptr(), greedy.data_ptr(), out.data_ptr()
+            self._cpu_context,
+            *_row_args(logits),
+            seeds.data_ptr(),
+            positions.data_ptr(),
+            greedy.data_ptr(),
+            out.data_ptr(),
         )
         return out
 
@@ -125,7 +144,12 @@ def _delete_context(library: ctypes.CDLL, cpu_context: int, owner_pid: int) -> N
 
 
 def _is_supported(logits: Tensor) -> bool:
-    return logits.device.type == "cpu" and logits.dtype == torch.float32 and logits.dim() == 2 and logits.is_contiguous()
+    return (
+        logits.device.type == "cpu"
+        and logits.dtype == torch.float32
+        and logits.dim() == 2
+        and logits.is_contiguous()
+    )
 
 
 def _row_args(logits: Tensor) -> tuple[int, int, int]:
@@ -134,7 +158,9 @@ def _row_args(logits: Tensor) -> tuple[int, int, int]:
 
 def _check_ids(starts: Tensor, ids: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
     """As _per_row: starts [R+1] of ids [N]."""
-    assert starts.dtype == ids.dtype == torch.int64 and starts.shape == (logits.shape[0] + 1,) and ids.dim() == 1
+    assert (
+        starts.dtype == ids.dtype == torch.int64 and starts.shape == (logits.shape[0] + 1,) and ids.dim() == 1
+    )
     return starts.cpu().contiguous(), ids.cpu().contiguous()
 
 

@@ -144,7 +144,7 @@ private:
         request.ended = ++*request.count == lane.max_tokens || request.sum < lane.floor;
     }
 
-    // The steps of sampling/steps.py that a lane can ask for, in their order.
+    // The steps of sampling/logits_processors.py that a lane can ask for, in their order.
     void process(const Lane& lane, Row row, int thread) const {
         for (int64_t i = 0; i < draft_.num_unused; i++) row.values[draft_.unused[i]] = MASKED;
         if (lane.greedy) return;

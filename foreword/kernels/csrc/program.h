@@ -1,4 +1,4 @@
-// A forward pass as a list of commands, recorded once (kernels/cpu/recording.py) and run for any number of rows.
+// A forward pass as a list of commands, recorded once (kernels/cpu/program.py) and run for any number of rows.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// Guesses from the longest suffix match: the same as drafting/suffix_index.py, to the bit, which explains the method.
+// Guesses from the longest suffix match: the same as speculation/drafters/suffix_index.py, to the bit, which explains the method.
 //
 // Memory comes zeroed and is touched only as it fills: a zero is a boundary, or nowhere. Callers have checked handles.
 

@@ -10,12 +10,20 @@ import torch
 import triton
 from torch import Tensor
 
-from foreword.core.batch import Batch
-from foreword.core.kv import KVLayer
+from foreword.core.batch import Batch, KVLayer
 from foreword.kernels.ops import AttentionMetadata
 from foreword.kernels.triton.attention_kernel import attend
 
-__all__ = ["BLOCK_KV", "SPLIT", "AttnLaunch", "TritonAttnMetadata", "TritonAttention", "num_stages", "plan_launches", "tile_shape"]
+__all__ = [
+    "BLOCK_KV",
+    "SPLIT",
+    "AttnLaunch",
+    "TritonAttention",
+    "TritonAttnMetadata",
+    "num_stages",
+    "plan_launches",
+    "tile_shape",
+]
 
 SPLIT = 256  # positions: what one program reads of a long context at least, and what one stream's latency is made of
 BLOCK_KV = 64  # what one warp group takes as the M side of a product
@@ -25,7 +33,9 @@ MAX_COLUMNS_HOPPER = 64  # there, a second warp group has half of them
 MAX_COLUMNS_FLOAT32 = 16  # no tensor core
 TARGET_NUM_PROGRAMS = 528  # four for each of 132 multiprocessors; a constant, though no bit depends on it
 MAX_WORKSPACE_BYTES = 128 << 20  # bytes
-LARGE_SHARED_MEMORY_BYTES = 110 << 10  # bytes for tiles of keys and values on data center cards, where two programs share 227 KiB
+LARGE_SHARED_MEMORY_BYTES = (
+    110 << 10
+)  # bytes for tiles of keys and values on data center cards, where two programs share 227 KiB
 SMALL_SHARED_MEMORY_BYTES = 64 << 10  # on others, where one program may have 99 KiB
 LOG2_E = math.log2(math.e)
 
@@ -92,7 +102,12 @@ class TritonAttention:
     ) -> Tensor:
         """q [T, Hq, D] -> [T, Hq, D]; see attention_kernel. A head of a row that sees a value that is not finite becomes NaN."""
         metadata = metadata or TritonAttnMetadata(batch, window)
-        assert q.stride(-1) == 1 and cache.k.is_contiguous() and cache.v.is_contiguous() and batch.block_tables.is_contiguous()
+        assert (
+            q.stride(-1) == 1
+            and cache.k.is_contiguous()
+            and cache.v.is_contiguous()
+            and batch.block_tables.is_contiguous()
+        )
         _, num_heads, dim = q.shape
         kv_heads = cache.k.shape[1]
         group = num_heads // kv_heads
@@ -105,11 +120,18 @@ class TritonAttention:
             factor, cap = scale * LOG2_E, 0.0
         else:
             factor, cap = scale / softcap, softcap * LOG2_E
-        k, v = (part.view(torch.uint8) if part.dtype == torch.float8_e4m3fn else part for part in (cache.k, cache.v))
+        k, v = (
+            part.view(torch.uint8) if part.dtype == torch.float8_e4m3fn else part
+            for part in (cache.k, cache.v)
+        )
         for launch in metadata.get_launches(columns, heads, head_tiles, dim):
             pairs = launch.tiles.shape[0] * head_tiles
             whole = launch.num_programs == 1
-            partials, tops = (None, None) if whole else _allocate_workspace(pairs, metadata.max_splits, dim, launch.columns, q.device)
+            partials, tops = (
+                (None, None)
+                if whole
+                else _allocate_workspace(pairs, metadata.max_splits, dim, launch.columns, q.device)
+            )
             attend[pairs, launch.num_programs](
                 q,
                 k,
@@ -156,14 +178,18 @@ class TritonAttention:
         return self._counters
 
 
-def plan_launches(batch: Batch, columns: int, heads: int, head_tiles: int, dim: int, max_splits: int) -> tuple[AttnLaunch, ...]:
+def plan_launches(
+    batch: Batch, columns: int, heads: int, head_tiles: int, dim: int, max_splits: int
+) -> tuple[AttnLaunch, ...]:
     """Requests whose rows and heads fit into one tile of so many columns, and those with more rows, apart from each other.
 
     heads: of a group in one tile; head_tiles: such tiles, in all groups together. Where all requests have equally many
     rows, as in graphs, nothing is copied from the host.
     """
     device, num_rows, rows_a_tile = batch.positions.device, batch.positions.shape[0], columns // heads
-    sections = [(start, end - start) for start, end in pairwise((*batch.query_start_loc, num_rows)) if end > start]
+    sections = [
+        (start, end - start) for start, end in pairwise((*batch.query_start_loc, num_rows)) if end > start
+    ]
     if not sections:
         return ()
     most = max(size for _, size in sections)
@@ -199,7 +225,9 @@ def _equal_tiles(sections: int, size: int, rows_per_tile: int, device: torch.dev
     return torch.stack((first, rows), -1).view(-1, 2)
 
 
-def _make_launch(tiles: Tensor, rows: int, heads: int, head_tiles: int, dim: int, max_splits: int) -> AttnLaunch:
+def _make_launch(
+    tiles: Tensor, rows: int, heads: int, head_tiles: int, dim: int, max_splits: int
+) -> AttnLaunch:
     columns = max(triton.next_power_of_2(rows * heads), MIN_COLUMNS)
     pairs = tiles.shape[0] * head_tiles
     programs = min(-(-TARGET_NUM_PROGRAMS // pairs), max_splits)
@@ -208,7 +236,9 @@ def _make_launch(tiles: Tensor, rows: int, heads: int, head_tiles: int, dim: int
     return AttnLaunch(tiles, columns, programs)
 
 
-def _allocate_workspace(num_pairs: int, num_splits: int, dim: int, columns: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def _allocate_workspace(
+    num_pairs: int, num_splits: int, dim: int, columns: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
     """Partial values and, of each, maximum and sum."""
     shape = num_pairs, num_splits
     return (

@@ -16,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from foreword.kernels.triton.float8 import from_float8
+from foreword.kernels.triton.gemm_pack import from_float8
 
 __all__ = ["attend"]
 
@@ -104,7 +104,12 @@ def _attend_positions(
             loaded = tl.where(sound, loaded, 0.0).to(loaded.dtype)
             ill = tl.min(sound.to(tl.int32), 1) == 0
             total = tl.where(tl.max((seen & ill[:, None]).to(tl.int32), 0) > 0, float("nan"), total)
-        values = tl.dot(tl.trans(_upcast(loaded, q.dtype)), weights.to(q.dtype), values * keep[None, :], input_precision="ieee")
+        values = tl.dot(
+            tl.trans(_upcast(loaded, q.dtype)),
+            weights.to(q.dtype),
+            values * keep[None, :],
+            input_precision="ieee",
+        )
     if FLUSH:
         return _merge(all_top, all_total, all_values, top, total, values)
     else:
@@ -114,7 +119,9 @@ def _attend_positions(
 @triton.jit
 def _is_finite(total, values):
     """[NQ] and [BLOCK_D, NQ] -> int32 [NQ]: whether all is."""
-    return tl.minimum((tl.abs(total) < INFINITY).to(tl.int32), tl.min((tl.abs(values) < INFINITY).to(tl.int32), 0))
+    return tl.minimum(
+        (tl.abs(total) < INFINITY).to(tl.int32), tl.min((tl.abs(values) < INFINITY).to(tl.int32), 0)
+    )
 
 
 @triton.jit
@@ -143,7 +150,11 @@ def _store_output(out, places, exists, valid, total, values, D: tl.constexpr, BL
     """To out, at places [NQ] and behind. Columns of padding are 0. A column that met what is not finite is NaN as a whole: which
     of its values would be depends on the way. Adding 0 makes -0 to +0: the sign of a zero depends on it as well."""
     d = tl.arange(0, BLOCK_D)
-    result = tl.where((_is_finite(total, values) == 1)[None, :], values / tl.where(valid, total, 1.0)[None, :] + 0.0, float("nan"))
+    result = tl.where(
+        (_is_finite(total, values) == 1)[None, :],
+        values / tl.where(valid, total, 1.0)[None, :] + 0.0,
+        float("nan"),
+    )
     result = tl.where(valid[None, :], result, 0.0).to(out.dtype.element_ty)
     tl.store(out + places[:, None] + d[None, :], tl.trans(result), mask=exists[:, None] & (d < D)[None, :])
 
@@ -237,8 +248,15 @@ def attend(
                 values = tl.zeros([BLOCK_D, NQ], tl.float32)
                 for split in tl.range(0, num_splits, num_stages=3):
                     next_top = tl.load(split_stats + (base + split) * (2 * NQ) + column, cache_modifier=".cg")
-                    next_total = tl.load(split_stats + (base + split) * (2 * NQ) + NQ + column, cache_modifier=".cg")
-                    part = tl.load(partials + (base + split) * (D * NQ) + inner, mask=kept, other=0.0, cache_modifier=".cg")
+                    next_total = tl.load(
+                        split_stats + (base + split) * (2 * NQ) + NQ + column, cache_modifier=".cg"
+                    )
+                    part = tl.load(
+                        partials + (base + split) * (D * NQ) + inner,
+                        mask=kept,
+                        other=0.0,
+                        cache_modifier=".cg",
+                    )
                     top, total, values = _merge(top, total, values, next_top, next_total, part)
                 _store_output(out, places, exists, valid, total, values, D, BLOCK_D)
                 tl.store(counters + pair, 0)

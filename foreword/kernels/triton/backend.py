@@ -7,10 +7,10 @@ from collections.abc import Callable
 from torch import Tensor
 
 from foreword.core.batch import Batch
-from foreword.kernels.recorded import GraphRunner
-from foreword.kernels.reference import ReferenceOps
-from foreword.kernels.triton.advance import TritonDecodeOps
+from foreword.executor.graph_runner import GraphRunner
+from foreword.kernels.reference.backend import ReferenceOps
 from foreword.kernels.triton.attention import TritonAttention
+from foreword.kernels.triton.decode_ops import TritonDecodeOps
 from foreword.kernels.triton.linear import TritonLinear
 from foreword.kernels.triton.rows import TritonRows
 from foreword.kernels.triton.sampling import TritonSampling

@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from foreword.core.batch import Chunk, build_batch
-from foreword.core.kv import KVLayer
+from foreword.core.batch import Chunk, KVLayer, build_batch
 from foreword.kernels.ops import Ops
 from foreword.kernels.triton import attention
 
@@ -54,7 +53,12 @@ def check_row_invariance(
 
 
 def check_attention_invariance(
-    ops: Ops, device: torch.device | str, kv_heads: int = 8, group: int = 4, dim: int = 128, num_rows: int = 64
+    ops: Ops,
+    device: torch.device | str,
+    kv_heads: int = 8,
+    group: int = 4,
+    dim: int = 128,
+    num_rows: int = 64,
 ) -> str | None:
     """None if the bits of a row's attention are the same alone, in a draft, in a chunk of `rows` and in a crowd of each: tiles of
     all widths, with as many programs for each as there are splits, half of that, and one. Else where they first differ.
@@ -81,9 +85,7 @@ def check_attention_invariance(
         whole = run([(0, num_rows)])
         for name, spans in _batches(num_rows, kv_heads):
             if not torch.equal(run(spans), torch.cat([whole[first:last] for first, last in spans])):
-                return (
-                    f"attention in {str(dtype).removeprefix('torch.')} gives other bits for {name} than for a chunk of a prompt"
-                )
+                return f"attention in {str(dtype).removeprefix('torch.')} gives other bits for {name} than for a chunk of a prompt"
     return None
 
 

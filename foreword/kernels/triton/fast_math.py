@@ -30,15 +30,21 @@ class TritonFastMath(TritonOps):
 
     name = "triton-fast-math"
 
-    def pack_linear(self, parts: Sequence[Matrix], weight_format: str, bias: Tensor | None = None) -> PackedLinear:
+    def pack_linear(
+        self, parts: Sequence[Matrix], weight_format: str, bias: Tensor | None = None
+    ) -> PackedLinear:
         """Plain, if nothing is quantized"""
         tensors = [part for part in parts if isinstance(part, Tensor)]
         if weight_format not in UNQUANTIZED_FORMATS or len(tensors) < len(parts):
             return super().pack_linear(parts, weight_format, bias)
         dtype = getattr(torch, weight_format)
-        return DenseWeight(torch.cat([part.to(dtype) for part in tensors]), None if bias is None else bias.to(dtype))
+        return DenseWeight(
+            torch.cat([part.to(dtype) for part in tensors]), None if bias is None else bias.to(dtype)
+        )
 
-    def linear(self, x: Tensor, weight: PackedLinear, dtype: torch.dtype | None = None, add_to: Tensor | None = None) -> Tensor:
+    def linear(
+        self, x: Tensor, weight: PackedLinear, dtype: torch.dtype | None = None, add_to: Tensor | None = None
+    ) -> Tensor:
         """x [T, K] -> [T, N] of `dtype`"""
         if not isinstance(weight, DenseWeight):
             return super().linear(x, weight, dtype, add_to)
@@ -51,7 +57,9 @@ class TritonFastMath(TritonOps):
             return super().linear_gated_act(x, weight, activation)
         return self.gated_act(self.linear(x, weight), activation)
 
-    def embedding(self, token_ids: Tensor, weight: PackedLinear, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
+    def embedding(
+        self, token_ids: Tensor, weight: PackedLinear, dtype: torch.dtype, scale: float = 1.0
+    ) -> Tensor:
         """ids [T], weight [V, H] -> [T, H]"""
         if not isinstance(weight, DenseWeight):
             return super().embedding(token_ids, weight, dtype, scale)

@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 
 from foreword.kernels.ops import Matrix, PackedLinear
-from foreword.kernels.reference import ReferenceOps
-from foreword.kernels.triton.embed import embed_kernel
-from foreword.kernels.triton.packing import PackedWeight, columns_per_block, pack
-from foreword.kernels.triton.product import gemm_kernel
-from foreword.kernels.triton.tiles import MAX_TILES, WORKSPACE_VALUES, pick_split_mode, pick_tile
+from foreword.kernels.reference.backend import ReferenceOps
+from foreword.kernels.triton.elementwise import embed_kernel
+from foreword.kernels.triton.gemm import MAX_TILES, WORKSPACE_VALUES, gemm_kernel, pick_split_mode, pick_tile
+from foreword.kernels.triton.gemm_pack import PackedWeight, columns_per_block, pack
 
 __all__ = ["TritonLinear"]
 
@@ -45,14 +44,18 @@ class TritonLinear(ReferenceOps):
         super().__init__(row_tile)
         self._workspaces: dict[torch.device, Workspace] = {}
 
-    def pack_linear(self, parts: Sequence[Matrix], weight_format: str, bias: Tensor | None = None) -> PackedLinear:
+    def pack_linear(
+        self, parts: Sequence[Matrix], weight_format: str, bias: Tensor | None = None
+    ) -> PackedLinear:
         """See packing.pack()"""
         weight = pack(parts, weight_format, bias)
         if weight.data.device not in self._workspaces:
             self._workspaces[weight.data.device] = _allocate_workspace(weight.data.device)
         return weight
 
-    def linear(self, x: Tensor, weight: PackedLinear, dtype: torch.dtype | None = None, add_to: Tensor | None = None) -> Tensor:
+    def linear(
+        self, x: Tensor, weight: PackedLinear, dtype: torch.dtype | None = None, add_to: Tensor | None = None
+    ) -> Tensor:
         """x [T, K] -> [T, N] of `dtype`; bias and add_to are added in float32, and all is rounded once."""
         return self._launch_gemm(x, weight, weight.rows, dtype or x.dtype, None, add_to)
 
@@ -60,7 +63,9 @@ class TritonLinear(ReferenceOps):
         """x [T, K], weight [2I, K] -> [T, I], in float32 up to its one rounding"""
         return self._launch_gemm(x, weight, weight.rows // 2, x.dtype, activation, None)
 
-    def embedding(self, token_ids: Tensor, weight: PackedLinear, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
+    def embedding(
+        self, token_ids: Tensor, weight: PackedLinear, dtype: torch.dtype, scale: float = 1.0
+    ) -> Tensor:
         """ids [T], weight [V, H] -> [T, H], scaled in float32"""
         out = torch.empty(len(token_ids), weight.columns, dtype=dtype, device=token_ids.device)
         if len(token_ids):
@@ -81,7 +86,13 @@ class TritonLinear(ReferenceOps):
         return out
 
     def _launch_gemm(
-        self, x: Tensor, weight: PackedWeight, out_features: int, dtype: torch.dtype, activation: str | None, add_to: Tensor | None
+        self,
+        x: Tensor,
+        weight: PackedWeight,
+        out_features: int,
+        dtype: torch.dtype,
+        activation: str | None,
+        add_to: Tensor | None,
     ) -> Tensor:
         rows = x.shape[0]
         assert x.shape[1] == weight.columns

@@ -1,4 +1,4 @@
-"""Verification of drafts in one launch: `foreword.kernels.matching` as a kernel."""
+"""Verification of drafts in one launch: `foreword.executor.decode_slots` as a kernel."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ __all__ = ["count_accepted"]
 
 
 @triton.jit
-def _count_accepted_kernel(sampled, sampled_stride, draft_ids, draft_stride, num_draft_tokens, out, WIDTH: tl.constexpr):
+def _count_accepted_kernel(
+    sampled, sampled_stride, draft_ids, draft_stride, num_draft_tokens, out, WIDTH: tl.constexpr
+):
     lane = tl.program_id(0).to(tl.int64)
     length = tl.load(num_draft_tokens + lane)
     place = tl.arange(0, WIDTH)
@@ -31,5 +33,14 @@ def count_accepted(sampled: Tensor, draft_ids: Tensor, num_draft_tokens: Tensor)
     """
     out = torch.empty_like(num_draft_tokens)
     width = triton.next_power_of_2(max(1, draft_ids.shape[1]))
-    _count_accepted_kernel[out.shape](sampled, sampled.stride(0), draft_ids, draft_ids.stride(0), num_draft_tokens, out, WIDTH=width, num_warps=1)
+    _count_accepted_kernel[out.shape](
+        sampled,
+        sampled.stride(0),
+        draft_ids,
+        draft_ids.stride(0),
+        num_draft_tokens,
+        out,
+        WIDTH=width,
+        num_warps=1,
+    )
     return out

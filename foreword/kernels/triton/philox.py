@@ -5,10 +5,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from foreword.kernels import reference_sampling as reference
+from foreword.kernels.reference import sampling as reference
 from foreword.kernels.triton.portable_math import log
 
-__all__ = ["uniform", "noise", "philox", "random_words"]
+__all__ = ["noise", "philox", "random_words", "uniform"]
 
 MULTIPLIER_0: tl.constexpr = tl.constexpr(reference.MULTIPLIERS[0])
 MULTIPLIER_1: tl.constexpr = tl.constexpr(reference.MULTIPLIERS[1])

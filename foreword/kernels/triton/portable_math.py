@@ -10,7 +10,7 @@ import triton.language as tl
 
 from foreword.kernels import portable_math
 
-__all__ = ["FIXED_POINT_UNIT", "log", "exp_fixed_point", "round_to_int"]
+__all__ = ["FIXED_POINT_UNIT", "exp_fixed_point", "log", "round_to_int"]
 
 LN2_HIGH: tl.constexpr = tl.constexpr(portable_math.LN2_HIGH)
 LN2_LOW: tl.constexpr = tl.constexpr(portable_math.LN2_LOW)
@@ -19,7 +19,9 @@ SQRT_HALF: tl.constexpr = tl.constexpr(portable_math.SQRT_HALF)
 EXP_MIN_INPUT: tl.constexpr = tl.constexpr(portable_math.EXP_MIN_INPUT)
 FRACTION_BITS: tl.constexpr = tl.constexpr(portable_math.FRACTION_BITS)
 FIXED_POINT_UNIT: tl.constexpr = tl.constexpr(2.0**-portable_math.FRACTION_BITS)  # the unit of mass()
-ROUND_MAGIC: tl.constexpr = tl.constexpr(1.5 * 2.0**52)  # x + ROUNDER - ROUNDER is x rounded to even, for |x| < 2^51
+ROUND_MAGIC: tl.constexpr = tl.constexpr(
+    1.5 * 2.0**52
+)  # x + ROUNDER - ROUNDER is x rounded to even, for |x| < 2^51
 ATANH_SERIES: tl.constexpr = tl.constexpr(tuple(portable_math.ATANH_SERIES))
 EXP_SERIES: tl.constexpr = tl.constexpr(tuple(portable_math.EXP_SERIES))
 ATANH_DEGREE: tl.constexpr = tl.constexpr(len(portable_math.ATANH_SERIES) - 1)

@@ -18,30 +18,32 @@ from torch import Tensor
 from foreword.kernels.triton.portable_math import exp_fixed_point
 
 __all__ = [
-    "NO_FILTER",
     "LAUNCH_OPTIONS",
     "MASKED_BITS",
     "MIN_P",
+    "NO_FILTER",
     "TOP_K",
     "TOP_P",
     "TYPICAL_P",
     "XTC",
-    "minus_max",
-    "sort_keys",
-    "key_to_id",
+    "compute_block_expsums",
+    "compute_block_maxes",
+    "from_ordered_bits",
     "is_enabled",
     "is_finite_row",
+    "key_to_id",
     "load_values",
+    "minus_max",
     "num_blocks",
+    "ordered_bits",
     "reduce_block_max",
     "reduce_block_sum",
-    "compute_block_maxes",
-    "ordered_bits",
-    "compute_block_expsums",
-    "from_ordered_bits",
+    "sort_keys",
 ]
 
-LAUNCH_OPTIONS = MappingProxyType({"num_warps": 8, "enable_fp_fusion": False})  # how all kernels of sampling are launched
+LAUNCH_OPTIONS = MappingProxyType(
+    {"num_warps": 8, "enable_fp_fusion": False}
+)  # how all kernels of sampling are launched
 
 MASKED_BITS: tl.constexpr = tl.constexpr(0x007FFFFF)  # of -inf
 INFINITY_BITS: tl.constexpr = tl.constexpr(0xFF800000)  # of +inf
@@ -55,7 +57,9 @@ TOP_P: tl.constexpr = tl.constexpr(2)
 TYPICAL_P: tl.constexpr = tl.constexpr(3)
 MIN_P: tl.constexpr = tl.constexpr(4)
 XTC: tl.constexpr = tl.constexpr(5)
-FIRST_ZERO_NEUTRAL: tl.constexpr = MIN_P  # from here on a bound of 0 is neutral; before it one of 1, or the whole vocabulary
+FIRST_ZERO_NEUTRAL: tl.constexpr = (
+    MIN_P  # from here on a bound of 0 is neutral; before it one of 1, or the whole vocabulary
+)
 
 
 @triton.jit
@@ -140,7 +144,17 @@ def _block_max_kernel(logits, stride, V, bounds, block_maxes, FILTER: tl.constex
 
 
 @triton.jit(do_not_specialize_on_alignment=["bounds"])
-def _block_expsum_kernel(logits, stride, V, bounds, block_maxes, block_expsums, FILTER: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def _block_expsum_kernel(
+    logits,
+    stride,
+    V,
+    bounds,
+    block_maxes,
+    block_expsums,
+    FILTER: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     row, part, count = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     if is_enabled(bounds, row, V, FILTER):
         peak = reduce_block_max(block_maxes, row, count, WIDTH)
@@ -156,17 +170,47 @@ def num_blocks(logits: Tensor, block: int) -> int:
     return -(-logits.shape[1] // block)
 
 
-def compute_block_maxes(logits: Tensor, block: int, bounds: Tensor | None = None, filter_id: tl.constexpr = NO_FILTER) -> Tensor:
+def compute_block_maxes(
+    logits: Tensor, block: int, bounds: Tensor | None = None, filter_id: tl.constexpr = NO_FILTER
+) -> Tensor:
     """int64 [R, parts], of rows whose bound [R] can change anything: the highest rank of each part of [R, V]."""
     found = torch.empty(logits.shape[0], num_blocks(logits, block), dtype=torch.int64, device=logits.device)
     bounds = logits if bounds is None else bounds
-    _block_max_kernel[found.shape](logits, logits.stride(0), logits.shape[1], bounds, found, FILTER=filter_id.value, BLOCK=block, **LAUNCH_OPTIONS)
+    _block_max_kernel[found.shape](
+        logits,
+        logits.stride(0),
+        logits.shape[1],
+        bounds,
+        found,
+        FILTER=filter_id.value,
+        BLOCK=block,
+        **LAUNCH_OPTIONS,
+    )
     return found
 
 
-def compute_block_expsums(logits: Tensor, block: int, block_maxes: Tensor, bounds: Tensor | None = None, filter_id: tl.constexpr = NO_FILTER) -> Tensor:
+def compute_block_expsums(
+    logits: Tensor,
+    block: int,
+    block_maxes: Tensor,
+    bounds: Tensor | None = None,
+    filter_id: tl.constexpr = NO_FILTER,
+) -> Tensor:
     """int64 [R, parts]: exp(value - top), in units of 2^-42, summed over each part; found is peaks()."""
     masses = torch.empty_like(block_maxes)
-    operands = logits, logits.stride(0), logits.shape[1], logits if bounds is None else bounds, block_maxes, masses
-    _block_expsum_kernel[block_maxes.shape](*operands, FILTER=filter_id.value, WIDTH=triton.next_power_of_2(block_maxes.shape[1]), BLOCK=block, **LAUNCH_OPTIONS)
+    operands = (
+        logits,
+        logits.stride(0),
+        logits.shape[1],
+        logits if bounds is None else bounds,
+        block_maxes,
+        masses,
+    )
+    _block_expsum_kernel[block_maxes.shape](
+        *operands,
+        FILTER=filter_id.value,
+        WIDTH=triton.next_power_of_2(block_maxes.shape[1]),
+        BLOCK=block,
+        **LAUNCH_OPTIONS,
+    )
     return masses

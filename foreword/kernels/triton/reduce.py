@@ -9,7 +9,17 @@ from torch import Tensor
 
 from foreword.kernels.triton import ranks
 from foreword.kernels.triton.portable_math import FIXED_POINT_UNIT, log
-from foreword.kernels.triton.ranks import LAUNCH_OPTIONS, sort_keys, key_to_id, is_finite_row, load_values, num_blocks, reduce_block_max, reduce_block_sum, from_ordered_bits
+from foreword.kernels.triton.ranks import (
+    LAUNCH_OPTIONS,
+    from_ordered_bits,
+    is_finite_row,
+    key_to_id,
+    load_values,
+    num_blocks,
+    reduce_block_max,
+    reduce_block_sum,
+    sort_keys,
+)
 
 __all__ = ["log_sum_exp", "top_ids"]
 
@@ -58,7 +68,9 @@ def log_sum_exp(logits: Tensor, block: int) -> Tensor:
     masses = ranks.compute_block_expsums(logits, block, peaks)
     out = torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
     width = triton.next_power_of_2(peaks.shape[1])
-    _log_sum_exp_kernel[out.shape](peaks, masses, out, peaks.shape[1], WIDTH=width, num_warps=1, enable_fp_fusion=False)
+    _log_sum_exp_kernel[out.shape](
+        peaks, masses, out, peaks.shape[1], WIDTH=width, num_warps=1, enable_fp_fusion=False
+    )
     return out
 
 
@@ -68,7 +80,9 @@ def top_ids(logits: Tensor, k: int, max_k: int, block: int) -> Tensor:
     shape = logits.shape[0], num_blocks(logits, block)
     found = torch.empty(*shape, k, dtype=torch.int64, device=logits.device)
     out = torch.empty(shape[0], k, dtype=torch.int64, device=logits.device)
-    _block_top_ids_kernel[shape](logits, logits.stride(0), logits.shape[1], found, k, BLOCK=block, **LAUNCH_OPTIONS)
+    _block_top_ids_kernel[shape](
+        logits, logits.stride(0), logits.shape[1], found, k, BLOCK=block, **LAUNCH_OPTIONS
+    )
     width = triton.next_power_of_2(shape[1] * max_k)
     _row_top_ids_kernel[shape[:1]](found, out, shape[1] * k, k, WIDTH=width, **LAUNCH_OPTIONS)
     return out

@@ -7,15 +7,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from foreword.core.kv import KVLayer
+from foreword.core.batch import KVLayer
 from foreword.kernels.ops import MRopeSections
-from foreword.kernels.triton.float8 import to_float8
+from foreword.kernels.triton.gemm_pack import to_float8
 
 __all__ = ["rope", "rope_and_cache", "write_kv"]
 
 VALUES_PER_PROGRAM = 1024
 NUM_WARPS = 2
-ROUND_MAGIC = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding and taking it away rounds to whole numbers, ties to even
+ROUND_MAGIC = tl.constexpr(
+    12582912.0
+)  # 1.5 * 2^23: adding and taking it away rounds to whole numbers, ties to even
 
 
 @triton.jit
@@ -29,15 +31,21 @@ def _load_cos_sin(cos_sin, positions, row, angle, inside, HALF: tl.constexpr, MR
             lasts = tl.where(turn == 1, 3 * MROPE_SECTIONS[1], 3 * MROPE_SECTIONS[2])
             direction = tl.where((turn != 0) & (angle < lasts), turn, 0)
         else:
-            direction = (angle >= MROPE_SECTIONS[0]).to(tl.int32) + (angle >= MROPE_SECTIONS[0] + MROPE_SECTIONS[1]).to(tl.int32)
+            direction = (angle >= MROPE_SECTIONS[0]).to(tl.int32) + (
+                angle >= MROPE_SECTIONS[0] + MROPE_SECTIONS[1]
+            ).to(tl.int32)
         place = tl.load(positions + row * 3 + direction, mask=inside, other=0) * (2 * HALF) + angle
-    return tl.load(cos_sin + place, mask=inside, other=0.0), tl.load(cos_sin + place + HALF, mask=inside, other=0.0)
+    return tl.load(cos_sin + place, mask=inside, other=0.0), tl.load(
+        cos_sin + place + HALF, mask=inside, other=0.0
+    )
 
 
 @triton.jit
 def _quantize(x, inverse_scale, usable, dtype: tl.constexpr):
     """float32 [HEADS, n] times [HEADS] -> what int8 or uint8 (float8) caches hold; 0 where the vector is not usable."""
-    scaled = tl.where(usable[:, None], tl.div_rn(x, tl.where(usable, inverse_scale, 1.0)[:, None] + tl.zeros_like(x)), 0.0)
+    scaled = tl.where(
+        usable[:, None], tl.div_rn(x, tl.where(usable, inverse_scale, 1.0)[:, None] + tl.zeros_like(x)), 0.0
+    )
     if dtype == tl.uint8:
         return to_float8(tl.minimum(tl.maximum(scaled, -448.0), 448.0))
     else:
@@ -129,7 +137,9 @@ def _rope_and_cache_kernel(
             )  # fmt: skip
 
 
-def rope(x: Tensor, cos_sin: Tensor, positions: Tensor, mrope_sections: MRopeSections | None = None) -> Tensor:
+def rope(
+    x: Tensor, cos_sin: Tensor, positions: Tensor, mrope_sections: MRopeSections | None = None
+) -> Tensor:
     """x [T, heads, D] -> the same, turned"""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     _launch_rope(x, None, None, out, None, cos_sin, positions, mrope_sections, None)
@@ -137,7 +147,14 @@ def rope(x: Tensor, cos_sin: Tensor, positions: Tensor, mrope_sections: MRopeSec
 
 
 def rope_and_cache(
-    q: Tensor, k: Tensor, v: Tensor, cos_sin: Tensor, positions: Tensor, mrope_sections: MRopeSections | None, cache: KVLayer, slots: Tensor
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos_sin: Tensor,
+    positions: Tensor,
+    mrope_sections: MRopeSections | None,
+    cache: KVLayer,
+    slots: Tensor,
 ) -> Tensor:
     """q [T, Hq, D] turned; k [T, Hk, D], turned, and v go to the cache"""
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -168,7 +185,9 @@ def _launch_rope(
     rotary = dim // 2 * 2 if cos_sin is None else cos_sin.shape[1]
     if not num_rows:
         return
-    assert all(one is None or one.stride(-1) == 1 for one in (q, k, v)) and (positions is None or positions.is_contiguous())
+    assert all(one is None or one.stride(-1) == 1 for one in (q, k, v)) and (
+        positions is None or positions.is_contiguous()
+    )
     q_heads = 0 if q is None else q.shape[1]
     kv_heads = 0 if k is None else k.shape[1]
     block = triton.next_power_of_2(max(rotary // 2, 1))
@@ -195,7 +214,9 @@ def _launch_rope(
         ROTATE=cos_sin is not None,
         D=dim,
         HALF=rotary // 2,
-        MROPE_SECTIONS=() if mrope_sections is None else (*mrope_sections.sections, mrope_sections.interleaved),
+        MROPE_SECTIONS=()
+        if mrope_sections is None
+        else (*mrope_sections.sections, mrope_sections.interleaved),
         HEADS=heads,
         BLOCK=block,
         REST=triton.next_power_of_2(max(dim - rotary, 1)),

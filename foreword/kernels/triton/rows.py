@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from foreword.core.kv import KVLayer
+from foreword.core.batch import KVLayer
 from foreword.kernels.ops import MRopeSections
 from foreword.kernels.triton import elementwise, norm, rope
 
@@ -18,12 +18,22 @@ class TritonRows:
         """x [T, ..., H], weight float32 [H] -> [T, ..., H]"""
         return norm.rms_norm(x, weight, eps)
 
-    def rope(self, x: Tensor, cos_sin: Tensor, positions: Tensor, mrope_sections: MRopeSections | None = None) -> Tensor:
+    def rope(
+        self, x: Tensor, cos_sin: Tensor, positions: Tensor, mrope_sections: MRopeSections | None = None
+    ) -> Tensor:
         """x [T, heads, D] -> [T, heads, D]"""
         return rope.rope(x, cos_sin, positions, mrope_sections)
 
     def rope_and_cache(
-        self, q: Tensor, k: Tensor, v: Tensor, cos_sin: Tensor, positions: Tensor, mrope_sections: MRopeSections | None, cache: KVLayer, slots: Tensor
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cos_sin: Tensor,
+        positions: Tensor,
+        mrope_sections: MRopeSections | None,
+        cache: KVLayer,
+        slots: Tensor,
     ) -> Tensor:
         """q [T, Hq, D] turned; k and v [T, Hk, D] go to the cache: one launch"""
         return rope.rope_and_cache(q, k, v, cos_sin, positions, mrope_sections, cache, slots)

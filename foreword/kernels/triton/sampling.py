@@ -9,12 +9,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from foreword.kernels.reference_sampling import ReferenceSampling
-from foreword.kernels.triton.filters import apply_xtc, apply_min_p, apply_top_n_sigma
-from foreword.kernels.triton.masks import apply_mask
-from foreword.kernels.triton.penalties import add_bias, apply_temperature, apply_repetition_penalty
+from foreword.kernels.reference.sampling import ReferenceSampling
 from foreword.kernels.triton.reduce import log_sum_exp, top_ids
-from foreword.kernels.triton.sample import sample
+from foreword.kernels.triton.sampling_kernels import (
+    add_bias,
+    apply_mask,
+    apply_min_p,
+    apply_repetition_penalty,
+    apply_temperature,
+    apply_top_n_sigma,
+    apply_xtc,
+    sample,
+)
 from foreword.kernels.triton.selection import apply_top_k, apply_top_p, apply_typical_p
 
 __all__ = ["TritonSampling"]
@@ -53,9 +59,13 @@ class TritonSampling(ReferenceSampling):
         assert biases.dtype == torch.float32 and biases.shape == ids.shape
         add_bias(logits, starts.contiguous(), ids.contiguous(), biases.contiguous())
 
-    def apply_repetition_penalty(self, logits: Tensor, starts: Tensor, ids: Tensor, penalties: Tensor) -> None:
+    def apply_repetition_penalty(
+        self, logits: Tensor, starts: Tensor, ids: Tensor, penalties: Tensor
+    ) -> None:
         _check_ids(logits, starts, ids)
-        apply_repetition_penalty(logits, starts.contiguous(), ids.contiguous(), _per_row(penalties, logits, torch.float32))
+        apply_repetition_penalty(
+            logits, starts.contiguous(), ids.contiguous(), _per_row(penalties, logits, torch.float32)
+        )
 
     def apply_temperature(self, logits: Tensor, temperatures: Tensor) -> None:
         _check_logits(logits)
@@ -81,10 +91,14 @@ class TritonSampling(ReferenceSampling):
         _check_logits(logits)
         apply_min_p(logits, _per_row(p, logits, torch.float64), self.sampling_block)
 
-    def apply_xtc(self, logits: Tensor, seeds: Tensor, positions: Tensor, probabilities: Tensor, thresholds: Tensor) -> None:
+    def apply_xtc(
+        self, logits: Tensor, seeds: Tensor, positions: Tensor, probabilities: Tensor, thresholds: Tensor
+    ) -> None:
         _check_logits(logits)
         seeds, positions = (_per_row(values, logits, torch.int64) for values in (seeds, positions))
-        probabilities, thresholds = (_per_row(values, logits, torch.float64) for values in (probabilities, thresholds))
+        probabilities, thresholds = (
+            _per_row(values, logits, torch.float64) for values in (probabilities, thresholds)
+        )
         apply_xtc(logits, seeds, positions, probabilities, thresholds, self.sampling_block)
 
     def sample(self, logits: Tensor, seeds: Tensor, positions: Tensor, greedy: Tensor) -> Tensor:
@@ -96,12 +110,18 @@ class TritonSampling(ReferenceSampling):
 
 def _check_logits(logits: Tensor) -> None:
     """Kernels read through pointers."""
-    assert logits.dtype == torch.float32 and logits.dim() == 2 and (logits.stride(1) == 1 or logits.shape[1] == 1)
+    assert (
+        logits.dtype == torch.float32
+        and logits.dim() == 2
+        and (logits.stride(1) == 1 or logits.shape[1] == 1)
+    )
 
 
 def _check_ids(logits: Tensor, starts: Tensor, ids: Tensor) -> None:
     _check_logits(logits)
-    assert starts.dtype == ids.dtype == torch.int64 and starts.shape == (logits.shape[0] + 1,) and ids.dim() == 1
+    assert (
+        starts.dtype == ids.dtype == torch.int64 and starts.shape == (logits.shape[0] + 1,) and ids.dim() == 1
+    )
 
 
 def _per_row(values: Tensor, logits: Tensor, dtype: torch.dtype) -> Tensor:

@@ -20,10 +20,10 @@ from foreword.kernels.triton.ranks import (
     TOP_K,
     TOP_P,
     TYPICAL_P,
-    minus_max,
     is_enabled,
     is_finite_row,
     load_values,
+    minus_max,
     reduce_block_max,
     reduce_block_sum,
 )
@@ -43,10 +43,14 @@ def _mean_minus_max(block_expsums, block_entropies, row, count, WIDTH: tl.conste
 
 
 @triton.jit
-def _rank_bits(values, row_max, block_expsums, block_entropies, row, count, FILTER: tl.constexpr, WIDTH: tl.constexpr):
+def _rank_bits(
+    values, row_max, block_expsums, block_entropies, row, count, FILTER: tl.constexpr, WIDTH: tl.constexpr
+):
     """What ids are ranked by."""
     if FILTER == TYPICAL_P:
-        distance = tl.abs(minus_max(values, row_max) - _mean_minus_max(block_expsums, block_entropies, row, count, WIDTH))
+        distance = tl.abs(
+            minus_max(values, row_max) - _mean_minus_max(block_expsums, block_entropies, row, count, WIDTH)
+        )
         found = ranks.ordered_bits((-distance).to(tl.float32))
     else:
         found = ranks.ordered_bits(values)
@@ -55,7 +59,11 @@ def _rank_bits(values, row_max, block_expsums, block_entropies, row, count, FILT
 
 @triton.jit
 def _id_weights(values, row_max, FILTER: tl.constexpr):
-    return (values > -float("inf")).to(tl.int64) if FILTER == TOP_K else exp_fixed_point(minus_max(values, row_max))
+    return (
+        (values > -float("inf")).to(tl.int64)
+        if FILTER == TOP_K
+        else exp_fixed_point(minus_max(values, row_max))
+    )
 
 
 @triton.jit
@@ -80,7 +88,9 @@ def _find_prefix(sums, bounds, row, DIGITS: tl.constexpr, FILTER: tl.constexpr):
 
 
 @triton.jit(do_not_specialize_on_alignment=["p"])
-def _entropy_kernel(logits, stride, V, p, block_maxes, block_entropies, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def _entropy_kernel(
+    logits, stride, V, p, block_maxes, block_entropies, WIDTH: tl.constexpr, BLOCK: tl.constexpr
+):
     """shares int64 [R, parts]: mass times distance from the top, rounded for each id."""
     row, part, count = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     if is_enabled(p, row, V, TYPICAL_P):
@@ -107,15 +117,26 @@ def _digit_histogram_kernel(
         if is_finite_row(peak):
             prefix, _ = _find_prefix(sums, bounds, row, DIGIT_INDEX, FILTER)
             _, values = load_values(logits, stride, V, row, part, BLOCK)
-            found = _rank_bits(values, peak, block_expsums, block_entropies, row, count, FILTER, WIDTH) >> (DIGIT_BITS * (NUM_DIGITS - 1 - DIGIT_INDEX))
-            digits = tl.where((found >> DIGIT_BITS == prefix) & (values > -float("inf")), found & (RADIX - 1), -1)
+            found = _rank_bits(values, peak, block_expsums, block_entropies, row, count, FILTER, WIDTH) >> (
+                DIGIT_BITS * (NUM_DIGITS - 1 - DIGIT_INDEX)
+            )
+            digits = tl.where(
+                (found >> DIGIT_BITS == prefix) & (values > -float("inf")), found & (RADIX - 1), -1
+            )
             every = tl.arange(0, RADIX)
             by_digit = tl.zeros((RADIX,), tl.int64)
             if tl.max(digits) >= 0:
                 weights = _id_weights(values, peak, FILTER)
                 for digit in range(RADIX):
-                    by_digit = tl.where(every == digit, tl.sum(tl.where(digits == digit, weights, 0)), by_digit)
-                tl.atomic_add(sums + (row * NUM_DIGITS + DIGIT_INDEX) * RADIX + every, by_digit, mask=by_digit > 0, sem="relaxed")
+                    by_digit = tl.where(
+                        every == digit, tl.sum(tl.where(digits == digit, weights, 0)), by_digit
+                    )
+                tl.atomic_add(
+                    sums + (row * NUM_DIGITS + DIGIT_INDEX) * RADIX + every,
+                    by_digit,
+                    mask=by_digit > 0,
+                    sem="relaxed",
+                )
             if DIGIT_INDEX == NUM_DIGITS - 1:
                 tl.store(last_sums + (row * count + part) * RADIX + every, by_digit)
 
@@ -136,7 +157,9 @@ def _mask_rest_kernel(
             kept = found > last
             if tl.max((found == last).to(tl.int32)) > 0:
                 parts = tl.arange(0, WIDTH)
-                tied = tl.load(last_sums + (row * count + parts) * RADIX + last % RADIX, mask=parts < part, other=0)
+                tied = tl.load(
+                    last_sums + (row * count + parts) * RADIX + last % RADIX, mask=parts < part, other=0
+                )
                 weights = tl.where(found == last, _id_weights(values, peak, FILTER), 0)
                 before = tl.cumsum(weights) - weights + tl.sum(tied)
                 kept = kept | ((found == last) & (before < need))
@@ -160,16 +183,51 @@ def apply_typical_p(logits: Tensor, p: Tensor, block: int) -> None:
     peaks = ranks.compute_block_maxes(logits, block, p, TYPICAL_P)
     masses, shares = ranks.compute_block_expsums(logits, block, peaks, p, TYPICAL_P), torch.empty_like(peaks)
     width = triton.next_power_of_2(peaks.shape[1])
-    _entropy_kernel[peaks.shape](logits, logits.stride(0), logits.shape[1], p, peaks, shares, WIDTH=width, BLOCK=block, **LAUNCH_OPTIONS)
+    _entropy_kernel[peaks.shape](
+        logits,
+        logits.stride(0),
+        logits.shape[1],
+        p,
+        peaks,
+        shares,
+        WIDTH=width,
+        BLOCK=block,
+        **LAUNCH_OPTIONS,
+    )
     _mask_all_but(logits, p, block, TYPICAL_P, peaks, masses, shares)
 
 
-def _mask_all_but(logits: Tensor, bounds: Tensor, block: int, filter_id: tl.constexpr, block_maxes: Tensor, block_expsums: Tensor, block_entropies: Tensor) -> None:
+def _mask_all_but(
+    logits: Tensor,
+    bounds: Tensor,
+    block: int,
+    filter_id: tl.constexpr,
+    block_maxes: Tensor,
+    block_expsums: Tensor,
+    block_entropies: Tensor,
+) -> None:
     """masses and shares, like peaks, are int64 [R, parts]; only typical-p reads them."""
-    sums = torch.zeros(block_maxes.shape[0], NUM_DIGITS.value, RADIX.value, dtype=torch.int64, device=logits.device)
+    sums = torch.zeros(
+        block_maxes.shape[0], NUM_DIGITS.value, RADIX.value, dtype=torch.int64, device=logits.device
+    )
     last_sums = torch.empty(*block_maxes.shape, RADIX.value, dtype=torch.int64, device=logits.device)
-    operands = logits, logits.stride(0), logits.shape[1], bounds, block_maxes, block_expsums, block_entropies, sums, last_sums
-    options = {"FILTER": filter_id.value, "WIDTH": triton.next_power_of_2(block_maxes.shape[1]), "BLOCK": block, **LAUNCH_OPTIONS}
+    operands = (
+        logits,
+        logits.stride(0),
+        logits.shape[1],
+        bounds,
+        block_maxes,
+        block_expsums,
+        block_entropies,
+        sums,
+        last_sums,
+    )
+    options = {
+        "FILTER": filter_id.value,
+        "WIDTH": triton.next_power_of_2(block_maxes.shape[1]),
+        "BLOCK": block,
+        **LAUNCH_OPTIONS,
+    }
     for place in range(NUM_DIGITS.value):
         _digit_histogram_kernel[block_maxes.shape](*operands, DIGIT_INDEX=place, **options)
     _mask_rest_kernel[block_maxes.shape](*operands, **options)

@@ -11,10 +11,10 @@ from types import MappingProxyType
 from typing import Any
 
 from foreword.errors import CheckpointError
-from foreword.models.gguf.keys import MetadataReader
+from foreword.models.gguf.metadata import MetadataReader
 from foreword.models.gguf.reader import GGUFFile
 from foreword.models.gguf.rope import TensorReader, read_rope_theta, rope_options
-from foreword.models.gguf.shape import check_shape
+from foreword.models.gguf.validate import check_shape
 
 __all__ = ["MODEL_TYPES", "read_hf_config"]
 
@@ -34,7 +34,9 @@ Options = dict[str, Any]
 # Activations beside quantized weights are bfloat16, as beside the weights that these were made from.
 DTYPES: Mapping[str, str] = MappingProxyType({"f32": "float32", "f16": "float16"})
 QUANTIZATION_VERSION = 2  # of the blocks' layout
-GEMMA_WINDOW_PERIOD: Mapping[str, int] = MappingProxyType({"gemma2": 2, "gemma3": 6})  # the last layer of each run sees everything
+GEMMA_WINDOW_PERIOD: Mapping[str, int] = MappingProxyType(
+    {"gemma2": 2, "gemma3": 6}
+)  # the last layer of each run sees everything
 GEMMA2_WINDOW = 4096
 LOCAL_THETA = 10000.0
 # Layers of the 27B models, whose scores are scaled by hidden size / heads instead of the size of a head: no key tells.
@@ -62,7 +64,13 @@ def read_hf_config(gguf: GGUFFile, read_tensor: TensorReader) -> Options:
     keys.require_general_value("general.type", "model")
     keys.require_general_value("general.quantization_version", QUANTIZATION_VERSION)
     check_shape(keys)
-    options = _shape_options(keys) | _bias_options(keys) | rope_options(keys, read_tensor) | _activation_options(keys) | _family_options(keys)
+    options = (
+        _shape_options(keys)
+        | _bias_options(keys)
+        | rope_options(keys, read_tensor)
+        | _activation_options(keys)
+        | _family_options(keys)
+    )
     for key, value in NOOP_VALUES.items():
         keys.require_value(key, value)
     keys.ignore("vocab_size")  # the embedding's rows count
@@ -80,7 +88,9 @@ def _read_architecture(gguf: GGUFFile) -> str:
                 "model",
             )
         known = ", ".join(sorted(MODEL_TYPES))
-        raise CheckpointError(f"{gguf.path}: `general.architecture` {name!r} is not supported; known: {known}", "model")
+        raise CheckpointError(
+            f"{gguf.path}: `general.architecture` {name!r} is not supported; known: {known}", "model"
+        )
     return name
 
 
@@ -95,7 +105,9 @@ def _shape_options(metadata: MetadataReader) -> Options:
         "intermediate_size": metadata.get_int("feed_forward_length"),
         "num_hidden_layers": metadata.get_int("block_count"),
         "num_attention_heads": metadata.get_int("attention.head_count"),
-        "num_key_value_heads": metadata.get_int("attention.head_count_kv", metadata.get_int("attention.head_count")),
+        "num_key_value_heads": metadata.get_int(
+            "attention.head_count_kv", metadata.get_int("attention.head_count")
+        ),
         "head_dim": head_dim,
         "max_position_embeddings": metadata.get_int("context_length"),
         "rms_norm_eps": metadata.get_float("attention.layer_norm_rms_epsilon"),
@@ -123,7 +135,11 @@ def _bias_options(metadata: MetadataReader) -> Options:
 
 def _activation_options(metadata: MetadataReader) -> Options:
     """No key tells of it either."""
-    return {"hidden_activation": "gelu_pytorch_tanh"} if metadata.architecture in GEMMA_WINDOW_PERIOD else {"hidden_act": "silu"}
+    return (
+        {"hidden_activation": "gelu_pytorch_tanh"}
+        if metadata.architecture in GEMMA_WINDOW_PERIOD
+        else {"hidden_act": "silu"}
+    )
 
 
 def _family_options(metadata: MetadataReader) -> Options:
@@ -155,10 +171,13 @@ def _read_layer_types(metadata: MetadataReader, num_layers: int) -> list[str]:
     if isinstance(pattern, list):
         if len(pattern) != num_layers or not all(isinstance(item, bool) for item in pattern):
             raise metadata.error(
-                "attention.sliding_window_pattern", f"must be a number or {num_layers} flags, got {len(pattern)} values"
+                "attention.sliding_window_pattern",
+                f"must be a number or {num_layers} flags, got {len(pattern)} values",
             )
         sliding = pattern
     else:
-        period = metadata.get_int("attention.sliding_window_pattern", GEMMA_WINDOW_PERIOD[metadata.architecture])
+        period = metadata.get_int(
+            "attention.sliding_window_pattern", GEMMA_WINDOW_PERIOD[metadata.architecture]
+        )
         sliding = [(index + 1) % period != 0 for index in range(num_layers)]
     return ["sliding_attention" if item else "full_attention" for item in sliding]

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from foreword.models.gguf.kinds import TENSOR_TYPES
+from foreword.models.gguf.tensor_types import TENSOR_TYPES
 
 __all__ = ["DEQUANTIZERS", "dequantize"]
 

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from foreword.errors import CheckpointError
-from foreword.models.gguf.cursor import BinaryReader
-from foreword.models.gguf.kinds import TENSOR_TYPES, TensorType
+from foreword.models.gguf.binary_reader import BinaryReader
+from foreword.models.gguf.tensor_types import TENSOR_TYPES, TensorType
 
 __all__ = ["GGUFFile", "TensorInfo", "is_gguf", "open_gguf", "split_files"]
 
@@ -26,7 +26,9 @@ DEFAULT_ALIGNMENT = 32  # where general.alignment does not say
 MAX_ALIGNMENT = 1 << 20
 MAX_DIMS = 4
 MIN_ENTRY_BYTES = 8 + 4 + 1  # bytes of a metadata entry: length of the key, type, value
-MIN_TENSOR_INFO_BYTES = 8 + 4 + 8 + 4 + 8  # bytes of a tensor's entry: length of the name, dimensions, one of them, type, offset
+MIN_TENSOR_INFO_BYTES = (
+    8 + 4 + 8 + 4 + 8
+)  # bytes of a tensor's entry: length of the name, dimensions, one of them, type, offset
 SPLIT_FILE_NAME = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 
 
@@ -98,7 +100,9 @@ def split_files(path: Path) -> list[Path]:
     match = SPLIT_FILE_NAME.fullmatch(path.name)
     if match is None:
         return [path]
-    return [path.with_name(f"{match[1]}-{number:05}-of-{match[3]}.gguf") for number in range(1, int(match[3]) + 1)]
+    return [
+        path.with_name(f"{match[1]}-{number:05}-of-{match[3]}.gguf") for number in range(1, int(match[3]) + 1)
+    ]
 
 
 def _read_header(path: Path) -> GGUFFile:
@@ -167,10 +171,14 @@ class _HeaderReader:
     def _get_alignment(self, metadata: Mapping[str, Any]) -> int:
         alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
         if type(alignment) is not int or not 1 <= alignment <= MAX_ALIGNMENT or alignment & (alignment - 1):
-            raise self._reader.error(f"`general.alignment` must be a power of two up to {MAX_ALIGNMENT}, got {alignment!r}")
+            raise self._reader.error(
+                f"`general.alignment` must be a power of two up to {MAX_ALIGNMENT}, got {alignment!r}"
+            )
         return alignment
 
-    def _make_tensor_info(self, name: str, shape: tuple[int, ...], type_id: int, offset: int, start: int, alignment: int) -> TensorInfo:
+    def _make_tensor_info(
+        self, name: str, shape: tuple[int, ...], type_id: int, offset: int, start: int, alignment: int
+    ) -> TensorInfo:
         """The tensor, if it lies within the file."""
         if type_id not in TENSOR_TYPES:
             raise self._reader.error(f"tensor `{name}` is of type {type_id}, which is not known")
@@ -181,7 +189,9 @@ class _HeaderReader:
                 f"tensor `{name}` is {list(shape)}: rows of {info.tensor_type.name} are whole blocks of {block} values"
             )
         if offset % alignment:
-            raise self._reader.error(f"the offset {offset} of tensor `{name}` is no multiple of the alignment {alignment}")
+            raise self._reader.error(
+                f"the offset {offset} of tensor `{name}` is no multiple of the alignment {alignment}"
+            )
         if info.offset + info.num_bytes > self._size:
             raise self._reader.error(
                 f"tensor `{name}` ends at byte {info.offset + info.num_bytes}, but the file at byte {self._size}: it is truncated"
@@ -191,7 +201,9 @@ class _HeaderReader:
     def _check_overlap(self, tensors: Iterable[TensorInfo]) -> None:
         for left, right in pairwise(sorted(tensors, key=lambda info: info.offset)):
             if left.offset + left.num_bytes > right.offset:
-                raise self._reader.error(f"tensors `{left.name}` and `{right.name}` overlap at byte {right.offset}")
+                raise self._reader.error(
+                    f"tensors `{left.name}` and `{right.name}` overlap at byte {right.offset}"
+                )
 
     def _index_by_name(self, tensors: Iterable[TensorInfo]) -> dict[str, TensorInfo]:
         named: dict[str, TensorInfo] = {}
@@ -211,11 +223,15 @@ def _remaining_parts(path: Path, num_parts: int) -> list[Path]:
         )
     if int(match[2]) != 1:
         first = f"{match[1]}-00001-of-{match[3]}.gguf"
-        raise CheckpointError(f"{path} is part {int(match[2])} of {num_parts}; give the first one, {first}", "model")
+        raise CheckpointError(
+            f"{path} is part {int(match[2])} of {num_parts}; give the first one, {first}", "model"
+        )
     others = split_files(path)[1:]
     missing = [file.name for file in others if not file.is_file()]
     if missing:
-        raise CheckpointError(f"{path} has {num_parts} parts; missing beside it: {', '.join(missing[:3])}", "model")
+        raise CheckpointError(
+            f"{path} has {num_parts} parts; missing beside it: {', '.join(missing[:3])}", "model"
+        )
     return others
 
 
@@ -224,7 +240,9 @@ def _merge_parts(parts: list[GGUFFile]) -> GGUFFile:
     tensors: dict[str, TensorInfo] = {}
     for number, part in enumerate(parts):
         if part.metadata.get("split.no") != number or part.metadata.get("split.count") != len(parts):
-            raise CheckpointError(f"{part.path}: `split.no` and `split.count` must say {number} and {len(parts)}", "model")
+            raise CheckpointError(
+                f"{part.path}: `split.no` and `split.count` must say {number} and {len(parts)}", "model"
+            )
         twice = tensors.keys() & part.tensors.keys()
         if twice:
             raise CheckpointError(f"{part.path}: tensor `{min(twice)}` is in another part too", "model")
@@ -232,6 +250,7 @@ def _merge_parts(parts: list[GGUFFile]) -> GGUFFile:
     wanted = first.metadata.get("split.tensors.count", len(tensors))
     if wanted != len(tensors):
         raise CheckpointError(
-            f"{first.path}: `split.tensors.count` is {wanted}, but the parts hold {len(tensors)} tensors", "model"
+            f"{first.path}: `split.tensors.count` is {wanted}, but the parts hold {len(tensors)} tensors",
+            "model",
         )
     return GGUFFile(first.path, first.metadata, tensors, tuple(part.path for part in parts))

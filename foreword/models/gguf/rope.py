@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from foreword.models.gguf.keys import MetadataReader
+from foreword.models.gguf.metadata import MetadataReader
 
 __all__ = ["TensorReader", "read_rope_theta", "rope_options"]
 
@@ -19,7 +19,9 @@ SCALING_TYPES = ("none", "linear", "yarn", "longrope")
 
 def rope_options(metadata: MetadataReader, read_tensor: TensorReader) -> Options:
     """`rope_theta`, `rope_scaling` and, where only a part of each head turns, `partial_rotary_factor`."""
-    options = {"rope_theta": read_rope_theta(metadata, "rope.freq_base", 10000.0)} | _partial_rotary_options(metadata)
+    options = {"rope_theta": read_rope_theta(metadata, "rope.freq_base", 10000.0)} | _partial_rotary_options(
+        metadata
+    )
     metadata.ignore("rope.scaling.finetuned")
     scaling = _scaling_options(metadata, read_tensor)
     return options | {"rope_scaling": scaling} if scaling else options
@@ -41,7 +43,9 @@ def _partial_rotary_options(metadata: MetadataReader) -> Options:
     if metadata.architecture != "phi3":
         raise metadata.error("rope.dimension_count", f"must be {head_dim}, the size of a head, got {rotated}")
     if rotated > head_dim or rotated % 2:
-        raise metadata.error("rope.dimension_count", f"must be even and at most {head_dim}, the size of a head, got {rotated}")
+        raise metadata.error(
+            "rope.dimension_count", f"must be even and at most {head_dim}, the size of a head, got {rotated}"
+        )
     return {"partial_rotary_factor": (rotated + 0.5) / head_dim}  # who multiplies by the size rounds down
 
 
@@ -53,7 +57,9 @@ def _scaling_options(metadata: MetadataReader, read_tensor: TensorReader) -> Opt
     if ROPE_FACTORS_LONG in metadata.tensors:
         return _longrope_scaling(metadata, kind, original, read_tensor)
     if kind == "longrope":
-        raise metadata.error("rope.scaling.type", f"is longrope, but there is no tensor `{ROPE_FACTORS_LONG}`")
+        raise metadata.error(
+            "rope.scaling.type", f"is longrope, but there is no tensor `{ROPE_FACTORS_LONG}`"
+        )
     if kind == "yarn":
         return _yarn_scaling(metadata, original)
     return _linear_scaling(metadata) if kind == "linear" else {}
@@ -62,7 +68,9 @@ def _scaling_options(metadata: MetadataReader, read_tensor: TensorReader) -> Opt
 def _linear_scaling(metadata: MetadataReader) -> Options:
     """Older files call it `rope.scale_linear`; 0 means that nothing is scaled."""
     older = metadata.get_optional_float("rope.scale_linear")
-    factor = metadata.get_optional_float("rope.scaling.factor") if "rope.scaling.factor" in metadata else older
+    factor = (
+        metadata.get_optional_float("rope.scaling.factor") if "rope.scaling.factor" in metadata else older
+    )
     return {} if factor in (None, 1.0) else {"type": "linear", "factor": factor}
 
 
@@ -70,7 +78,11 @@ def _yarn_scaling(metadata: MetadataReader, original_max_position: int) -> Optio
     """Its scale of cosine and sine is derived from the factor: versions of llama.cpp differ in what another one means."""
     for key in ("rope.scaling.yarn_ext_factor", "rope.scaling.yarn_attn_factor", "rope.scaling.attn_factor"):
         metadata.require_value(key, 1.0)
-    options = {"type": "yarn", "factor": metadata.get_float("rope.scaling.factor"), "original_max_position_embeddings": original_max_position}
+    options = {
+        "type": "yarn",
+        "factor": metadata.get_float("rope.scaling.factor"),
+        "original_max_position_embeddings": original_max_position,
+    }
     betas = [name for name in ("beta_fast", "beta_slow") if f"rope.scaling.yarn_{name}" in metadata]
     return options | {name: metadata.get_float(f"rope.scaling.yarn_{name}") for name in betas}
 
@@ -83,10 +95,20 @@ def _frequency_scaling(metadata: MetadataReader, scaling_type: str, read_tensor:
     return {"type": "longrope", "short_factor": divisors, "long_factor": divisors, "attention_factor": 1.0}
 
 
-def _longrope_scaling(metadata: MetadataReader, scaling_type: str, original_max_position: int, read_tensor: TensorReader) -> Options:
+def _longrope_scaling(
+    metadata: MetadataReader, scaling_type: str, original_max_position: int, read_tensor: TensorReader
+) -> Options:
     if scaling_type == "yarn" or (scaling_type == "linear" and _linear_scaling(metadata)):
         raise metadata.error("rope.scaling.type", f"asks for more than the tensor `{ROPE_FACTORS_LONG}` does")
     metadata.tensor_info(ROPE_FACTORS_SHORT)
-    options: Options = {"type": "longrope", "short_factor": read_tensor(ROPE_FACTORS_SHORT), "long_factor": read_tensor(ROPE_FACTORS_LONG)}
-    scale = {"attention_factor": metadata.get_float("rope.scaling.attn_factor")} if "rope.scaling.attn_factor" in metadata else {}
+    options: Options = {
+        "type": "longrope",
+        "short_factor": read_tensor(ROPE_FACTORS_SHORT),
+        "long_factor": read_tensor(ROPE_FACTORS_LONG),
+    }
+    scale = (
+        {"attention_factor": metadata.get_float("rope.scaling.attn_factor")}
+        if "rope.scaling.attn_factor" in metadata
+        else {}
+    )
     return options | {"original_max_position_embeddings": original_max_position} | scale

@@ -12,27 +12,35 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
+from foreword.config.resolve import ModelInfo
 from foreword.errors import CheckpointError
-from foreword.kernels.ops import QuantizedBlocks, Matrix
+from foreword.kernels.ops import Matrix, QuantizedBlocks
 from foreword.layers.weights import Weights
+from foreword.models.device_loader import DeviceLoader, FileSpan
 from foreword.models.gguf.dequantize import DEQUANTIZERS, dequantize
 from foreword.models.gguf.reader import GGUFFile, TensorInfo
 from foreword.models.gguf.rope import ROPE_TENSORS as ROPE_TENSORS
-from foreword.models.mapped import MappedFile
-from foreword.models.staging import FileSpan, DeviceLoader
+from foreword.models.mmap_file import MappedFile
 from foreword.models.weights import PrefixedWeights
-from foreword.resolve import ModelInfo
 
 __all__ = ["GGUFWeights", "check_tensor_types", "gguf_name", "read_rope_factors", "with_memory_info"]
 
-FLOAT_DTYPES: Mapping[str, torch.dtype] = MappingProxyType({"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16})
+FLOAT_DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
+    {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
+)
 # Kinds that are computed with as they are, and their bits; how the kernels lay them out: csrc/quantized_layout.h.
-QUANT_BITS: Mapping[str, int] = MappingProxyType({"q8_0": 8, "q5_0": 5, "q4_0": 4, "q4_k": 4, "q5_k": 5, "q6_k": 6})
-GPU_BYTES_PER_VALUE: Mapping[str, float] = MappingProxyType({"q8_0": 34 / 32, "q4_0": 18 / 32})  # kinds kept there, and bytes of a value
+QUANT_BITS: Mapping[str, int] = MappingProxyType(
+    {"q8_0": 8, "q5_0": 5, "q4_0": 4, "q4_k": 4, "q5_k": 5, "q6_k": 6}
+)
+GPU_BYTES_PER_VALUE: Mapping[str, float] = MappingProxyType(
+    {"q8_0": 34 / 32, "q4_0": 18 / 32}
+)  # kinds kept there, and bytes of a value
 TILE_ROWS = 16  # rows that lie together; the last ones are filled up
 TILE_SCALE_BYTES = 320  # bytes beside the values: of a tile's block of 256 columns
 TILE_PAIR_SCALE_BYTES = 64  # the same of two blocks of 32
-PERMUTED_QK_ARCHITECTURES = ("llama",)  # architectures whose rows of q and k stand in another order than in the checkpoint
+PERMUTED_QK_ARCHITECTURES = (
+    "llama",
+)  # architectures whose rows of q and k stand in another order than in the checkpoint
 LAYER_TENSOR_PATTERN = re.compile(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)")
 EMBEDDING_TENSOR, HEAD_TENSOR = "token_embd.weight", "output.weight"
 MODEL_TENSOR_NAMES: Mapping[str, str] = MappingProxyType(
@@ -86,9 +94,15 @@ def with_memory_info(model_info: ModelInfo, gguf: GGUFFile) -> ModelInfo:
         model_info,
         packed_bytes=sum(map(_packed_bytes, kept)),
         packed_parameters=sum(info.num_values for info in kept),
-        packed_embedding_parameters=sum(info.num_values for info in kept if info.name in (EMBEDDING_TENSOR, HEAD_TENSOR)),
-        gpu_packed_bytes=sum(int(info.num_values * GPU_BYTES_PER_VALUE.get(info.tensor_type.name, 0)) for info in kept),
-        gpu_packed_parameters=sum(info.num_values for info in kept if info.tensor_type.name in GPU_BYTES_PER_VALUE),
+        packed_embedding_parameters=sum(
+            info.num_values for info in kept if info.name in (EMBEDDING_TENSOR, HEAD_TENSOR)
+        ),
+        gpu_packed_bytes=sum(
+            int(info.num_values * GPU_BYTES_PER_VALUE.get(info.tensor_type.name, 0)) for info in kept
+        ),
+        gpu_packed_parameters=sum(
+            info.num_values for info in kept if info.tensor_type.name in GPU_BYTES_PER_VALUE
+        ),
     )
 
 
@@ -96,7 +110,11 @@ def _packed_bytes(info: TensorInfo) -> int:
     """A little more than in the file."""
     columns = info.shape[-1]
     blocks = columns // info.tensor_type.block_values
-    scales = blocks * TILE_SCALE_BYTES if info.tensor_type.block_values > 32 else (blocks + 1) // 2 * TILE_PAIR_SCALE_BYTES
+    scales = (
+        blocks * TILE_SCALE_BYTES
+        if info.tensor_type.block_values > 32
+        else (blocks + 1) // 2 * TILE_PAIR_SCALE_BYTES
+    )
     tiles = -(-info.num_values // columns // TILE_ROWS)
     return tiles * (scales + columns * TILE_ROWS * QUANT_BITS[info.tensor_type.name] // 8)
 
@@ -110,7 +128,8 @@ def check_tensor_types(gguf: GGUFFile, allow_dequantize: bool) -> None:
         known = ", ".join((*FLOAT_DTYPES, *QUANT_BITS))
         hint = "with --gguf-dequantize it becomes floats" if kind in DEQUANTIZERS else f"known: {known}"
         raise CheckpointError(
-            f"{info.file}: tensor `{info.name}` is of type {kind}, which is not computed with here; {hint}", "model"
+            f"{info.file}: tensor `{info.name}` is of type {kind}, which is not computed with here; {hint}",
+            "model",
         )
 
 
@@ -118,7 +137,9 @@ def read_rope_factors(gguf: GGUFFile, name: str) -> list[float]:
     """The values of one of the small tensors that belong to RoPE, by its name in the file."""
     info = gguf.tensors[name]
     if info.tensor_type.name != "f32" or len(info.shape) != 1:
-        raise CheckpointError(f"{info.file}: tensor `{name}` {list(info.shape)} must be one row of type f32", "model")
+        raise CheckpointError(
+            f"{info.file}: tensor `{name}` {list(info.shape)} must be one row of type f32", "model"
+        )
     return MappedFile(info.file).tensor(torch.float32, info.offset, info.num_values).tolist()
 
 
@@ -178,7 +199,9 @@ class GGUFWeights:
         left = sorted(self._gguf.tensors.keys() - self._read_names - set(ROPE_TENSORS))
         if left:
             more = f" and {len(left) - 3} more" if len(left) > 3 else ""
-            raise CheckpointError(f"{self._gguf.path}: unexpected tensors: {', '.join(left[:3])}{more}", "model")
+            raise CheckpointError(
+                f"{self._gguf.path}: unexpected tensors: {', '.join(left[:3])}{more}", "model"
+            )
         if self._progress is not None:
             self._progress(self._bytes_total, self._bytes_total)
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from foreword.layers.weights import Weights
 from foreword.models.config import ConfigReader
-from foreword.models.vision.parts import VisionLayerNorm
+from foreword.models.vision.layers import VisionLayerNorm
 from foreword.models.vision.vit import VisionTransformer, ViTConfig, read_vit_config
 
 __all__ = ["CLIP"]

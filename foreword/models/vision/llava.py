@@ -11,22 +11,29 @@ from typing import ClassVar, Self
 
 from torch import Tensor
 
-from foreword.core.pictures import PromptImage
+from foreword.core.images import PromptImage
 from foreword.kernels.ops import Ops
 from foreword.layers.weights import Weights
 from foreword.models.base import Precision, VisionEncoder
 from foreword.models.config import ConfigReader
 from foreword.models.decoder import Decoder, DecoderConfig
-from foreword.models.vision.base import Normalization, VisionModel, read_normalization, read_preprocessor_config
+from foreword.models.vision.base import (
+    Normalization,
+    VisionModel,
+    read_normalization,
+    read_preprocessor_config,
+)
 from foreword.models.vision.clip import CLIP
-from foreword.models.vision.parts import ACTIVATIONS, VisionMLP, build_linear, unquantized_format
+from foreword.models.vision.config_text import read_image_token_id, read_text_decoder
+from foreword.models.vision.layers import ACTIVATIONS, VisionMLP, build_linear, unquantized_format
 from foreword.models.vision.siglip import Siglip
-from foreword.models.vision.text import read_image_token_id, read_text_decoder
 from foreword.models.vision.vit import VisionTransformer, ViTConfig
 
 __all__ = ["Llava", "LlavaConfig", "LlavaTower", "read_llava_config"]
 
-VIT_TYPES: Mapping[str, type[VisionTransformer]] = MappingProxyType({"clip_vision_model": CLIP, "siglip_vision_model": Siglip})
+VIT_TYPES: Mapping[str, type[VisionTransformer]] = MappingProxyType(
+    {"clip_vision_model": CLIP, "siglip_vision_model": Siglip}
+)
 # A vision_config that is missing altogether means the tower of LLaVA-1.5.
 DEFAULT_VISION_CONFIG = {
     "hidden_size": 1024,
@@ -66,19 +73,28 @@ class LlavaConfig:
 class LlavaTower:
     """The tower and the projector: sees tile by tile."""
 
-    def __init__(self, config: LlavaConfig, ops: Ops, precision: Precision, weights: Weights, device: str) -> None:
+    def __init__(
+        self, config: LlavaConfig, ops: Ops, precision: Precision, weights: Weights, device: str
+    ) -> None:
         kind, tower = unquantized_format(precision), weights.prefixed("vision_tower.")
         self.feature_size = config.hidden_size
         self.config = config
         self._device = device
         self._vit = config.vit_type(config.vit, ops, kind, precision.dtype, tower, max(config.feature_layers))
-        inner, inputs = weights.prefixed("multi_modal_projector."), config.vit.hidden_size * len(config.feature_layers)
+        inner, inputs = (
+            weights.prefixed("multi_modal_projector."),
+            config.vit.hidden_size * len(config.feature_layers),
+        )
         self._projector = VisionMLP(
             build_linear(ops, inner, kind, inputs, {"linear_1": config.hidden_size}, config.projector_bias),
-            build_linear(ops, inner, kind, config.hidden_size, {"linear_2": config.hidden_size}, config.projector_bias),
+            build_linear(
+                ops, inner, kind, config.hidden_size, {"linear_2": config.hidden_size}, config.projector_bias
+            ),
             config.projector_activation,
         )
-        self._projector_multiply_adds = config.tokens_per_tile * config.hidden_size * (inputs + config.hidden_size)
+        self._projector_multiply_adds = (
+            config.tokens_per_tile * config.hidden_size * (inputs + config.hidden_size)
+        )
 
     def encode(self, image: PromptImage) -> Generator[int, None, Tensor]:
         """Features [num_tokens, width]; a piece is one layer and one tile."""
@@ -90,7 +106,9 @@ class LlavaTower:
             tiles.append(self._projector(seen[self.config.num_dropped_rows :]))
             yield self._projector_multiply_adds
         features = self.arrange(tiles, image)
-        assert len(features) == image.num_tokens, "a picture with another number of placeholders than features"
+        assert len(features) == image.num_tokens, (
+            "a picture with another number of placeholders than features"
+        )
         return features
 
     def make_max_image(self, max_tokens: int) -> PromptImage:
@@ -126,7 +144,13 @@ class Llava(VisionModel):
         }
     )
 
-    def __init__(self, decoder_type: type[Decoder], decoder_config: DecoderConfig, image_token_id: int, config: LlavaConfig) -> None:
+    def __init__(
+        self,
+        decoder_type: type[Decoder],
+        decoder_config: DecoderConfig,
+        image_token_id: int,
+        config: LlavaConfig,
+    ) -> None:
         super().__init__(decoder_type, decoder_config, image_token_id)
         self.config = config
 
@@ -147,9 +171,15 @@ class Llava(VisionModel):
         return LlavaTower(self.config, ops, precision, weights, device)
 
 
-def read_llava_config(config: ConfigReader, path: Path) -> tuple[type[Decoder], DecoderConfig, int, LlavaConfig]:
+def read_llava_config(
+    config: ConfigReader, path: Path
+) -> tuple[type[Decoder], DecoderConfig, int, LlavaConfig]:
     """What LLaVA-1.5 and its descendants have in common. Raises CheckpointError."""
-    for key in ("ignore_index", "image_seq_length", "vocab_size"):  # of training, of processors, and of the text_config again
+    for key in (
+        "ignore_index",
+        "image_seq_length",
+        "vocab_size",
+    ):  # of training, of processors, and of the text_config again
         config.get(key, None)
     decoder_type, decoder = read_text_decoder(config, "llama")
     vit_type, vit = _read_vit(config)
@@ -157,7 +187,11 @@ def read_llava_config(config: ConfigReader, path: Path) -> tuple[type[Decoder], 
         vit_type=vit_type,
         vit=vit,
         feature_layers=_read_feature_layers(config, vit.num_layers),
-        num_dropped_rows=NUM_DROPPED_ROWS[config.get_choice("vision_feature_select_strategy", {name: name for name in NUM_DROPPED_ROWS}, "default")],
+        num_dropped_rows=NUM_DROPPED_ROWS[
+            config.get_choice(
+                "vision_feature_select_strategy", {name: name for name in NUM_DROPPED_ROWS}, "default"
+            )
+        ],
         projector_activation=config.get_choice("projector_hidden_act", ACTIVATIONS, "gelu"),
         projector_bias=config.get_bool("multimodal_projector_bias", True),
         hidden_size=decoder.hidden_size,
@@ -184,7 +218,10 @@ def _read_feature_layers(config: ConfigReader, num_layers: int) -> tuple[int, ..
     if not 1 <= len(given) <= MAX_FEATURE_LAYERS or not all(
         isinstance(item, int) and not isinstance(item, bool) for item in given
     ):
-        raise config.error("vision_feature_layer", f"must be a number or 1 to {MAX_FEATURE_LAYERS} of them, got {value!r:.60}")
+        raise config.error(
+            "vision_feature_layer",
+            f"must be a number or 1 to {MAX_FEATURE_LAYERS} of them, got {value!r:.60}",
+        )
     for item in given:
         if not -num_layers - 1 <= item <= num_layers:
             raise config.error("vision_feature_layer", f"{item} is none of the tower's {num_layers} layers")

@@ -10,8 +10,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from foreword.core.anyres import Size, compute_tiling
-from foreword.core.pictures import PromptImage
+from foreword.core.images import PromptImage, Size, compute_tiling
 from foreword.kernels.ops import Ops
 from foreword.layers.weights import Weights
 from foreword.models.base import Precision, VisionEncoder
@@ -48,7 +47,9 @@ class LlavaNextTower(LlavaTower):
         size = max(self._resolutions, key=math.prod)
         layout = compute_tiling(size, self._resolutions, vit.image_size, vit.patches_per_side)
         rows, columns = layout.feature_grid
-        return self._make_black_image(self.config.tokens_per_tile + rows * (columns + 1), size, 1 + math.prod(layout.tile_grid))
+        return self._make_black_image(
+            self.config.tokens_per_tile + rows * (columns + 1), size, 1 + math.prod(layout.tile_grid)
+        )
 
     def arrange(self, tiles: Sequence[Tensor], image: PromptImage) -> Tensor:
         """The first tile, the whole picture, as it is; then row by row what lies in the others."""
@@ -57,7 +58,9 @@ class LlavaNextTower(LlavaTower):
         layout = compute_tiling(image.original_size, self._resolutions, vit.image_size, vit.patches_per_side)
         assert len(parts) == math.prod(layout.tile_grid), "a picture cut into other tiles"
         (top, left), (rows, columns) = layout.padding, layout.feature_grid
-        area = _join_tiles(parts, layout.tile_grid, vit.patches_per_side)[top : top + rows, left : left + columns]
+        area = _join_tiles(parts, layout.tile_grid, vit.patches_per_side)[
+            top : top + rows, left : left + columns
+        ]
         lines = torch.cat((area, self._image_newline.expand(rows, 1, -1)), 1)
         return torch.cat((whole, lines.flatten(0, 1)))
 
@@ -83,9 +86,12 @@ class LlavaNext(Llava):
         decoder_type, decoder, image_token_id, read = read_llava_config(config, path)
         if read.tokens_per_tile != read.vit.patches_per_side**2:
             raise config.error(
-                "vision_feature_select_strategy", "must leave the patches of a tile, all of them and nothing else"
+                "vision_feature_select_strategy",
+                "must leave the patches of a tile, all of them and nothing else",
             )
-        return cls(decoder_type, decoder, image_token_id, read, _read_resolutions(config, read.vit.image_size))
+        return cls(
+            decoder_type, decoder, image_token_id, read, _read_resolutions(config, read.vit.image_size)
+        )
 
     def build_tower(self, ops: Ops, precision: Precision, weights: Weights, device: str) -> VisionEncoder:
         """Build the tower."""
@@ -102,7 +108,11 @@ def _join_tiles(tiles: Sequence[Tensor], grid: Size, side: int) -> Tensor:
 def _read_resolutions(config: ConfigReader, tile_size: int) -> tuple[Size, ...]:
     """`image_grid_pinpoints`: (height, width) pairs."""
     value = config.get("image_grid_pinpoints", DEFAULT_PINPOINTS)
-    if not isinstance(value, list) or not 1 <= len(value) <= MAX_PINPOINTS or not all(_is_resolution(one, tile_size) for one in value):
+    if (
+        not isinstance(value, list)
+        or not 1 <= len(value) <= MAX_PINPOINTS
+        or not all(_is_resolution(one, tile_size) for one in value)
+    ):
         raise config.error(
             "image_grid_pinpoints",
             f"must be a list of [height, width], multiples of the tower's {tile_size} pixels and {MAX_TILES} tiles at most, "

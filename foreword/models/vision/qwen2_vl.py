@@ -12,10 +12,16 @@ from foreword.models.config import ConfigReader
 from foreword.models.decoder import DecoderConfig
 from foreword.models.qwen2 import Qwen2
 from foreword.models.vision.base import VisionModel
-from foreword.models.vision.parts import VisionMLP, VisionLayerNorm, build_linear
-from foreword.models.vision.qwen_block import VisionBlock, PatchMerger, QwenTowerConfig
-from foreword.models.vision.qwen_config import QWEN_WEIGHT_PREFIXES, read_qwen_image_token_id, read_qwen_tower_config, read_vision_config, read_hidden_size
-from foreword.models.vision.qwen_text import read_qwen2_decoder
+from foreword.models.vision.layers import VisionLayerNorm, VisionMLP, build_linear
+from foreword.models.vision.qwen_block import PatchMerger, QwenTowerConfig, VisionBlock
+from foreword.models.vision.qwen_config import (
+    QWEN_WEIGHT_PREFIXES,
+    read_hidden_size,
+    read_qwen_image_token_id,
+    read_qwen_tower_config,
+    read_vision_config,
+)
+from foreword.models.vision.qwen_decoder import read_qwen2_decoder
 from foreword.models.vision.qwen_tower import QwenTower
 
 __all__ = ["Qwen2VL", "Qwen2VLTower"]
@@ -29,17 +35,38 @@ class Qwen2VLTower(QwenTower):
 
     def build_block(self, weights: Weights) -> VisionBlock:
         config, mlp = self.config, weights.prefixed("mlp.")
-        norms = VisionLayerNorm(weights, "norm1", config.hidden_size, EPS), VisionLayerNorm(weights, "norm2", config.hidden_size, EPS)
-        up = build_linear(self.ops, mlp, self.weight_format, config.hidden_size, {"fc1": config.intermediate_size})
-        down = build_linear(self.ops, mlp, self.weight_format, config.intermediate_size, {"fc2": config.hidden_size})
+        norms = (
+            VisionLayerNorm(weights, "norm1", config.hidden_size, EPS),
+            VisionLayerNorm(weights, "norm2", config.hidden_size, EPS),
+        )
+        up = build_linear(
+            self.ops, mlp, self.weight_format, config.hidden_size, {"fc1": config.intermediate_size}
+        )
+        down = build_linear(
+            self.ops, mlp, self.weight_format, config.intermediate_size, {"fc2": config.hidden_size}
+        )
         feed_forward = VisionMLP(up, down, config.activation)
-        return VisionBlock(self.ops, config, self.weight_format, weights, norms, feed_forward, 2 * config.hidden_size * config.intermediate_size)
+        return VisionBlock(
+            self.ops,
+            config,
+            self.weight_format,
+            weights,
+            norms,
+            feed_forward,
+            2 * config.hidden_size * config.intermediate_size,
+        )
 
     def build_merger(self, weights: Weights) -> PatchMerger:
         config = self.config
-        up = build_linear(self.ops, weights, self.weight_format, config.merged_size, {"mlp.0": config.merged_size})
-        down = build_linear(self.ops, weights, self.weight_format, config.merged_size, {"mlp.2": config.out_hidden_size})
-        return PatchMerger(config, VisionLayerNorm(weights, "ln_q", config.hidden_size, EPS), VisionMLP(up, down, "gelu"))
+        up = build_linear(
+            self.ops, weights, self.weight_format, config.merged_size, {"mlp.0": config.merged_size}
+        )
+        down = build_linear(
+            self.ops, weights, self.weight_format, config.merged_size, {"mlp.2": config.out_hidden_size}
+        )
+        return PatchMerger(
+            config, VisionLayerNorm(weights, "ln_q", config.hidden_size, EPS), VisionMLP(up, down, "gelu")
+        )
 
 
 class Qwen2VL(VisionModel):
@@ -58,7 +85,15 @@ class Qwen2VL(VisionModel):
         hidden = read_hidden_size(vision, "embed_dim", 1280)
         intermediate = hidden * vision.get_int("mlp_ratio", 4, high=MAX_MLP_RATIO)
         out = read_hidden_size(vision, "hidden_size", 3584)
-        tower = read_qwen_tower_config(vision, decoder, path, hidden_size=hidden, intermediate_size=intermediate, out_hidden_size=out, activation="quick_gelu")
+        tower = read_qwen_tower_config(
+            vision,
+            decoder,
+            path,
+            hidden_size=hidden,
+            intermediate_size=intermediate,
+            out_hidden_size=out,
+            activation="quick_gelu",
+        )
         vision.check_all_read()
         return cls(decoder, read_qwen_image_token_id(config, decoder), tower)
 

@@ -20,18 +20,18 @@ from foreword.models.config import ConfigReader
 from foreword.models.decoder import DecoderConfig
 from foreword.models.qwen3 import Qwen3
 from foreword.models.vision.base import VisionModel
-from foreword.models.vision.parts import VisionMLP, VisionLayerNorm, build_linear
-from foreword.models.vision.qwen_block import VisionBlock, PatchMerger, QwenTowerConfig
+from foreword.models.vision.layers import VisionLayerNorm, VisionMLP, build_linear
+from foreword.models.vision.qwen_block import PatchMerger, QwenTowerConfig, VisionBlock
 from foreword.models.vision.qwen_config import (
     QWEN_WEIGHT_PREFIXES,
     read_block_indexes,
+    read_hidden_size,
     read_qwen_image_token_id,
     read_qwen_tower_config,
     read_vision_config,
-    read_hidden_size,
 )
-from foreword.models.vision.qwen_places import PatchGrid
-from foreword.models.vision.qwen_text import read_qwen3_decoder
+from foreword.models.vision.qwen_decoder import read_qwen3_decoder
+from foreword.models.vision.qwen_grid import PatchGrid
 from foreword.models.vision.qwen_tower import QwenTower
 
 __all__ = ["DeepStackConfig", "Qwen3VL", "Qwen3VLTower"]
@@ -56,35 +56,72 @@ class Qwen3VLTower(QwenTower):
     PATCH_BIAS = True
 
     def __init__(
-        self, config: QwenTowerConfig, deepstack: DeepStackConfig, ops: Ops, precision: Precision, weights: Weights, device: str
+        self,
+        config: QwenTowerConfig,
+        deepstack: DeepStackConfig,
+        ops: Ops,
+        precision: Precision,
+        weights: Weights,
+        device: str,
     ) -> None:
         self._deepstack = deepstack
         super().__init__(config, ops, precision, weights, device)
-        self._pos_embed = weights.tensor("pos_embed.weight", deepstack.positions_per_side**2, config.hidden_size)
+        self._pos_embed = weights.tensor(
+            "pos_embed.weight", deepstack.positions_per_side**2, config.hidden_size
+        )
 
     def build_block(self, weights: Weights) -> VisionBlock:
         config, mlp = self.config, weights.prefixed("mlp.")
-        norms = VisionLayerNorm(weights, "norm1", config.hidden_size, EPS), VisionLayerNorm(weights, "norm2", config.hidden_size, EPS)
-        up = build_linear(self.ops, mlp, self.weight_format, config.hidden_size, {"linear_fc1": config.intermediate_size})
-        down = build_linear(self.ops, mlp, self.weight_format, config.intermediate_size, {"linear_fc2": config.hidden_size})
+        norms = (
+            VisionLayerNorm(weights, "norm1", config.hidden_size, EPS),
+            VisionLayerNorm(weights, "norm2", config.hidden_size, EPS),
+        )
+        up = build_linear(
+            self.ops, mlp, self.weight_format, config.hidden_size, {"linear_fc1": config.intermediate_size}
+        )
+        down = build_linear(
+            self.ops, mlp, self.weight_format, config.intermediate_size, {"linear_fc2": config.hidden_size}
+        )
         feed_forward = VisionMLP(up, down, config.activation)
-        return VisionBlock(self.ops, config, self.weight_format, weights, norms, feed_forward, 2 * config.hidden_size * config.intermediate_size)
+        return VisionBlock(
+            self.ops,
+            config,
+            self.weight_format,
+            weights,
+            norms,
+            feed_forward,
+            2 * config.hidden_size * config.intermediate_size,
+        )
 
     def build_merger(self, weights: Weights) -> PatchMerger:
         return self._load_merger(weights, norm_by_patch=True)
 
     def build_deepstack(self, weights: Weights) -> list[tuple[int, PatchMerger]]:
-        mergers = (weights.prefixed(f"deepstack_merger_list.{number}.") for number in range(len(self._deepstack.block_indexes)))
-        return [(block, self._load_merger(inner, norm_by_patch=False)) for block, inner in zip(self._deepstack.block_indexes, mergers, strict=True)]
+        mergers = (
+            weights.prefixed(f"deepstack_merger_list.{number}.")
+            for number in range(len(self._deepstack.block_indexes))
+        )
+        return [
+            (block, self._load_merger(inner, norm_by_patch=False))
+            for block, inner in zip(self._deepstack.block_indexes, mergers, strict=True)
+        ]
 
     def embed(self, patches: Tensor, grid: PatchGrid) -> Tensor:
-        return patches + interpolate_pos_embed(self._pos_embed, self._deepstack.positions_per_side, grid).to(patches.dtype)
+        return patches + interpolate_pos_embed(self._pos_embed, self._deepstack.positions_per_side, grid).to(
+            patches.dtype
+        )
 
     def _load_merger(self, weights: Weights, norm_by_patch: bool) -> PatchMerger:
         config = self.config
-        norm = VisionLayerNorm(weights, "norm", config.hidden_size if norm_by_patch else config.merged_size, EPS)
-        up = build_linear(self.ops, weights, self.weight_format, config.merged_size, {"linear_fc1": config.merged_size})
-        down = build_linear(self.ops, weights, self.weight_format, config.merged_size, {"linear_fc2": config.out_hidden_size})
+        norm = VisionLayerNorm(
+            weights, "norm", config.hidden_size if norm_by_patch else config.merged_size, EPS
+        )
+        up = build_linear(
+            self.ops, weights, self.weight_format, config.merged_size, {"linear_fc1": config.merged_size}
+        )
+        down = build_linear(
+            self.ops, weights, self.weight_format, config.merged_size, {"linear_fc2": config.out_hidden_size}
+        )
         return PatchMerger(config, norm, VisionMLP(up, down, "gelu"), norm_by_patch)
 
 
@@ -93,12 +130,16 @@ def interpolate_pos_embed(pos_embed: Tensor, positions_per_side: int, grid: Patc
     _, rows, columns = grid.patch_positions().to(pos_embed.device).unbind(1)
     found = torch.zeros(grid.num_patches, pos_embed.shape[1], dtype=pos_embed.dtype, device=pos_embed.device)
     for row, row_share in _interpolation_weights(rows, grid.rows * grid.merge_size, positions_per_side):
-        for column, column_share in _interpolation_weights(columns, grid.columns * grid.merge_size, positions_per_side):
+        for column, column_share in _interpolation_weights(
+            columns, grid.columns * grid.merge_size, positions_per_side
+        ):
             found += pos_embed[row * positions_per_side + column] * (row_share * column_share)[:, None]
     return found
 
 
-def _interpolation_weights(positions: Tensor, size: int, positions_per_side: int) -> list[tuple[Tensor, Tensor]]:
+def _interpolation_weights(
+    positions: Tensor, size: int, positions_per_side: int
+) -> list[tuple[Tensor, Tensor]]:
     """The learned positions before and behind each place, and their shares."""
     exact = positions.to(torch.float32) * (positions_per_side - 1) / max(size - 1, 1)
     before = exact.floor()
@@ -111,7 +152,13 @@ class Qwen3VL(VisionModel):
 
     WEIGHT_PREFIXES: ClassVar = QWEN_WEIGHT_PREFIXES
 
-    def __init__(self, decoder_config: DecoderConfig, image_token_id: int, config: QwenTowerConfig, deepstack: DeepStackConfig) -> None:
+    def __init__(
+        self,
+        decoder_config: DecoderConfig,
+        image_token_id: int,
+        config: QwenTowerConfig,
+        deepstack: DeepStackConfig,
+    ) -> None:
         super().__init__(Qwen3, decoder_config, image_token_id)
         self.config = config
         self.deepstack = deepstack
@@ -140,7 +187,9 @@ class Qwen3VL(VisionModel):
         return Qwen3VLTower(self.config, self.deepstack, ops, precision, weights.prefixed("visual."), device)
 
 
-def _read_deepstack(vision: ConfigReader, tower: QwenTowerConfig, decoder_config: DecoderConfig) -> DeepStackConfig:
+def _read_deepstack(
+    vision: ConfigReader, tower: QwenTowerConfig, decoder_config: DecoderConfig
+) -> DeepStackConfig:
     positions = vision.get_int("num_position_embeddings", 2304, high=MAX_POSITIONS_PER_SIDE**2)
     side = math.isqrt(positions)
     if side**2 != positions:
@@ -148,6 +197,7 @@ def _read_deepstack(vision: ConfigReader, tower: QwenTowerConfig, decoder_config
     blocks = read_block_indexes(vision, "deepstack_visual_indexes", (8, 16, 24), tower.depth)
     if len(blocks) > len(decoder_config.layer_types):
         raise vision.error(
-            "deepstack_visual_indexes", f"names {len(blocks)} blocks, the decoder has {len(decoder_config.layer_types)} layers"
+            "deepstack_visual_indexes",
+            f"names {len(blocks)} blocks, the decoder has {len(decoder_config.layer_types)} layers",
         )
     return DeepStackConfig(side, blocks)

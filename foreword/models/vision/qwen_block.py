@@ -13,9 +13,9 @@ from torch import Tensor
 from foreword.kernels.ops import MRopeSections, Ops
 from foreword.layers.weights import Weights
 from foreword.models.vision.base import Normalization
-from foreword.models.vision.parts import ATTENTION_COST_FACTOR, build_linear
+from foreword.models.vision.layers import ATTENTION_COST_FACTOR, build_linear
 
-__all__ = ["VisionBlock", "RowwiseModule", "PatchMerger", "QwenTowerConfig", "ImageContext"]
+__all__ = ["ImageContext", "PatchMerger", "QwenTowerConfig", "RowwiseModule", "VisionBlock"]
 
 LINEAR_CHUNK_ROWS = 512  # patches that go through linear layers as one piece
 MERGE_CHUNK_CELLS = 128  # and cells, as they become tokens
@@ -127,7 +127,9 @@ class VisionBlock:
         self._mlp = mlp
         self._row_multiply_adds = hidden**2 + mlp_multiply_adds
 
-    def forward(self, x: Tensor, context: ImageContext, cu_seqlens: Sequence[int]) -> Generator[int, None, Tensor]:
+    def forward(
+        self, x: Tensor, context: ImageContext, cu_seqlens: Sequence[int]
+    ) -> Generator[int, None, Tensor]:
         """x [N, H] -> [N, H], a piece at a time."""
         seen = yield from self._attend((yield from self._project_qkv(x)), context, cu_seqlens)
         return (yield from self._apply_mlp(x, seen))
@@ -140,22 +142,33 @@ class VisionBlock:
             yield 3 * rows.numel() * self._config.hidden_size
         return torch.cat(parts).view(len(x), -1, self._config.head_dim)
 
-    def _attend(self, qkv: Tensor, context: ImageContext, cu_seqlens: Sequence[int]) -> Generator[int, None, Tensor]:
+    def _attend(
+        self, qkv: Tensor, context: ImageContext, cu_seqlens: Sequence[int]
+    ) -> Generator[int, None, Tensor]:
         """-> [N, H]"""
         heads, config = self._config.num_heads, self._config
-        q, k = (self._ops.rope(one, context.cos_sin, context.positions, context.mrope_sections) for one in (qkv[:, :heads], qkv[:, heads : 2 * heads]))
+        q, k = (
+            self._ops.rope(one, context.cos_sin, context.positions, context.mrope_sections)
+            for one in (qkv[:, :heads], qkv[:, heads : 2 * heads])
+        )
         v = qkv[:, 2 * heads :].contiguous()
         del qkv  # of a large picture it is the largest tensor
         parts = []
         for queries, keys, q_starts, kv_starts in attention_chunks(cu_seqlens):
-            parts.append(self._ops.varlen_attention(q[queries], k[keys], v[keys], q_starts, kv_starts, config.head_dim**-0.5))
+            parts.append(
+                self._ops.varlen_attention(
+                    q[queries], k[keys], v[keys], q_starts, kv_starts, config.head_dim**-0.5
+                )
+            )
             yield ATTENTION_COST_FACTOR * 2 * config.hidden_size * _count_pairs(q_starts, kv_starts)
         return torch.cat(parts).flatten(1)
 
     def _apply_mlp(self, x: Tensor, attn_output: Tensor) -> Generator[int, None, Tensor]:
         """x and what the attention saw [N, H] -> [N, H]"""
         parts = []
-        for rows, found in zip(torch.split(x, LINEAR_CHUNK_ROWS), torch.split(attn_output, LINEAR_CHUNK_ROWS), strict=True):
+        for rows, found in zip(
+            torch.split(x, LINEAR_CHUNK_ROWS), torch.split(attn_output, LINEAR_CHUNK_ROWS), strict=True
+        ):
             between = rows + self._out(found)
             parts.append(between + self._mlp(self._mlp_norm(between)))
             yield len(rows) * self._row_multiply_adds
@@ -174,7 +187,9 @@ class PatchMerger:
     by_patch  the norm sees patches, else whole cells
     """
 
-    def __init__(self, config: QwenTowerConfig, norm: RowwiseModule, mlp: RowwiseModule, norm_by_patch: bool = True) -> None:
+    def __init__(
+        self, config: QwenTowerConfig, norm: RowwiseModule, mlp: RowwiseModule, norm_by_patch: bool = True
+    ) -> None:
         self._config = config
         self._norm = norm
         self._mlp = mlp

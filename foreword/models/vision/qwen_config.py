@@ -6,16 +6,23 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 
-from foreword.models.common import MAX_LAYERS, MAX_HIDDEN_SIZE
+from foreword.models.common import MAX_HIDDEN_SIZE, MAX_LAYERS
 from foreword.models.config import ConfigReader
 from foreword.models.decoder import DecoderConfig
 from foreword.models.vision.base import read_normalization, read_preprocessor_config
-from foreword.models.vision.parts import ACTIVATIONS
+from foreword.models.vision.config_text import read_image_token_id
+from foreword.models.vision.layers import ACTIVATIONS
 from foreword.models.vision.qwen_block import QwenTowerConfig
-from foreword.models.vision.qwen_text import IGNORED_TOKEN_KEYS
-from foreword.models.vision.text import read_image_token_id
+from foreword.models.vision.qwen_decoder import IGNORED_TOKEN_KEYS
 
-__all__ = ["QWEN_WEIGHT_PREFIXES", "read_block_indexes", "read_qwen_image_token_id", "read_qwen_tower_config", "read_vision_config", "read_hidden_size"]
+__all__ = [
+    "QWEN_WEIGHT_PREFIXES",
+    "read_block_indexes",
+    "read_hidden_size",
+    "read_qwen_image_token_id",
+    "read_qwen_tower_config",
+    "read_vision_config",
+]
 
 QWEN_WEIGHT_PREFIXES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
@@ -64,7 +71,10 @@ def read_qwen_tower_config(
     if hidden_size % (4 * heads):
         raise vision.error("num_heads", f"{heads} heads must share {hidden_size} values evenly, by fours")
     if out_hidden_size != decoder_config.hidden_size:
-        raise vision.error("out_hidden_size", f"is {out_hidden_size}, but the decoder's hidden_size is {decoder_config.hidden_size}")
+        raise vision.error(
+            "out_hidden_size",
+            f"is {out_hidden_size}, but the decoder's hidden_size is {decoder_config.hidden_size}",
+        )
     size = vision.get_int("patch_size", patch_size, high=MAX_PATCH_SIZE)
     vision.require_value("spatial_patch_size", size)
     return QwenTowerConfig(
@@ -87,7 +97,9 @@ def read_hidden_size(vision: ConfigReader, key: str, default: int) -> int:
     return vision.get_int(key, default, high=MAX_HIDDEN_SIZE)
 
 
-def read_block_indexes(vision: ConfigReader, key: str, default: tuple[int, ...], depth: int) -> tuple[int, ...]:
+def read_block_indexes(
+    vision: ConfigReader, key: str, default: tuple[int, ...], depth: int
+) -> tuple[int, ...]:
     """Numbers of blocks, ascending."""
     given = vision.get(key, list(default))
     if not isinstance(given, list) or not all(type(item) is int and 0 <= item < depth for item in given):

@@ -13,15 +13,15 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from foreword.core.pictures import PromptImage
+from foreword.core.images import PromptImage
 from foreword.kernels.ops import MRopeSections, Ops
 from foreword.layers.linear import Linear
 from foreword.layers.rope import Rope, RopeConfig
 from foreword.layers.weights import Weights
 from foreword.models.base import Precision
-from foreword.models.vision.parts import unquantized_format
-from foreword.models.vision.qwen_block import VisionBlock, PatchMerger, QwenTowerConfig, ImageContext
-from foreword.models.vision.qwen_places import PatchGrid, extract_patches
+from foreword.models.vision.layers import unquantized_format
+from foreword.models.vision.qwen_block import ImageContext, PatchMerger, QwenTowerConfig, VisionBlock
+from foreword.models.vision.qwen_grid import PatchGrid, extract_patches
 
 __all__ = ["QwenTower", "reorder_cells"]
 
@@ -34,14 +34,18 @@ class QwenTower(ABC):
 
     PATCH_BIAS: ClassVar[bool] = False
 
-    def __init__(self, config: QwenTowerConfig, ops: Ops, precision: Precision, weights: Weights, device: str) -> None:
+    def __init__(
+        self, config: QwenTowerConfig, ops: Ops, precision: Precision, weights: Weights, device: str
+    ) -> None:
         self.config = config
         self.ops = ops
         self.weight_format = unquantized_format(precision)
         self._dtype = precision.dtype
         self._device = device
         self._patch_embedding = self._load_patch_embedding(weights.prefixed("patch_embed."))
-        self._blocks = [self.build_block(weights.prefixed(f"blocks.{index}.")) for index in range(config.depth)]
+        self._blocks = [
+            self.build_block(weights.prefixed(f"blocks.{index}.")) for index in range(config.depth)
+        ]
         self._mergers = [(config.depth - 1, self.build_merger(weights.prefixed("merger.")))]
         self._mergers += self.build_deepstack(weights)
         self.feature_size = config.out_hidden_size * len(self._mergers)
@@ -65,7 +69,14 @@ class QwenTower(ABC):
     def build_context(self, grid: PatchGrid) -> ImageContext:
         """Everything sees everything."""
         whole = (0, grid.num_patches)
-        return ImageContext(grid.patch_positions().to(self._device), self._cos_sin(grid), self._mrope_sections, whole, whole, None)
+        return ImageContext(
+            grid.patch_positions().to(self._device),
+            self._cos_sin(grid),
+            self._mrope_sections,
+            whole,
+            whole,
+            None,
+        )
 
     def block_cu_seqlens(self, block_index: int, context: ImageContext) -> Sequence[int]:
         """Which sections a block sees."""
@@ -85,7 +96,9 @@ class QwenTower(ABC):
         rows = math.isqrt(max_tokens)
         columns, side = max_tokens // rows, self.config.merge_size * self.config.patch_size
         shape = (1, 3, rows * side, columns * side)
-        return PromptImage(bytes(16), rows * columns, (1, rows, columns), shape[2:], shape, bytes(math.prod(shape)))
+        return PromptImage(
+            bytes(16), rows * columns, (1, rows, columns), shape[2:], shape, bytes(math.prod(shape))
+        )
 
     def _run_blocks(self, x: Tensor, context: ImageContext) -> Generator[int, None, Tensor]:
         """Embedded patches [N, H] -> features [cells, width], both in the order of the view."""
@@ -106,12 +119,25 @@ class QwenTower(ABC):
     def _embed_patches(self, image: PromptImage, grid: PatchGrid) -> Tensor:
         """[N, H]"""
         (pixels,) = self.config.normalization.normalize(image, self._device)
-        return self.embed(self._patch_embedding(extract_patches(pixels, self.config.patch_size, grid).to(self._dtype)), grid)
+        return self.embed(
+            self._patch_embedding(extract_patches(pixels, self.config.patch_size, grid).to(self._dtype)), grid
+        )
 
     def _load_patch_embedding(self, weights: Weights) -> Linear:
         """All frames of a picture are equal: their weights are added up."""
         config = self.config
-        matrix = weights.tensor("proj.weight", config.hidden_size, 3, config.temporal_patch_size, config.patch_size, config.patch_size).sum(2).flatten(1)
+        matrix = (
+            weights.tensor(
+                "proj.weight",
+                config.hidden_size,
+                3,
+                config.temporal_patch_size,
+                config.patch_size,
+                config.patch_size,
+            )
+            .sum(2)
+            .flatten(1)
+        )
         bias = weights.tensor("proj.bias", config.hidden_size) if self.PATCH_BIAS else None
         return Linear(self.ops, self.ops.pack_linear([matrix], self.weight_format, bias))
 
@@ -123,7 +149,9 @@ class QwenTower(ABC):
     def _cos_sin(self, grid: PatchGrid) -> Tensor:
         """float32 [patches of the longer side, D]: the same angles for rows and columns."""
         length = max(grid.rows, grid.columns) * grid.merge_size
-        rope = Rope(RopeConfig("default", self.config.rope_theta, self.config.head_dim // 2), length, self._device)
+        rope = Rope(
+            RopeConfig("default", self.config.rope_theta, self.config.head_dim // 2), length, self._device
+        )
         cosines, sines = rope.cos_sin.chunk(2, -1)
         return torch.cat((cosines, cosines, sines, sines), -1)
 

@@ -15,5 +15,11 @@ from foreword.models.vision.qwen3_vl import Qwen3VL
 __all__ = ["VISION_MODELS"]
 
 VISION_MODELS: Mapping[str, type[VisionModel]] = MappingProxyType(
-    {"llava": Llava, "llava_next": LlavaNext, "qwen2_vl": Qwen2VL, "qwen2_5_vl": Qwen25VL, "qwen3_vl": Qwen3VL}
+    {
+        "llava": Llava,
+        "llava_next": LlavaNext,
+        "qwen2_vl": Qwen2VL,
+        "qwen2_5_vl": Qwen25VL,
+        "qwen3_vl": Qwen3VL,
+    }
 )

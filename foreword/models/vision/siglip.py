@@ -21,7 +21,9 @@ class Siglip(VisionTransformer):
     def read_config(cls, config: ConfigReader) -> ViTConfig:
         """Its head, if it has one, makes one vector of a picture, which nobody needs here."""
         config.get_bool("vision_use_head", True)
-        return read_vit_config(config, "gelu_pytorch_tanh", 1e-6, image_size=224, patch_size=16, num_class_tokens=0)
+        return read_vit_config(
+            config, "gelu_pytorch_tanh", 1e-6, image_size=224, patch_size=16, num_class_tokens=0
+        )
 
     def load_embeddings(self, embeddings: Weights, weights: Weights) -> None:
         """Nothing more."""

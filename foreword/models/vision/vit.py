@@ -12,9 +12,16 @@ from torch import Tensor
 
 from foreword.kernels.ops import Ops
 from foreword.layers.weights import Weights
-from foreword.models.common import MAX_LAYERS, MAX_HIDDEN_SIZE
+from foreword.models.common import MAX_HIDDEN_SIZE, MAX_LAYERS
 from foreword.models.config import ConfigReader
-from foreword.models.vision.parts import ACTIVATIONS, ATTENTION_COST_FACTOR, VisionMLP, VisionLayerNorm, PatchEmbedding, build_linear
+from foreword.models.vision.layers import (
+    ACTIVATIONS,
+    ATTENTION_COST_FACTOR,
+    PatchEmbedding,
+    VisionLayerNorm,
+    VisionMLP,
+    build_linear,
+)
 
 __all__ = ["ViTConfig", "VisionTransformer", "read_vit_config"]
 
@@ -52,13 +59,24 @@ class ViTConfig:
     def multiply_adds(self) -> int:
         """Of one layer and one tile, as a tower tells them."""
         attention = ATTENTION_COST_FACTOR * 2 * self.num_positions
-        return self.num_positions * self.hidden_size * (4 * self.hidden_size + 2 * self.intermediate_size + attention)
+        return (
+            self.num_positions
+            * self.hidden_size
+            * (4 * self.hidden_size + 2 * self.intermediate_size + attention)
+        )
 
 
-def read_vit_config(config: ConfigReader, activation: str, eps: float, image_size: int, patch_size: int, num_class_tokens: int) -> ViTConfig:
+def read_vit_config(
+    config: ConfigReader, activation: str, eps: float, image_size: int, patch_size: int, num_class_tokens: int
+) -> ViTConfig:
     """A vision_config; the others are what holds where it does not say. Raises CheckpointError."""
     config.require_value("num_channels", 3)
-    for key in ("projection_dim", "vocab_size", "initializer_factor", "tie_word_embeddings"):  # of what it was trained with
+    for key in (
+        "projection_dim",
+        "vocab_size",
+        "initializer_factor",
+        "tie_word_embeddings",
+    ):  # of what it was trained with
         config.get(key, None)
     read = ViTConfig(
         hidden_size=config.get_int("hidden_size", 768, high=MAX_HIDDEN_SIZE),
@@ -72,7 +90,9 @@ def read_vit_config(config: ConfigReader, activation: str, eps: float, image_siz
         num_class_tokens=num_class_tokens,
     )
     if read.hidden_size % read.num_heads:
-        raise config.error("num_attention_heads", f"{read.num_heads} does not divide hidden_size {read.hidden_size}")
+        raise config.error(
+            "num_attention_heads", f"{read.num_heads} does not divide hidden_size {read.hidden_size}"
+        )
     if not 1 <= read.patches_per_side**2 <= MAX_PATCHES:
         raise config.error(
             "patch_size",
@@ -90,10 +110,15 @@ class ViTLayer:
         self._ops = ops
         self._heads = config.num_heads
         self._attention_norm = VisionLayerNorm(weights, "layer_norm1", hidden, config.eps)
-        self._qkv = build_linear(ops, attention, weight_format, hidden, dict.fromkeys(("q_proj", "k_proj", "v_proj"), hidden))
+        self._qkv = build_linear(
+            ops, attention, weight_format, hidden, dict.fromkeys(("q_proj", "k_proj", "v_proj"), hidden)
+        )
         self._out = build_linear(ops, attention, weight_format, hidden, {"out_proj": hidden})
         self._mlp_norm = VisionLayerNorm(weights, "layer_norm2", hidden, config.eps)
-        up, down = build_linear(ops, mlp, weight_format, hidden, {"fc1": size}), build_linear(ops, mlp, weight_format, size, {"fc2": hidden})
+        up, down = (
+            build_linear(ops, mlp, weight_format, hidden, {"fc1": size}),
+            build_linear(ops, mlp, weight_format, size, {"fc2": hidden}),
+        )
         self._mlp = VisionMLP(up, down, config.activation)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -119,16 +144,34 @@ class VisionTransformer(ABC):
     PATCH_BIAS: ClassVar[bool]
     IGNORED_PREFIXES: ClassVar[Sequence[str]]
 
-    def __init__(self, config: ViTConfig, ops: Ops, weight_format: str, dtype: torch.dtype, weights: Weights, num_layers: int) -> None:
+    def __init__(
+        self,
+        config: ViTConfig,
+        ops: Ops,
+        weight_format: str,
+        dtype: torch.dtype,
+        weights: Weights,
+        num_layers: int,
+    ) -> None:
         embeddings = weights.prefixed("embeddings.")
         self.config = config
         self._dtype = dtype
         self._patch_embedding = PatchEmbedding(
-            ops, embeddings.prefixed("patch_embedding."), weight_format, config.patch_size, config.hidden_size, self.PATCH_BIAS
+            ops,
+            embeddings.prefixed("patch_embedding."),
+            weight_format,
+            config.patch_size,
+            config.hidden_size,
+            self.PATCH_BIAS,
         )
-        self._position_embedding = embeddings.tensor("position_embedding.weight", config.num_positions, config.hidden_size).to(dtype)
+        self._position_embedding = embeddings.tensor(
+            "position_embedding.weight", config.num_positions, config.hidden_size
+        ).to(dtype)
         self.load_embeddings(embeddings, weights)
-        self._layers = [ViTLayer(ops, config, weight_format, weights.prefixed(f"encoder.layers.{index}.")) for index in range(num_layers)]
+        self._layers = [
+            ViTLayer(ops, config, weight_format, weights.prefixed(f"encoder.layers.{index}."))
+            for index in range(num_layers)
+        ]
 
     @classmethod
     @abstractmethod

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.kernels.triton.interpreted import patch_once_per_launch
+from tests.support.triton_interpreter import patch_once_per_launch
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -13,13 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from foreword.core.batch import Batch, Chunk, build_batch
-from foreword.core.kv import KVLayer
-from foreword.kernels.reference import ReferenceOps
+from foreword.core.batch import Batch, Chunk, KVLayer, build_batch
+from foreword.kernels.reference.backend import ReferenceOps
 from foreword.kernels.triton import attention
-from foreword.kernels.triton.attention import TritonAttnMetadata, TritonAttention, plan_launches
-from tests.device import DEVICE
-from tests.kernels.triton.interpreted import IS_INTERPRETED, exact_dot, program_order
+from foreword.kernels.triton.attention import TritonAttention, TritonAttnMetadata, plan_launches
+from tests.support.device import DEVICE
+from tests.support.triton_interpreter import IS_INTERPRETED, exact_dot, program_order
 
 BLOCK = 8
 SPLIT = 32
@@ -51,13 +50,17 @@ class Cache:
         order = torch.randperm(sum(needed), generator=torch.Generator(DEVICE).manual_seed(0)) + 1
         self.blocks = [chosen.tolist() for chosen in order.split(needed)]
         shape = ((sum(needed) + 1) * BLOCK, kv_heads, dim)
-        values = [torch.full(shape, 7.0 if stored == "int8" else math.nan).to(STORED[stored]) for _ in range(2)]
+        values = [
+            torch.full(shape, 7.0 if stored == "int8" else math.nan).to(STORED[stored]) for _ in range(2)
+        ]
         scales = [] if stored == "float32" else [torch.full(shape[:2], math.nan) for _ in range(2)]
         self.layer = KVLayer(*values, *scales)
         self.kv_heads, self.dim = kv_heads, dim
         for request, length in enumerate(lengths):
             k, v = (randn(length, kv_heads, dim, seed=seed + request) for seed in (100, 200))
-            REFERENCE.write_kv(k, v, self.layer, torch.tensor([self.slot(request, place) for place in range(length)]))
+            REFERENCE.write_kv(
+                k, v, self.layer, torch.tensor([self.slot(request, place) for place in range(length)])
+            )
 
     def slot(self, request: int, position: int) -> int:
         return self.blocks[request][position // BLOCK] * BLOCK + position % BLOCK
@@ -74,7 +77,9 @@ class Cache:
         return q
 
 
-def run(cache: Cache, spans: list[Span], heads: int, row_tile: int = 1, **options: float | None) -> dict[tuple[int, int], Tensor]:
+def run(
+    cache: Cache, spans: list[Span], heads: int, row_tile: int = 1, **options: float | None
+) -> dict[tuple[int, int], Tensor]:
     """By (request, position)."""
     batch = cache.batch(spans, row_tile)
     ops = TritonAttention()
@@ -106,8 +111,12 @@ def test_attention_is_that_of_the_reference(spans, heads, dim, window, softcap, 
     cache = Cache([start + count for start, count in spans], kv_heads, dim, stored)
     mixed = [(request, start, start + count) for request, (start, count) in enumerate(spans)]
     batch = cache.batch(mixed, 1)
-    expected = REFERENCE.attention(cache.queries(batch, mixed, group * kv_heads), cache.layer, batch, dim**-0.5, window, softcap)
-    actual = torch.stack(list(run(cache, mixed, group * kv_heads, row_tile, window=window, softcap=softcap).values()))
+    expected = REFERENCE.attention(
+        cache.queries(batch, mixed, group * kv_heads), cache.layer, batch, dim**-0.5, window, softcap
+    )
+    actual = torch.stack(
+        list(run(cache, mixed, group * kv_heads, row_tile, window=window, softcap=softcap).values())
+    )
     torch.testing.assert_close(actual, expected, atol=2e-6, rtol=1e-5)
 
 
@@ -140,7 +149,9 @@ def test_a_row_is_the_same_alone_in_any_chunk_and_for_any_number_of_programs(
     window=st.sampled_from([None, 25]),
     columns=st.sampled_from([16, 32, 64]),
 )
-def test_a_row_does_not_depend_on_neighbours_nor_on_tiles(spans: list[tuple[int, int]], window: int | None, columns: int) -> None:
+def test_a_row_does_not_depend_on_neighbours_nor_on_tiles(
+    spans: list[tuple[int, int]], window: int | None, columns: int
+) -> None:
     """Prompt chunks, decode rows and verified drafts in any mixture."""
     cache = Cache([start + count for start, count in spans], 2, 16)
     mixed = [(request, start, start + count) for request, (start, count) in enumerate(spans)]
@@ -166,7 +177,10 @@ def test_it_does_not_matter_who_is_last() -> None:
     cache = Cache([130, 40], 2, 16)
     spans = [(0, 129, 130), (1, 37, 40)]
     expected = run(cache, spans, 4)
-    for order in (lambda all_of_them: all_of_them[::-1], lambda all_of_them: all_of_them[1::2] + all_of_them[::2]):
+    for order in (
+        lambda all_of_them: all_of_them[::-1],
+        lambda all_of_them: all_of_them[1::2] + all_of_them[::2],
+    ):
         with program_order(order):
             agree(run(cache, spans, 4), expected)
 
@@ -176,7 +190,9 @@ def test_a_workspace_that_would_be_too_large_stays_in_registers(monkeypatch: pyt
     expected = run(cache, [(0, 199, 200)], 4)
     monkeypatch.setattr(attention, "MAX_WORKSPACE_BYTES", 0)
     batch = cache.batch([(0, 199, 200)])
-    assert [launch.num_programs for launch in TritonAttnMetadata(batch, None).get_launches(64, 4, 1, 16)] == [1]
+    assert [launch.num_programs for launch in TritonAttnMetadata(batch, None).get_launches(64, 4, 1, 16)] == [
+        1
+    ]
     agree(run(cache, [(0, 199, 200)], 4), expected)
 
 
@@ -194,7 +210,11 @@ def test_a_row_does_not_feel_what_it_must_not_see(
     spoilt = run(cache, [(0, 30, 60)], 2, window=window)
     for position in range(30, 60):
         key = (0, position)
-        alone = run(cache, [(0, position, position + 1)], 2, window=window) if position in (49, 50) else {key: spoilt[key]}
+        alone = (
+            run(cache, [(0, position, position + 1)], 2, window=window)
+            if position in (49, 50)
+            else {key: spoilt[key]}
+        )
         assert torch.equal(alone[key].isnan(), spoilt[key].isnan())
         if position < 50:
             agree({key: spoilt[key]}, clean)
@@ -217,7 +237,9 @@ def test_vectors_that_are_not_finite_reach_only_who_sees_them(stored: str) -> No
 
 
 @pytest.mark.parametrize("programs", [1, 528])
-def test_lanes_of_a_graph_have_rows_of_padding_and_unknown_ends(programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lanes_of_a_graph_have_rows_of_padding_and_unknown_ends(
+    programs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Three lanes of four rows: one full, one with two rows of padding, one that is not taken."""
     monkeypatch.setattr(attention, "TARGET_NUM_PROGRAMS", programs)
     cache = Cache([70, 40], 2, 16)
@@ -246,16 +268,22 @@ def test_every_row_is_in_one_tile(sizes: list[int], heads: int, padding: int) ->
         starts.append(starts[-1] + size)
     positions = torch.zeros(starts[-1] + padding, dtype=torch.int64)
     tables = torch.zeros(len(sizes) + 1, 4, dtype=torch.int64)
-    batch = Batch(positions, positions, positions, tables, tuple(starts), (), positions, BLOCK, request_index=positions)
+    batch = Batch(
+        positions, positions, positions, tables, tuple(starts), (), positions, BLOCK, request_index=positions
+    )
     launches = plan_launches(batch, 32, heads, 2, 64, 9)
     tiles = [tile for launch in launches for tile in launch.tiles.tolist()]
-    assert sorted(row for first, size in tiles for row in range(first, first + size)) == list(range(len(positions)))
+    assert sorted(row for first, size in tiles for row in range(first, first + size)) == list(
+        range(len(positions))
+    )
     for launch in launches:
         assert 16 <= launch.columns <= 32 and 1 <= launch.num_programs <= 9
         assert launch.tiles[:, 1].max() * heads <= launch.columns
         assert launch.num_programs == 1 or launch.tiles.shape[0] * 2 < attention.TARGET_NUM_PROGRAMS
     bounds = [*starts, len(positions)]
-    assert all(any(low <= first and first + size <= high for low, high in pairwise(bounds)) for first, size in tiles)
+    assert all(
+        any(low <= first and first + size <= high for low, high in pairwise(bounds)) for first, size in tiles
+    )
 
 
 def test_layers_share_what_was_planned() -> None:
@@ -265,6 +293,9 @@ def test_layers_share_what_was_planned() -> None:
     q = cache.queries(batch, [(0, 30, 40)], 4)
     first = ops.attention(q, cache.layer, batch, 0.25, metadata=plan)
     assert len(plan.launches) == 1
-    assert torch.equal(first, ops.attention(q, cache.layer, batch, 0.25, metadata=plan)) and len(plan.launches) == 1
+    assert (
+        torch.equal(first, ops.attention(q, cache.layer, batch, 0.25, metadata=plan))
+        and len(plan.launches) == 1
+    )
     empty = cache.batch([])
     assert ops.attention(q[:0], cache.layer, empty, 0.25).shape == (0, 4, 16)

@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 
 from foreword.kernels.triton import attention
-from tests.kernels.triton.compiling import MAX_SHARED, KernelBinary, KernelSource, compile_all
+from tests.support.triton_compile import MAX_SHARED, KernelBinary, KernelSource, compile_all
 
 POINTERS = {
     "tiles": "*i32",
@@ -28,13 +28,24 @@ NUMBERS = {
 }
 
 
-def source(capability: int, columns: int, stored: str = "bf16", dim: int = 128, whole: bool = False) -> KernelSource:
+def source(
+    capability: int, columns: int, stored: str = "bf16", dim: int = 128, whole: bool = False
+) -> KernelSource:
     """As TritonAttention launches it on a data center card."""
     values = 2 if stored == "bf16" else 1
     stages = attention.num_stages(torch.device("cpu"), 2 * attention.BLOCK_KV * dim * values)
     scales = {} if stored == "bf16" else {"k_scale": "*fp32", "v_scale": "*fp32"}
     shared = {} if whole else {"partials": "*fp32", "tops": "*fp32", "counters": "*i32"}
-    arguments = {"q": "*bf16", "k": f"*{stored}", "v": f"*{stored}", **scales, "out": "*bf16", **shared, **POINTERS, **NUMBERS}
+    arguments = {
+        "q": "*bf16",
+        "k": f"*{stored}",
+        "v": f"*{stored}",
+        **scales,
+        "out": "*bf16",
+        **shared,
+        **POINTERS,
+        **NUMBERS,
+    }
     absent = {"k_scale", "v_scale", "partials", "tops", "counters"} - arguments.keys()
     constants = dict.fromkeys(absent) | {
         "KV_HEADS": 8,
@@ -70,7 +81,8 @@ def order_of_sums(made: KernelBinary) -> tuple[list[int], float, float]:
     and again across lanes.
     """
     shuffled = {
-        target: int(distance) for target, distance in re.findall(r"shfl\.sync\.bfly\.b32\s+(%\w+), %\w+, (\d+),", made.ptx)
+        target: int(distance)
+        for target, distance in re.findall(r"shfl\.sync\.bfly\.b32\s+(%\w+), %\w+, (\d+),", made.ptx)
     }
     copies = dict(re.findall(r"mov\.b32\s+(%\w+), (%\w+);", made.ptx))
     counted: Counter[int] = Counter()
@@ -84,7 +96,10 @@ def order_of_sums(made: KernelBinary) -> tuple[list[int], float, float]:
 
 def test_every_number_of_columns_is_added_up_in_the_same_order() -> None:
     """Over int8, where nothing is computed twice: all sums across lanes are those of weights."""
-    sources = [source(90, columns, "i8", whole=True) for columns in (16, 32, 64)] + [source(80, 16, "i8"), source(80, 32, "i8")]
+    sources = [source(90, columns, "i8", whole=True) for columns in (16, 32, 64)] + [
+        source(80, 16, "i8"),
+        source(80, 32, "i8"),
+    ]
     all_made = compile_all(sources)
     for made in all_made:
         assert order_of_sums(made) == order_of_sums(all_made[0])
@@ -98,13 +113,17 @@ def test_another_number_of_warps_is_noticed() -> None:
 
 
 def test_launches_fit_and_share_one_family_of_instructions() -> None:
-    hopper = compile_all([source(90, 16), source(90, 64, whole=True), source(90, 16, "u8"), source(90, 32, dim=256)])
+    hopper = compile_all(
+        [source(90, 16), source(90, 64, whole=True), source(90, 16, "u8"), source(90, 32, dim=256)]
+    )
     ampere = compile_all([source(80, 32)])
     assert all(re.search(r"m64n\d+k16\.f32\.bf16", product) for made in hopper for product in made.products)
     assert all("m16n8k16.row.col.f32.bf16" in product for made in ampere for product in made.products)
     for capability, launches in ((90, hopper), (80, ampere)):
         for made in launches:
             assert made.products and made.shared <= MAX_SHARED[capability]
-            assert made.count(r"cp\.async\.c[ag]\.shared\.global \[[^]]*\], \[[^]]*\], 0x10") >= 2, "keys come 16 bytes at a time"
+            assert made.count(r"cp\.async\.c[ag]\.shared\.global \[[^]]*\], \[[^]]*\], 0x10") >= 2, (
+                "keys come 16 bytes at a time"
+            )
     assert [made.spills for made in (hopper[0], hopper[2])] == [0, 0]
     assert all(made.stack <= 448 for made in (*hopper, *ampere))

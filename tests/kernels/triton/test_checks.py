@@ -12,12 +12,17 @@ from torch import Tensor
 from foreword.kernels.ops import AttentionMetadata
 from foreword.kernels.triton import attention
 from foreword.kernels.triton.backend import TritonOps
-from foreword.kernels.triton.checks import ROW_COUNTS, SHAPES, check_attention_invariance, check_row_invariance
+from foreword.kernels.triton.checks import (
+    ROW_COUNTS,
+    SHAPES,
+    check_attention_invariance,
+    check_row_invariance,
+)
+from foreword.kernels.triton.gemm import TILES, pick_split_mode, pick_tile
+from foreword.kernels.triton.gemm_pack import PackedWeight, num_splits
 from foreword.kernels.triton.linear import TritonLinear
-from foreword.kernels.triton.packing import PackedWeight, num_splits
-from foreword.kernels.triton.tiles import TILES, pick_split_mode, pick_tile
-from tests.device import DEVICE
-from tests.kernels.triton.interpreted import IS_INTERPRETED, exact_dot
+from tests.support.device import DEVICE
+from tests.support.triton_interpreter import IS_INTERPRETED, exact_dot
 
 COUNTS = (1, 17, 33)
 NAME = "float32" if IS_INTERPRETED else "bfloat16"
@@ -27,7 +32,9 @@ SMALL = {"kv_heads": 1, "group": 2, "dim": 16, "rows": 12}
 class ByRows(TritonLinear):
     """What an ordinary library does: the parts of K follow from the number of rows."""
 
-    def linear(self, x: Tensor, weight: PackedWeight, dtype: torch.dtype | None = None, add_to: Tensor | None = None) -> Tensor:
+    def linear(
+        self, x: Tensor, weight: PackedWeight, dtype: torch.dtype | None = None, add_to: Tensor | None = None
+    ) -> Tensor:
         return super().linear(x, replace(weight, splits=1 if len(x) > 16 else weight.splits), dtype, add_to)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.kernels.triton.compiling import MAX_SHARED, KernelSource, compile_all
+from tests.support.triton_compile import MAX_SHARED, KernelSource, compile_all
 
 KERNEL = "tests.kernels.triton.test_interpreted:_product"
 ARGUMENTS = {"a": "*bf16", "b": "*bf16", "out": "*fp32"}
@@ -12,7 +12,9 @@ SHAPE = {"ROWS": 64, "COLUMNS": 64, "K": 64}
 
 
 def test_products_become_the_instructions_of_each_card() -> None:
-    ampere, hopper = compile_all([KernelSource(KERNEL, ARGUMENTS, SHAPE, capability) for capability in (80, 90)])
+    ampere, hopper = compile_all(
+        [KernelSource(KERNEL, ARGUMENTS, SHAPE, capability) for capability in (80, 90)]
+    )
     assert all("m16n8k16" in product for product in ampere.products) and ampere.products
     assert all("m64n64k16" in product for product in hopper.products) and hopper.products
     for capability, made in ((80, ampere), (90, hopper)):
@@ -21,7 +23,9 @@ def test_products_become_the_instructions_of_each_card() -> None:
 
 
 def test_spilled_registers_are_seen() -> None:
-    (made,) = compile_all([KernelSource(KERNEL, ARGUMENTS, {"ROWS": 256, "COLUMNS": 256, "K": 16}, 80, num_warps=1)])
+    (made,) = compile_all(
+        [KernelSource(KERNEL, ARGUMENTS, {"ROWS": 256, "COLUMNS": 256, "K": 16}, 80, num_warps=1)]
+    )
     assert made.stack > 0 and made.spills > 0
 
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from foreword.kernels.reference import ReferenceOps
+from foreword.kernels.reference.backend import ReferenceOps
 from foreword.kernels.triton.elementwise import gated_act, softcap
-from tests.device import DEVICE
+from tests.support.device import DEVICE
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -24,7 +24,9 @@ def on_device() -> Iterator[None]:
 def test_activations_are_those_of_the_reference(activation: str, width: int, dtype: torch.dtype) -> None:
     x = (torch.randn(3, 2 * width + 2) * 4).to(dtype)[:, 1:-1]
     rounding = 1e-5 if dtype == torch.float32 else 8e-3
-    torch.testing.assert_close(gated_act(x, activation), ReferenceOps().gated_act(x, activation), atol=rounding, rtol=rounding)
+    torch.testing.assert_close(
+        gated_act(x, activation), ReferenceOps().gated_act(x, activation), atol=rounding, rtol=rounding
+    )
     assert gated_act(x[:0], activation).shape == (0, width)
 
 

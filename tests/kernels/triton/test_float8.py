@@ -11,8 +11,8 @@ import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from foreword.kernels.triton.float8 import from_float8, to_float8
-from tests.device import DEVICE
+from foreword.kernels.triton.gemm_pack import from_float8, to_float8
+from tests.support.device import DEVICE
 
 WIDTH = 256
 

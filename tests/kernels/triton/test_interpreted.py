@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tests.kernels.triton.interpreted import IS_INTERPRETED, exact_dot, program_order
+from tests.support.triton_interpreter import IS_INTERPRETED, exact_dot, program_order
 
 pytestmark = pytest.mark.skipif(not IS_INTERPRETED, reason="kernels are compiled here")
 

@@ -11,18 +11,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from foreword.kernels.ops import QuantizedBlocks, Matrix, PackedLinear
-from foreword.kernels.reference import ReferenceOps
+from foreword.kernels.ops import Matrix, PackedLinear, QuantizedBlocks
+from foreword.kernels.reference.backend import ReferenceOps
+from foreword.kernels.triton import gemm as tiles
 from foreword.kernels.triton import linear as module
-from foreword.kernels.triton import tiles
 from foreword.kernels.triton.fast_math import TritonFastMath
+from foreword.kernels.triton.gemm_pack import GROUP_SCALED_FORMATS, num_splits
 from foreword.kernels.triton.linear import TritonLinear
-from foreword.kernels.triton.packing import GROUP_SCALED_FORMATS, num_splits
-from tests.device import DEVICE
-from tests.kernels.quantized import random_weight, random_blocks
-from tests.kernels.rows import same_bits
-from tests.kernels.triton.interpreted import IS_INTERPRETED, exact_dot, program_order
-from tests.kernels.triton.writes import track_writes
+from tests.support.device import DEVICE
+from tests.support.kernel_rows import same_bits
+from tests.support.quantized_weights import random_blocks, random_weight
+from tests.support.triton_interpreter import IS_INTERPRETED, exact_dot, program_order
+from tests.support.write_tracker import track_writes
 
 COUNTS = (1, 2, 3, 7, 8, 15, 16, 17, 31, 32, 33, 63, 64, 65, 100, 128, 130, 257)
 FEW_COUNTS = (1, 17, 33, 65, 257)  # one for each tile
@@ -48,7 +48,9 @@ def matrix_of(kind: str, rows: int, columns: int, seed: int = 1) -> Matrix:
     return replace(blocks, data=blocks.data.to(DEVICE))
 
 
-def packed(ops: TritonLinear | ReferenceOps, matrix: Matrix, kind: str, bias: Tensor | None = None) -> PackedLinear:
+def packed(
+    ops: TritonLinear | ReferenceOps, matrix: Matrix, kind: str, bias: Tensor | None = None
+) -> PackedLinear:
     return ops.pack_linear([matrix], "float32" if kind == "q8_0" else kind, bias)
 
 
@@ -69,15 +71,29 @@ def test_it_is_the_reference_within_rounding(
     x = normal(rows, matrix.columns if isinstance(matrix, QuantizedBlocks) else inputs, seed=seed + 1)
     bias = normal(outputs, seed=seed + 2) if has_bias else None
     residual = normal(rows, outputs, seed=seed + 3) if has_residual else None
-    results = [ops.linear(x, packed(ops, matrix, kind, bias), None, residual) for ops in (TritonLinear(), ReferenceOps())]
+    results = [
+        ops.linear(x, packed(ops, matrix, kind, bias), None, residual)
+        for ops in (TritonLinear(), ReferenceOps())
+    ]
     torch.testing.assert_close(results[0], results[1], rtol=1e-5, atol=2e-5)
 
 
 @settings(max_examples=10, deadline=None)
-@given(st.sampled_from(KINDS), st.sampled_from(ACTIVATIONS), st.integers(1, 100), st.integers(1, 300), st.integers(0, 20))
-def test_the_gated_layer_is_the_reference_within_rounding(kind: str, activation: str, size: int, inputs: int, rows: int) -> None:
+@given(
+    st.sampled_from(KINDS),
+    st.sampled_from(ACTIVATIONS),
+    st.integers(1, 100),
+    st.integers(1, 300),
+    st.integers(0, 20),
+)
+def test_the_gated_layer_is_the_reference_within_rounding(
+    kind: str, activation: str, size: int, inputs: int, rows: int
+) -> None:
     gate, up, x = weights(size, inputs), weights(size, inputs, 2), normal(rows, inputs)
-    results = [ops.linear_gated_act(x, ops.pack_linear([gate, up], kind), activation) for ops in (TritonLinear(), ReferenceOps())]
+    results = [
+        ops.linear_gated_act(x, ops.pack_linear([gate, up], kind), activation)
+        for ops in (TritonLinear(), ReferenceOps())
+    ]
     torch.testing.assert_close(results[0], results[1], rtol=1e-4, atol=2e-5)
 
 
@@ -86,7 +102,10 @@ def test_the_gated_layer_is_the_reference_within_rounding(kind: str, activation:
 def test_activations_hold_at_both_ends(activation: str, value: float) -> None:
     weight = torch.eye(2, device=DEVICE)
     x = torch.tensor([[value, 1.0]], device=DEVICE)
-    results = [ops.linear_gated_act(x, ops.pack_linear([weight], "float32"), activation) for ops in (TritonLinear(), ReferenceOps())]
+    results = [
+        ops.linear_gated_act(x, ops.pack_linear([weight], "float32"), activation)
+        for ops in (TritonLinear(), ReferenceOps())
+    ]
     torch.testing.assert_close(results[0], results[1], rtol=1e-5, atol=1e-6)
 
 
@@ -148,7 +167,9 @@ def test_bits_do_not_depend_on_where_the_parts_are_summed(kind: str, monkeypatch
     check_counts(lambda rows: ops.linear_gated_act(x[rows], weight, "gelu"), (257,))
 
 
-@pytest.mark.parametrize(("kind", "dtype"), [("float32", torch.float32), ("bfloat16", torch.bfloat16), ("fp8", torch.float16)])
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [("float32", torch.float32), ("bfloat16", torch.bfloat16), ("fp8", torch.float16)]
+)
 def test_bits_hold_in_every_type(kind: str, dtype: torch.dtype) -> None:
     ops = TritonLinear()
     x, weight = normal(max(COUNTS), 260, dtype=dtype), ops.pack_linear([weights(40, 260).to(dtype)], kind)
@@ -165,7 +186,9 @@ def test_it_does_not_matter_who_comes_last() -> None:
         for seed in range(4):
             shuffled = torch.Generator().manual_seed(seed)
             with program_order(
-                lambda numbers, g=shuffled: torch.randperm(len(numbers), generator=g.manual_seed(g.initial_seed())).tolist()
+                lambda numbers, g=shuffled: torch.randperm(
+                    len(numbers), generator=g.manual_seed(g.initial_seed())
+                ).tolist()
             ):
                 assert same_bits(ops.linear(x, weight), first)
         with program_order(lambda numbers: numbers[::-1]):
@@ -201,26 +224,41 @@ def test_float8_is_the_same_by_hardware_and_by_bits() -> None:
     x, matrix = normal(3, 200), weights(30, 200)
     weight = by_bits.pack_linear([matrix], "fp8")
     by_hardware.pack_linear([matrix], "fp8")
-    by_hardware._workspaces = {device: replace(one, has_float8=True) for device, one in by_hardware._workspaces.items()}
+    by_hardware._workspaces = {
+        device: replace(one, has_float8=True) for device, one in by_hardware._workspaces.items()
+    }
     ids = torch.arange(30, device=DEVICE)
     with exact_dot():
         assert same_bits(by_bits.linear(x, weight), by_hardware.linear(x, weight))
-    assert same_bits(by_bits.embedding(ids, weight, torch.float32), by_hardware.embedding(ids, weight, torch.float32))
+    assert same_bits(
+        by_bits.embedding(ids, weight, torch.float32), by_hardware.embedding(ids, weight, torch.float32)
+    )
 
 
 @settings(max_examples=20, deadline=None)
-@given(st.sampled_from((*KINDS, "bfloat16")), st.integers(1, 150), st.integers(1, 1500), st.sampled_from((1.0, 3.3)))
+@given(
+    st.sampled_from((*KINDS, "bfloat16")),
+    st.integers(1, 150),
+    st.integers(1, 1500),
+    st.sampled_from((1.0, 3.3)),
+)
 def test_the_embedding_is_the_reference(kind: str, vocabulary: int, size: int, scale: float) -> None:
     matrix = random_weight(vocabulary, size).to(DEVICE)
     ids = torch.randint(vocabulary, (5,), generator=torch.Generator().manual_seed(size)).to(DEVICE)
-    results = [ops.embedding(ids, ops.pack_linear([matrix], kind), torch.float32, scale) for ops in (TritonLinear(), ReferenceOps())]
+    results = [
+        ops.embedding(ids, ops.pack_linear([matrix], kind), torch.float32, scale)
+        for ops in (TritonLinear(), ReferenceOps())
+    ]
     assert torch.equal(*results)
 
 
 def test_no_ids_no_rows() -> None:
     ops = TritonLinear()
     weight = ops.pack_linear([weights(8, 64)], "float32")
-    assert ops.embedding(torch.zeros(0, dtype=torch.int64, device=DEVICE), weight, torch.float32).shape == (0, 64)
+    assert ops.embedding(torch.zeros(0, dtype=torch.int64, device=DEVICE), weight, torch.float32).shape == (
+        0,
+        64,
+    )
     assert ops.linear(normal(0, 64), weight).shape == (0, 8)
 
 
@@ -231,7 +269,9 @@ def test_no_ids_no_rows() -> None:
     st.sampled_from(("dense", "int8", *GROUP_SCALED_FORMATS)),
     st.sampled_from((2, 4)),
 )
-def test_few_rows_always_fit_the_workspace(outputs: int, inputs: int, rows: int, form: str, itemsize: int) -> None:
+def test_few_rows_always_fit_the_workspace(
+    outputs: int, inputs: int, rows: int, form: str, itemsize: int
+) -> None:
     splits = num_splits(outputs, inputs, form)
     tile = tiles.pick_tile(form, itemsize, rows)
     count = -(-outputs // tile.bm) * -(-rows // tile.bn)
@@ -244,6 +284,10 @@ def test_fast_math_is_near(kind: str) -> None:
     matrix, x, bias, residual = weights(24, 96), normal(5, 96), normal(24), normal(5, 24, seed=3)
     mine, theirs = (ops.pack_linear([matrix], kind, bias) for ops in (fast, exact))
     torch.testing.assert_close(fast.linear(x, mine, None, residual), exact.linear(x, theirs, None, residual))
-    torch.testing.assert_close(fast.linear_gated_act(x, mine, "silu"), exact.linear_gated_act(x, theirs, "silu"))
+    torch.testing.assert_close(
+        fast.linear_gated_act(x, mine, "silu"), exact.linear_gated_act(x, theirs, "silu")
+    )
     ids = torch.arange(4, device=DEVICE)
-    assert torch.equal(fast.embedding(ids, mine, torch.float32, 2.0), exact.embedding(ids, theirs, torch.float32, 2.0))
+    assert torch.equal(
+        fast.embedding(ids, mine, torch.float32, 2.0), exact.embedding(ids, theirs, torch.float32, 2.0)
+    )

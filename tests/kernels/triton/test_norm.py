@@ -9,11 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from foreword.kernels.reference import ReferenceOps
+from foreword.kernels.reference.backend import ReferenceOps
 from foreword.kernels.triton import norm
 from foreword.kernels.triton.norm import rms_norm
-from tests.device import DEVICE
-from tests.kernels.triton.compiling import KernelSource, compile_all
+from tests.support.device import DEVICE
+from tests.support.triton_compile import KernelSource, compile_all
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -29,14 +29,18 @@ def on_device() -> Iterator[None]:
     width=st.sampled_from([1, 16, 40, 64, 300, 2048, 5000]),
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
 )
-def test_norms_are_those_of_the_reference(rows: int, inside: int | None, width: int, dtype: torch.dtype) -> None:
+def test_norms_are_those_of_the_reference(
+    rows: int, inside: int | None, width: int, dtype: torch.dtype
+) -> None:
     """Also of heads, which are a part of what a row holds."""
     torch.manual_seed(rows)
     x = torch.randn((rows, width) if inside is None else (rows, inside + 2, width)).to(dtype)
     x = x if inside is None else x[:, 1:-1]
     weight = torch.randn(width)
     rounding = {torch.float32: 1e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}[dtype]
-    torch.testing.assert_close(rms_norm(x, weight, 1e-5), ReferenceOps().rms_norm(x, weight, 1e-5), atol=rounding, rtol=rounding)
+    torch.testing.assert_close(
+        rms_norm(x, weight, 1e-5), ReferenceOps().rms_norm(x, weight, 1e-5), atol=rounding, rtol=rounding
+    )
 
 
 def test_more_dimensions_are_rows_too() -> None:

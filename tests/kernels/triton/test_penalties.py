@@ -8,17 +8,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.kernels.rows import make_row
-from tests.kernels.triton.sampling_rows import assert_same, repeat_to, random_few_rows, mixed_rows
+from tests.support.kernel_rows import make_row
+from tests.support.triton_sample_rows import assert_same, mixed_rows, random_few_rows, repeat_to
 
-pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # infinite results are right here
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:overflow encountered:RuntimeWarning"
+)  # infinite results are right here
 
 
 def assert_changed(logits: Tensor, ids: list[Tensor]) -> None:
     starts = torch.tensor([0, *map(len, ids)]).cumsum(0)
     flat = torch.cat(ids)
     assert_same("add_bias", logits, starts, flat, torch.linspace(-3, 3, len(flat)))
-    assert_same("apply_repetition_penalty", logits, starts, flat, repeat_to((1.3, 0.7, 1.0, 1e-30), len(logits), torch.float32))
+    assert_same(
+        "apply_repetition_penalty",
+        logits,
+        starts,
+        flat,
+        repeat_to((1.3, 0.7, 1.0, 1e-30), len(logits), torch.float32),
+    )
 
 
 @given(random_few_rows(), st.data())
@@ -36,7 +44,9 @@ def test_rows_of_every_kind() -> None:
 
 def test_more_ids_than_programs_take_at_once() -> None:
     logits = torch.stack([make_row("plain", 5000, seed) for seed in range(2)])
-    assert_changed(logits, [torch.randperm(5000, generator=torch.Generator().manual_seed(0)), torch.arange(3)])
+    assert_changed(
+        logits, [torch.randperm(5000, generator=torch.Generator().manual_seed(0)), torch.arange(3)]
+    )
 
 
 @given(random_few_rows(), st.floats(2.0**-20, 2.0**20, width=32))

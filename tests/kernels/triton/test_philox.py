@@ -8,11 +8,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from foreword.kernels import reference_sampling as reference
-from foreword.kernels.triton.philox import uniform, noise, philox, random_words
-from tests.kernels.rows import same_bits
+from foreword.kernels.reference import sampling as reference
+from foreword.kernels.triton.philox import noise, philox, random_words, uniform
 from tests.kernels.test_sampling import KNOWN_ANSWERS
-from tests.kernels.triton.sampling_rows import DEVICE
+from tests.support.kernel_rows import same_bits
+from tests.support.triton_sample_rows import DEVICE
 
 KEYS = [(0, 0), (-(2**63), 2**32 - 1), (-1, 5), (2**63 - 1, 2**31), (0x299F31D0A4093822, 77)]
 

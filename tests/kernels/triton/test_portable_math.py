@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foreword.kernels import portable_math as plain
-from foreword.kernels.triton.portable_math import log, exp_fixed_point, round_to_int
-from tests.kernels.triton.sampling_rows import DEVICE
+from foreword.kernels.triton.portable_math import exp_fixed_point, log, round_to_int
+from tests.support.triton_sample_rows import DEVICE
 
 
 @triton.jit
@@ -38,10 +38,13 @@ def test_many_values() -> None:
     x = torch.rand(20_000, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) + 1e-9
     halves = torch.arange(1, 2000).double() / 2
     seams = torch.tensor(
-        [math.sqrt(0.5), 0.5, 1.0, 2.0, 1 - 2.0**-33, 2.0**-33, 29.8, 64.0, 65.0, 1e30, 2.0**-1022], dtype=torch.float64
+        [math.sqrt(0.5), 0.5, 1.0, 2.0, 1 - 2.0**-33, 2.0**-33, 29.8, 64.0, 65.0, 1e30, 2.0**-1022],
+        dtype=torch.float64,
     )
     near = torch.from_numpy(np.nextafter(seams.numpy(), 1.0))
-    assert_same(torch.cat([x, 30 * x, 1 - x * 2.0**-30, x * 2.0**-40, halves, halves * math.log(2), seams, near]))
+    assert_same(
+        torch.cat([x, 30 * x, 1 - x * 2.0**-30, x * 2.0**-40, halves, halves * math.log(2), seams, near])
+    )
 
 
 @given(st.lists(st.floats(2.0**-1022, 1e300), min_size=16, max_size=16))

@@ -10,11 +10,20 @@ import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from foreword.kernels.triton.ranks import sort_keys, key_to_id, is_finite_row, compute_block_maxes, ordered_bits, from_ordered_bits
-from tests.kernels.rows import make_row, same_bits
-from tests.kernels.triton.sampling_rows import DEVICE
+from foreword.kernels.triton.ranks import (
+    compute_block_maxes,
+    from_ordered_bits,
+    is_finite_row,
+    key_to_id,
+    ordered_bits,
+    sort_keys,
+)
+from tests.support.kernel_rows import make_row, same_bits
+from tests.support.triton_sample_rows import DEVICE
 
-FLOATS = st.floats(width=32, allow_nan=False) | st.sampled_from([0.0, -0.0, math.inf, -math.inf, 1e-45, -1e-45])
+FLOATS = st.floats(width=32, allow_nan=False) | st.sampled_from(
+    [0.0, -0.0, math.inf, -math.inf, 1e-45, -1e-45]
+)
 
 
 @triton.jit
@@ -24,7 +33,11 @@ def _ranks(values, found, entry, again, sound, N, BLOCK: tl.constexpr):
     own = sort_keys(rank, place)
     tl.store(found + place, rank, mask=place < N)
     tl.store(entry + place, own, mask=place < N)
-    tl.store(again + place, from_ordered_bits(rank), mask=(place < N) & (key_to_id(own) == place) & (own >> 31 == rank))
+    tl.store(
+        again + place,
+        from_ordered_bits(rank),
+        mask=(place < N) & (key_to_id(own) == place) & (own >> 31 == rank),
+    )
     tl.store(sound + place, is_finite_row(rank).to(tl.int64), mask=place < N)
 
 
@@ -37,7 +50,11 @@ def test_order(values: list[float]) -> None:
     _ranks[(1,)](x, found, entry, again, sound, len(x), BLOCK=32)
     order = sorted(range(len(values)), key=lambda i: (-values[i], i))
     assert entry[:-1].argsort(descending=True).tolist() == order
-    assert all((found[i] < found[j]) == (values[i] < values[j]) for i in range(len(values)) for j in range(len(values)))
+    assert all(
+        (found[i] < found[j]) == (values[i] < values[j])
+        for i in range(len(values))
+        for j in range(len(values))
+    )
     assert same_bits(again[:-1].cpu(), torch.where(x == 0, 0.0, x)[:-1].cpu())
     assert sound.tolist() == [int(math.isfinite(value)) for value in x.tolist()]
     assert found[-1] > found[:-1].max() and found.min() >= 0 and found.max() < 2**32

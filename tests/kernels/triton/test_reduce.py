@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from foreword.kernels.triton.sampling import MAX_TOP_IDS
-from tests.kernels.rows import make_row
-from tests.kernels.triton.sampling_rows import assert_same, random_few_rows
+from tests.support.kernel_rows import make_row
+from tests.support.triton_sample_rows import assert_same, random_few_rows
 
 
 @given(random_few_rows(), st.integers(1, 12))

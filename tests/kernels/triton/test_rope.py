@@ -11,15 +11,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from foreword.core.kv import KVLayer
+from foreword.core.batch import KVLayer
 from foreword.kernels.ops import MRopeSections
-from foreword.kernels.reference import ReferenceOps
+from foreword.kernels.reference.backend import ReferenceOps
 from foreword.kernels.triton.rope import rope, rope_and_cache, write_kv
-from tests.device import DEVICE
-from tests.kernels.triton.compiling import KernelSource, compile_all
+from tests.support.device import DEVICE
+from tests.support.triton_compile import KernelSource, compile_all
 
 REFERENCE = ReferenceOps()
-AXES = [None, MRopeSections((4, 4, 4)), MRopeSections((6, 4, 2)), MRopeSections((4, 4, 4), True), MRopeSections((6, 3, 3), True), MRopeSections((8, 3, 1), True)]
+AXES = [
+    None,
+    MRopeSections((4, 4, 4)),
+    MRopeSections((6, 4, 2)),
+    MRopeSections((4, 4, 4), True),
+    MRopeSections((6, 3, 3), True),
+    MRopeSections((8, 3, 1), True),
+]
 STORED = [torch.float32, torch.int8, torch.float8_e4m3fn]
 
 
@@ -97,7 +104,9 @@ def test_keys_are_rounded_before_they_are_stored() -> None:
         ours, theirs = (cache(4, 2, 16, stored) for _ in range(2))
         turned = rope_and_cache(x, x, x, table, positions, None, ours, slots)
         assert torch.equal(turned, REFERENCE.rope_and_cache(x, x, x, table, positions, None, theirs, slots))
-        assert all(torch.equal(left, right) for left, right in zip(tensors(ours), tensors(theirs), strict=True))
+        assert all(
+            torch.equal(left, right) for left, right in zip(tensors(ours), tensors(theirs), strict=True)
+        )
 
 
 def test_it_compiles_for_cards_without_spilling() -> None:
@@ -134,12 +143,25 @@ def test_it_compiles_for_cards_without_spilling() -> None:
             )
         )
     for each in compile_all(sources):
-        assert each.stack == each.spills == 0 and each.count(r"ld\.global\.v4") and not each.count(r"fma\.rn\.f32 ")
+        assert (
+            each.stack == each.spills == 0
+            and each.count(r"ld\.global\.v4")
+            and not each.count(r"fma\.rn\.f32 ")
+        )
 
 
 def test_what_is_not_there_is_not_compiled() -> None:
     """q alone, and keys and values that are not turned."""
-    constants = {"D": 128, "HALF": 64, "AXES": (), "HEADS": 8, "BLOCK": 64, "REST": 1, "k_scale": None, "v_scale": None}
+    constants = {
+        "D": 128,
+        "HALF": 64,
+        "AXES": (),
+        "HEADS": 8,
+        "BLOCK": 64,
+        "REST": 1,
+        "k_scale": None,
+        "v_scale": None,
+    }
     strides = {f"{name}_{kind}": "i32" for name in "qkv" for kind in ("row", "head")}
     there = {"q": "*bf16", "out": "*bf16", "table": "*fp32", "positions": "*i64"}
     stored = {"k": "*bf16", "v": "*bf16", "k_cache": "*bf16", "v_cache": "*bf16", "slots": "*i64"}
@@ -147,6 +169,9 @@ def test_what_is_not_there_is_not_compiled() -> None:
     only_q = {"Q_HEADS": 8, "KV_HEADS": 0, "ROTATE": True, **dict.fromkeys(stored)}
     only_kv = {"Q_HEADS": 0, "KV_HEADS": 8, "ROTATE": False, **dict.fromkeys(there)}
     turned, written = compile_all(
-        [KernelSource(kernel, there | strides, constants | only_q), KernelSource(kernel, stored | strides, constants | only_kv)]
+        [
+            KernelSource(kernel, there | strides, constants | only_q),
+            KernelSource(kernel, stored | strides, constants | only_kv),
+        ]
     )
     assert turned.count(r"mul\.\S*f32") and not written.count(r"mul\.\S*f32")

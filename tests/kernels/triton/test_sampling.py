@@ -11,13 +11,23 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from foreword.kernels.triton.sampling import TritonSampling
-from foreword.sampling.steps import active_processors
-from tests.kernels.rows import make_row, same_bits
-from tests.kernels.triton.sampling_rows import DEVICE, OPS, REFERENCE, assert_same, repeat_to, random_few_rows, mixed_rows
-from tests.sampling.rows import VOCAB_SIZE, apply
-from tests.sampling.rows import make_row as make_sample_row
+from foreword.sampling.logits_processors import active_processors
+from tests.support.kernel_rows import make_row, same_bits
+from tests.support.sample_rows import VOCAB_SIZE, apply
+from tests.support.sample_rows import make_row as make_sample_row
+from tests.support.triton_sample_rows import (
+    DEVICE,
+    OPS,
+    REFERENCE,
+    assert_same,
+    mixed_rows,
+    random_few_rows,
+    repeat_to,
+)
 
-pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # infinite results are right here
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:overflow encountered:RuntimeWarning"
+)  # infinite results are right here
 WIDTH = 75
 FILTERS = ("apply_top_k", "apply_top_p", "apply_typical_p", "apply_min_p", "apply_top_n_sigma")
 BOUNDS: dict[str, tuple[float, ...]] = {
@@ -45,11 +55,17 @@ def test_filters_on_rows_of_every_kind(operation: str) -> None:
 def test_the_others_on_rows_of_every_kind() -> None:
     logits = mixed_rows(WIDTH)
     count = len(logits)
-    seeds, positions = repeat_to((0, 1, -(2**63), 2**63 - 1, -1), count, torch.int64), repeat_to((0, 2**32 - 1, 77), count, torch.int64)
+    seeds, positions = (
+        repeat_to((0, 1, -(2**63), 2**63 - 1, -1), count, torch.int64),
+        repeat_to((0, 2**32 - 1, 77), count, torch.int64),
+    )
     assert_same("log_sum_exp", logits)
     assert_same("sample", logits, seeds, positions, torch.arange(count) % 4 == 0)
     assert_same("apply_temperature", logits, repeat_to((0.7, 1.0, 1e-5, 3e38), count, torch.float32))
-    chances, thresholds = repeat_to((1.0, 0.5, 0.0), count, torch.float64), repeat_to((0.1, 0.0, 1e-3, 1.0), count, torch.float64)
+    chances, thresholds = (
+        repeat_to((1.0, 0.5, 0.0), count, torch.float64),
+        repeat_to((0.1, 0.0, 1e-3, 1.0), count, torch.float64),
+    )
     assert_same("apply_xtc", logits, seeds, positions, chances, thresholds)
     for k in (1, 5):
         assert_same("top_ids", logits, k)
@@ -138,4 +154,6 @@ def test_bounds_of_another_type_are_our_own_bug() -> None:
     with pytest.raises(AssertionError, match=r"torch.int64 \[2\]"):
         OPS.apply_top_k(rows, torch.tensor([1, 2, 3]))
     with pytest.raises(AssertionError):
-        OPS.sample(rows.double(), *itertools.repeat(torch.zeros(2, dtype=torch.int64), 2), torch.zeros(2).bool())
+        OPS.sample(
+            rows.double(), *itertools.repeat(torch.zeros(2, dtype=torch.int64), 2), torch.zeros(2).bool()
+        )

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from foreword.kernels.triton import ranks, selection
-from tests.kernels.triton.compiling import MAX_SHARED, KernelBinary, KernelSource, compile_all
+from tests.support.triton_compile import MAX_SHARED, KernelBinary, KernelSource, compile_all
 
 PACKAGE = "foreword.kernels.triton."
 BLOCK, PARTS = 2048, 128  # of 151,936 ids and of 256,000
@@ -21,7 +21,12 @@ RUN = "peaks:*i64 masses:*i64 shares:*i64 sums:*i64 last_sums:*i64"
 COIN = f"{ROWS} seeds:*i64 positions:*i64 chances:*fp64 thresholds:*fp64 peaks:*i64 masses:*i64 last:*i64"
 SHARED_BY_PARTS: Mapping[str, Any] = {"WIDTH": PARTS, "BLOCK": BLOCK}
 FILTERS = {"i64": ranks.TOP_K.value, "fp64": ranks.TYPICAL_P.value}
-HEAVY = ("_masses", "_best_of_parts", "_add_by_digit", "_keep_run")  # what could spill: compiled for the older card as well
+HEAVY = (
+    "_masses",
+    "_best_of_parts",
+    "_add_by_digit",
+    "_keep_run",
+)  # what could spill: compiled for the older card as well
 OF_ROWS = {"bounds", "p", "n", "by", "seeds", "positions", "greedy", "chances", "thresholds"}
 SPECIALIZED = """
 import importlib, json, sys
@@ -74,14 +79,24 @@ def compiled(request: pytest.FixtureRequest) -> list[tuple[str, KernelBinary]]:
         types = dict(argument.split(":") for argument in arguments.split())
         divisible = [name for name, kind in types.items() if kind[0] == "*" or name in ("stride", "V")]
         sources.append(
-            KernelSource(PACKAGE + kernel, types, constants, request.param, warps, enable_fp_fusion=False, divisible=divisible)
+            KernelSource(
+                PACKAGE + kernel,
+                types,
+                constants,
+                request.param,
+                warps,
+                enable_fp_fusion=False,
+                divisible=divisible,
+            )
         )
     made = compile_all(sources)
     assert all(each.shared <= MAX_SHARED[request.param] for each in made)
     return [(source.kernel, each) for source, each in zip(sources, made, strict=True)]
 
 
-def test_every_operation_rounds_to_nearest_and_none_is_fused(compiled: list[tuple[str, KernelBinary]]) -> None:
+def test_every_operation_rounds_to_nearest_and_none_is_fused(
+    compiled: list[tuple[str, KernelBinary]],
+) -> None:
     for kernel, made in compiled:
         assert not made.count(r"\bfma\b"), kernel
         assert not made.count(r"\.ftz\b|\.approx\b|div\.full"), kernel

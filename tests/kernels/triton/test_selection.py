@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.kernels.rows import make_row
-from tests.kernels.triton.interpreted import IS_INTERPRETED, program_order
-from tests.kernels.triton.sampling_rows import assert_same
+from tests.support.kernel_rows import make_row
+from tests.support.triton_interpreter import IS_INTERPRETED, program_order
+from tests.support.triton_sample_rows import assert_same
 
 
 @pytest.mark.parametrize("k", [32, 63, 99])

@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 
-from foreword.core.pictures import PromptImage
+from foreword.core.images import PromptImage
 from foreword.errors import CheckpointError
 from foreword.models.vision.base import read_normalization
 from foreword.models.weights import MetaWeights, MultipartWeights
@@ -50,8 +50,13 @@ class Named(MetaWeights):
 def test_names_of_parts() -> None:
     """Parts are found under the name that the files have for them; the first that is there holds."""
     files = Named()
-    prefixes = {"model.": ("model.language_model.", "language_model.model."), "lm_head.": ("lm_head.", "language_model.lm_head.")}
-    weights = MultipartWeights(files, frozenset({"language_model.model.norm.weight", "language_model.lm_head.weight"}), prefixes)
+    prefixes = {
+        "model.": ("model.language_model.", "language_model.model."),
+        "lm_head.": ("lm_head.", "language_model.lm_head."),
+    }
+    weights = MultipartWeights(
+        files, frozenset({"language_model.model.norm.weight", "language_model.lm_head.weight"}), prefixes
+    )
     weights.tensor("model.norm.weight", 2)
     weights.prefixed("model.").prefixed("layers.0.").tensor("norm.weight", 2)
     with weights.weights({"lm_head.weight": 3}, 2):

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from foreword.errors import CheckpointError
-from foreword.kernels.reference import ReferenceOps
+from foreword.kernels.reference.backend import ReferenceOps
 from foreword.models.config import ConfigReader
 from foreword.models.vision.clip import CLIP
-from foreword.models.vision.parts import ATTENTION_COST_FACTOR
-from foreword.models.weights import MetaWeights, FileWeights
-from tests.models.vision.against import TransformersReference
-from tests.vision_checkpoints import write_vision_checkpoint
+from foreword.models.vision.layers import ATTENTION_COST_FACTOR
+from foreword.models.weights import FileWeights, MetaWeights
+from tests.support.vision_checkpoints import write_vision_checkpoint
+from tests.support.vs_transformers import TransformersReference
 
 
 @pytest.mark.parametrize("image_size", [28, 31])
@@ -36,13 +36,22 @@ def test_every_layer(tmp_path: Path, image_size: int) -> None:
         except StopIteration as done:
             torch.testing.assert_close(done.value, expected, atol=1e-4, rtol=0)
     rows, hidden, size = 17, 32, 48
-    assert pieces == [rows * (4 * hidden**2 + 2 * hidden * size) + ATTENTION_COST_FACTOR * 2 * rows**2 * hidden] * 3
+    assert (
+        pieces
+        == [rows * (4 * hidden**2 + 2 * hidden * size) + ATTENTION_COST_FACTOR * 2 * rows**2 * hidden] * 3
+    )
 
 
 def test_defaults() -> None:
     """An empty config is OpenAI's ViT-B/32."""
     config = CLIP.read_config(ConfigReader({}, "config.json"))
-    assert (config.hidden_size, config.num_layers, config.num_heads, config.patches_per_side, config.num_positions) == (768, 12, 12, 7, 50)
+    assert (
+        config.hidden_size,
+        config.num_layers,
+        config.num_heads,
+        config.patches_per_side,
+        config.num_positions,
+    ) == (768, 12, 12, 7, 50)
     assert (config.activation, config.eps) == ("quick_gelu", 1e-5)
     weights = MetaWeights()
     CLIP(config, ReferenceOps(), "float32", torch.float32, weights, num_layers=0)
@@ -51,7 +60,13 @@ def test_defaults() -> None:
 
 def test_options_of_old_versions() -> None:
     """Which wrote out the defaults of everything."""
-    old = {"is_decoder": False, "num_beams": 1, "repetition_penalty": 1.0, "tie_word_embeddings": True, "vocab_size": 32000}
+    old = {
+        "is_decoder": False,
+        "num_beams": 1,
+        "repetition_penalty": 1.0,
+        "tie_word_embeddings": True,
+        "vocab_size": 32000,
+    }
     reader = ConfigReader(old, "config.json")
     CLIP.read_config(reader)
     reader.check_all_read()

@@ -17,10 +17,10 @@ from foreword.kernels.cpu.backend import CpuOps
 from foreword.kernels.cpu.library import supported_isas
 from foreword.models.architectures import ARCHITECTURES
 from foreword.models.loader import read_model_info
-from tests.checkpoints import VOCAB_SIZE
-from tests.models.driving import ForwardHelper
-from tests.models.vision.against import TransformersReference, backends, check_chunked_prefill, prompt_of
-from tests.vision_checkpoints import IMAGE_TOKEN_ID, random_image, write_vision_checkpoint
+from tests.support.checkpoints import VOCAB_SIZE
+from tests.support.forward_helpers import ForwardHelper
+from tests.support.vision_checkpoints import IMAGE_TOKEN_ID, random_image, write_vision_checkpoint
+from tests.support.vs_transformers import TransformersReference, backends, check_chunked_prefill, prompt_of
 
 FULL = {"vision_feature_select_strategy": "full"}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -33,7 +33,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llava-gelu": ("llava", {"vision_config": {"hidden_act": "gelu", "layer_norm_eps": 1e-3}}),
     "llava-odd-shape": (
         "llava",
-        {"vision_config": {"hidden_size": 36, "intermediate_size": 50, "num_attention_heads": 3, "patch_size": 5}},
+        {
+            "vision_config": {
+                "hidden_size": 36,
+                "intermediate_size": 50,
+                "num_attention_heads": 3,
+                "patch_size": 5,
+            }
+        },
     ),
     "llava-tied": ("llava", {"text_config": {"tie_word_embeddings": True}}),
     "siglip": ("llava_siglip", {}),
@@ -62,7 +69,9 @@ def test_equal_to_transformers(case: str, tmp_path: Path) -> None:
 
 def test_outputs_depend_on_the_pictures(tmp_path: Path) -> None:
     ours = ForwardHelper(write_vision_checkpoint(tmp_path))
-    one, other = (ours.greedy(ids, 16, pictures) for ids, pictures in (prompt_of(tmp_path), prompt_of(tmp_path, seed=9)))
+    one, other = (
+        ours.greedy(ids, 16, pictures) for ids, pictures in (prompt_of(tmp_path), prompt_of(tmp_path, seed=9))
+    )
     assert one != other
 
 
@@ -70,10 +79,14 @@ def test_outputs_depend_on_the_pictures(tmp_path: Path) -> None:
 @pytest.mark.parametrize("isa", [None, *supported_isas()])
 def test_chunks_give_the_same_bits(isa: str | None, dtype: str, tmp_path: Path) -> None:
     path = write_vision_checkpoint(tmp_path, dtype=dtype)
-    check_chunked_prefill(ForwardHelper(path, dtype=dtype, ops=isa and CpuOps(isa, threads=1), block_size=4), path)
+    check_chunked_prefill(
+        ForwardHelper(path, dtype=dtype, ops=isa and CpuOps(isa, threads=1), block_size=4), path
+    )
 
 
-@pytest.mark.parametrize("options", [{"dtype": "bfloat16"}, {"quantization": "int8"}, {"quantization": "int4"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"dtype": "bfloat16"}, {"quantization": "int8"}, {"quantization": "int4"}], ids=str
+)
 @pytest.mark.parametrize("isa", [None, *supported_isas()])
 def test_features_of_every_precision(isa: str | None, options: dict[str, str], tmp_path: Path) -> None:
     """Weights of the tower are never quantized: it sees the same whatever the decoder holds."""
@@ -105,11 +118,18 @@ def test_features_do_not_depend_on_what_else_is_encoded(isa: str | None, tmp_pat
 
 def test_facts(tmp_path: Path) -> None:
     """Layers that are not read are not counted: they are not loaded."""
-    facts, whole = read_model_info(write_vision_checkpoint(tmp_path)), TransformersReference(tmp_path).num_parameters
+    facts, whole = (
+        read_model_info(write_vision_checkpoint(tmp_path)),
+        TransformersReference(tmp_path).num_parameters,
+    )
     layer, norm = 4 * (32 * 32 + 32) + 2 * 32 * 48 + 48 + 32 + 4 * 32, 2 * 32
     assert facts.parameters == ForwardHelper(tmp_path).model.info.parameters == whole - layer - norm
     assert facts.vision_parameters == ForwardHelper(tmp_path).model.info.vision_parameters
-    assert (facts.architecture, facts.image_token_id, facts.vocab_size) == ("llava", IMAGE_TOKEN_ID, VOCAB_SIZE)
+    assert (facts.architecture, facts.image_token_id, facts.vocab_size) == (
+        "llava",
+        IMAGE_TOKEN_ID,
+        VOCAB_SIZE,
+    )
 
 
 @pytest.mark.parametrize("family", ["llava", "llava_siglip", "llava_next"])
@@ -118,8 +138,13 @@ def test_a_checkpoint_that_transformers_wrote(family: str, tmp_path: Path) -> No
     theirs, (ids, pictures) = TransformersReference(path), prompt_of(path)
     theirs.model.save_pretrained(tmp_path / "theirs")
     values = json.loads((path / "preprocessor_config.json").read_text(encoding="utf-8"))
-    (tmp_path / "theirs" / "processor_config.json").write_text(json.dumps({"image_processor": values}), encoding="utf-8")
-    assert torch.equal(ForwardHelper(tmp_path / "theirs").logits(ids, 0, pictures), ForwardHelper(path).logits(ids, 0, pictures))
+    (tmp_path / "theirs" / "processor_config.json").write_text(
+        json.dumps({"image_processor": values}), encoding="utf-8"
+    )
+    assert torch.equal(
+        ForwardHelper(tmp_path / "theirs").logits(ids, 0, pictures),
+        ForwardHelper(path).logits(ids, 0, pictures),
+    )
 
 
 HUB: dict[str, Any] = {
@@ -209,13 +234,19 @@ HUB_FACTS = (4096, "float16", 32064, 32000)
     ],
     ids=["llava-1.5", "no-vision-config", "interleave"],
 )
-def test_a_config_as_on_the_hub(tmp_path: Path, config: dict[str, Any], skipped: Sequence[str], facts: tuple[Any, ...]) -> None:
+def test_a_config_as_on_the_hub(
+    tmp_path: Path, config: dict[str, Any], skipped: Sequence[str], facts: tuple[Any, ...]
+) -> None:
     """It tells only what differs from the defaults of transformers."""
     write_vision_checkpoint(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     with torch.device("meta"):
-        theirs = transformers.AutoModelForImageTextToText.from_config(transformers.AutoConfig.from_pretrained(tmp_path))
-    needed = [item.numel() for name, item in theirs.named_parameters() if not any(part in name for part in skipped)]
+        theirs = transformers.AutoModelForImageTextToText.from_config(
+            transformers.AutoConfig.from_pretrained(tmp_path)
+        )
+    needed = [
+        item.numel() for name, item in theirs.named_parameters() if not any(part in name for part in skipped)
+    ]
     read = read_model_info(tmp_path)
     assert read.parameters == sum(needed)
     assert (read.context_len, read.dtype, read.vocab_size, read.image_token_id) == facts
@@ -227,20 +258,35 @@ def test_a_config_as_on_the_hub(tmp_path: Path, config: dict[str, Any], skipped:
         ({"vision_feature_layer": 4}, "`vision_feature_layer` 4 is none of the tower's 3 layers"),
         ({"vision_feature_layer": -5}, "`vision_feature_layer` -5 is none of the tower's 3 layers"),
         ({"vision_feature_layer": []}, "`vision_feature_layer` must be a number or 1 to 64 of them, got []"),
-        ({"vision_feature_layer": "last"}, "`vision_feature_layer` must be a number or 1 to 64 of them, got 'last'"),
+        (
+            {"vision_feature_layer": "last"},
+            "`vision_feature_layer` must be a number or 1 to 64 of them, got 'last'",
+        ),
         (
             {"vision_feature_select_strategy": "cls"},
             '`vision_feature_select_strategy` must be one of default, full here, got "cls"',
         ),
         ({"projector_hidden_act": "tanh"}, "`projector_hidden_act` must be one of"),
-        ({"image_token_index": VOCAB_SIZE}, f"`image_token_index` {VOCAB_SIZE} is beyond the vocab_size {VOCAB_SIZE}"),
+        (
+            {"image_token_index": VOCAB_SIZE},
+            f"`image_token_index` {VOCAB_SIZE} is beyond the vocab_size {VOCAB_SIZE}",
+        ),
         ({"image_token_index": None}, "lacks `image_token_index`"),
         ({"mm_vision_tower": "clip"}, '`mm_vision_tower` = "clip" is not supported'),
-        ({"vision_config": {"num_attention_heads": 5}}, "vision_config: `num_attention_heads` 5 does not divide hidden_size 32"),
-        ({"vision_config": {"patch_size": 29}}, "vision_config: `patch_size` 29 makes 0 patches of image_size 28"),
+        (
+            {"vision_config": {"num_attention_heads": 5}},
+            "vision_config: `num_attention_heads` 5 does not divide hidden_size 32",
+        ),
+        (
+            {"vision_config": {"patch_size": 29}},
+            "vision_config: `patch_size` 29 makes 0 patches of image_size 28",
+        ),
         ({"vision_config": {"image_size": 8000}}, "makes 1304164 patches of image_size 8000"),
         ({"vision_config": {"num_channels": 1}}, "vision_config: `num_channels` must be 3 here, got 1"),
-        ({"vision_config": {"model_type": "dinov2"}}, "vision_config: `model_type` must be one of clip_vision_model, siglip"),
+        (
+            {"vision_config": {"model_type": "dinov2"}},
+            "vision_config: `model_type` must be one of clip_vision_model, siglip",
+        ),
         ({"vision_config": {"hidden_act": "tanh"}}, "vision_config: `hidden_act` must be one of"),
         ({"vision_config": {"use_rope": True}}, "vision_config: `use_rope` = true is not supported"),
         ({"text_config": {"use_rope": True}}, "text_config: `use_rope` = true is not supported"),
@@ -269,7 +315,10 @@ def test_a_preprocessor_that_is_missing(tmp_path: Path) -> None:
     [
         ({"image_size": 35}, "embeddings.position_embedding.weight` is [17, 32], the config says [26, 32]"),
         ({"intermediate_size": 47}, "layers.0.mlp.fc1.bias` is [48], the config says [47]"),
-        ({"num_hidden_layers": 5}, "vision_tower.vision_model.encoder.layers.3.layer_norm1.weight` [32] is missing"),
+        (
+            {"num_hidden_layers": 5},
+            "vision_tower.vision_model.encoder.layers.3.layer_norm1.weight` [32] is missing",
+        ),
         ({"num_hidden_layers": 2}, "unexpected tensors: vision_tower.vision_model.encoder.layers.2"),
     ],
 )

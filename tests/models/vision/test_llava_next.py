@@ -15,10 +15,10 @@ from foreword.errors import CheckpointError
 from foreword.kernels.cpu.backend import CpuOps
 from foreword.kernels.cpu.library import supported_isas
 from foreword.models.loader import read_model_info
-from tests.llava_checkpoints import SIGLIP
-from tests.models.driving import ForwardHelper
-from tests.models.vision.against import TransformersReference, backends, check_chunked_prefill, prompt_of
-from tests.vision_checkpoints import random_image, write_vision_checkpoint
+from tests.support.forward_helpers import ForwardHelper
+from tests.support.llava_checkpoints import SIGLIP
+from tests.support.vision_checkpoints import random_image, write_vision_checkpoint
+from tests.support.vs_transformers import TransformersReference, backends, check_chunked_prefill, prompt_of
 
 FINE = [[30, 60], [60, 30], [60, 60], [30, 90]]
 CASES: dict[str, dict[str, Any]] = {
@@ -27,9 +27,24 @@ CASES: dict[str, dict[str, Any]] = {
     "qwen2": {"text": "qwen2", "text_config": {"tie_word_embeddings": True}, "tie_word_embeddings": True},
     "several-layers": {"vision_feature_layer": [-2, -1]},
     "no-projector-bias": {"multimodal_projector_bias": False},
-    "siglip": {"vision_config": SIGLIP, "vision_feature_select_strategy": "full", "image_grid_pinpoints": FINE},
+    "siglip": {
+        "vision_config": SIGLIP,
+        "vision_feature_select_strategy": "full",
+        "image_grid_pinpoints": FINE,
+    },
 }
-ODD_SIZES = [(1, 1), (28, 28), (28, 29), (56, 57), (27, 500), (500, 3), (1, 400), (640, 480), (481, 640), (100, 100)]
+ODD_SIZES = [
+    (1, 1),
+    (28, 28),
+    (28, 29),
+    (56, 57),
+    (27, 500),
+    (500, 3),
+    (1, 400),
+    (640, 480),
+    (481, 640),
+    (100, 100),
+]
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -60,7 +75,9 @@ def test_pictures_of_odd_sizes(tmp_path: Path) -> None:
 @pytest.mark.parametrize("isa", [None, *supported_isas()])
 def test_chunks_give_the_same_bits(isa: str | None, dtype: str, tmp_path: Path) -> None:
     path = write_vision_checkpoint(tmp_path, "llava_next", dtype=dtype)
-    check_chunked_prefill(ForwardHelper(path, dtype=dtype, ops=isa and CpuOps(isa, threads=1), block_size=4), path)
+    check_chunked_prefill(
+        ForwardHelper(path, dtype=dtype, ops=isa and CpuOps(isa, threads=1), block_size=4), path
+    )
 
 
 def test_a_config_as_on_the_hub(tmp_path: Path) -> None:
@@ -105,8 +122,12 @@ def test_a_config_as_on_the_hub(tmp_path: Path) -> None:
     }
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     with torch.device("meta"):
-        theirs = transformers.AutoModelForImageTextToText.from_config(transformers.AutoConfig.from_pretrained(tmp_path))
-    skipped = [item.numel() for name, item in theirs.named_parameters() if "layers.23." in name and "vision" in name]
+        theirs = transformers.AutoModelForImageTextToText.from_config(
+            transformers.AutoConfig.from_pretrained(tmp_path)
+        )
+    skipped = [
+        item.numel() for name, item in theirs.named_parameters() if "layers.23." in name and "vision" in name
+    ]
     skipped += [item.numel() for name, item in theirs.named_parameters() if "post_layernorm" in name]
     facts = read_model_info(tmp_path)
     assert facts.parameters == sum(item.numel() for item in theirs.parameters()) - sum(skipped)
@@ -124,8 +145,14 @@ def test_a_config_as_on_the_hub(tmp_path: Path) -> None:
         ({"image_grid_pinpoints": [[28]]}, "`image_grid_pinpoints` must be a list"),
         ({"image_grid_pinpoints": [28, 56]}, "`image_grid_pinpoints` must be a list"),
         ({"image_grid_pinpoints": [[28, 28 * 1025]]}, "and 1024 tiles at most"),
-        ({"vision_feature_select_strategy": "full"}, "`vision_feature_select_strategy` must leave the patches of a tile"),
-        ({"use_image_newline_parameter": False}, "`use_image_newline_parameter` must be true here, got false"),
+        (
+            {"vision_feature_select_strategy": "full"},
+            "`vision_feature_select_strategy` must leave the patches of a tile",
+        ),
+        (
+            {"use_image_newline_parameter": False},
+            "`use_image_newline_parameter` must be true here, got false",
+        ),
     ],
 )
 def test_configs_that_are_refused(tmp_path: Path, overrides: dict[str, Any], told: str) -> None:
@@ -137,6 +164,8 @@ def test_configs_that_are_refused(tmp_path: Path, overrides: dict[str, Any], tol
 def test_a_newline_that_is_missing(tmp_path: Path) -> None:
     write_vision_checkpoint(tmp_path)  # LLaVA-1.5 has none
     config = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
-    (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": "llava_next"}), encoding="utf-8")
+    (tmp_path / "config.json").write_text(
+        json.dumps({**config, "model_type": "llava_next"}), encoding="utf-8"
+    )
     with pytest.raises(CheckpointError, match="image_newline` \\[64\\] is missing"):
         ForwardHelper(tmp_path)

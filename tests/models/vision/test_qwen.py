@@ -14,28 +14,55 @@ import transformers
 from PIL import Image
 from torch import Tensor
 
-from foreword.core.pictures import PromptImage, expand_placeholders
-from foreword.kernels.reference import ReferenceOps
-from foreword.media.processor import read_processor
+from foreword.core.images import PromptImage, expand_placeholders
+from foreword.kernels.reference.backend import ReferenceOps
 from foreword.models.base import Precision
 from foreword.models.loader import load_model, read_model_info
-from tests.models.driving import ForwardHelper
-from tests.vision_checkpoints import IMAGE_TOKEN_ID, VISION_FAMILIES, random_image, write_vision_checkpoint
+from foreword.multimodal.processor import read_processor
+from tests.support.forward_helpers import ForwardHelper
+from tests.support.vision_checkpoints import (
+    IMAGE_TOKEN_ID,
+    VISION_FAMILIES,
+    random_image,
+    write_vision_checkpoint,
+)
 
 START, END = 271, 272
-SIZES = ((40, 30), (9, 70), (64, 64), (23, 8))  # odd sizes; in 8 x 8 pixels a token: 5 x 4, 1 x 9, 8 x 8, 3 x 1
+SIZES = (
+    (40, 30),
+    (9, 70),
+    (64, 64),
+    (23, 8),
+)  # odd sizes; in 8 x 8 pixels a token: 5 x 4, 1 x 9, 8 x 8, 3 x 1
 WIDER: dict[str, dict[str, Any]] = {
     "qwen2_vl": {
-        "vision_config": {"patch_size": 6, "temporal_patch_size": 1, "embed_dim": 24, "hidden_act": "gelu", "mlp_ratio": 3}
+        "vision_config": {
+            "patch_size": 6,
+            "temporal_patch_size": 1,
+            "embed_dim": 24,
+            "hidden_act": "gelu",
+            "mlp_ratio": 3,
+        }
     },
-    "qwen2_5_vl": {"vision_config": {"window_size": 24, "spatial_merge_size": 3, "fullatt_block_indexes": [0, 2], "depth": 4}},
+    "qwen2_5_vl": {
+        "vision_config": {
+            "window_size": 24,
+            "spatial_merge_size": 3,
+            "fullatt_block_indexes": [0, 2],
+            "depth": 4,
+        }
+    },
     "qwen3_vl": {"vision_config": {"num_position_embeddings": 4, "deepstack_visual_indexes": [3]}},
 }
 CASES = {
     **{family: (family, "old", {}) for family in WIDER},
     **{f"{family}-new": (family, "new", {}) for family in WIDER},
     **{f"{family}-wider": (family, "old", overrides) for family, overrides in WIDER.items()},
-    "qwen2_vl-tied": ("qwen2_vl", "new", {"text_config": {"tie_word_embeddings": True}, "tie_word_embeddings": True}),
+    "qwen2_vl-tied": (
+        "qwen2_vl",
+        "new",
+        {"text_config": {"tie_word_embeddings": True}, "tie_word_embeddings": True},
+    ),
     "qwen3_vl-shallow": ("qwen3_vl", "new", {"vision_config": {"deepstack_visual_indexes": []}}),
     "qwen2_5_vl-yarn": (
         "qwen2_5_vl",
@@ -80,14 +107,21 @@ class Peer:
     def __init__(self, path: Path) -> None:
         self.model = peer(path)
         vision = self.model.config.vision_config
-        self.patch, self.merge, self.frames = vision.patch_size, vision.spatial_merge_size, vision.temporal_patch_size
+        self.patch, self.merge, self.frames = (
+            vision.patch_size,
+            vision.spatial_merge_size,
+            vision.temporal_patch_size,
+        )
         colours = transformers.AutoImageProcessor.from_pretrained(path, use_fast=False)
         self.colours = [torch.tensor(one)[:, None, None] for one in (colours.image_mean, colours.image_std)]
         self.processor = colours
 
     def inputs(self, prompt: Sequence[int], pictures: Sequence[PromptImage]) -> dict[str, Tensor]:
         ids = torch.tensor([prompt])
-        grids = [[1, rows * self.merge, columns * self.merge] for _, rows, columns in (one.grid_thw for one in pictures)]
+        grids = [
+            [1, rows * self.merge, columns * self.merge]
+            for _, rows, columns in (one.grid_thw for one in pictures)
+        ]
         return {
             "input_ids": ids,
             "attention_mask": torch.ones_like(ids),
@@ -117,7 +151,11 @@ def test_equal_to_transformers(case: str, tmp_path: Path):
     family, layout, overrides = CASES[case]
     path = write_vision_checkpoint(tmp_path / family, family, layout=layout, **overrides)
     theirs, ours = Peer(path), ForwardHelper(path)
-    assert sum(item.numel() for item in theirs.model.parameters()) == ours.model.info.parameters == read_model_info(path).parameters
+    assert (
+        sum(item.numel() for item in theirs.model.parameters())
+        == ours.model.info.parameters
+        == read_model_info(path).parameters
+    )
     prompt, pictures = prompt_of([random_image(path, seed, *size) for seed, size in enumerate(SIZES)])
     with torch.inference_mode():
         for picture in pictures:
@@ -149,9 +187,13 @@ def test_a_picture_out_of_a_file(family: str, tmp_path: Path):
     assert processor is not None
     for height, width in ((37, 91), (130, 33), (5, 9)):
         y, x = numpy.mgrid[0:height, 0:width]
-        image = Image.fromarray(numpy.stack([x * 5 % 256, y * 7 % 256, (x + y) * 3 % 256], -1).astype(numpy.uint8))
+        image = Image.fromarray(
+            numpy.stack([x * 5 % 256, y * 7 % 256, (x + y) * 3 % 256], -1).astype(numpy.uint8)
+        )
         picture, prepared = processor.preprocess(image), theirs.processor(images=[image], return_tensors="pt")
-        assert prepared["image_grid_thw"].tolist() == [[1, picture.grid_thw[1] * theirs.merge, picture.grid_thw[2] * theirs.merge]]
+        assert prepared["image_grid_thw"].tolist() == [
+            [1, picture.grid_thw[1] * theirs.merge, picture.grid_thw[2] * theirs.merge]
+        ]
         torch.testing.assert_close(theirs.patches(picture), prepared["pixel_values"], atol=1e-5, rtol=0)
         with torch.inference_mode():
             torch.testing.assert_close(ours.encode(picture), theirs.features(picture), atol=1e-4, rtol=0)
@@ -167,10 +209,16 @@ class Meta(ReferenceOps):
 @pytest.mark.parametrize("family", VISION_FAMILIES)
 def test_everything_is_computed_on_the_engines_device(family: str, tmp_path: Path):
     path = write_vision_checkpoint(tmp_path, family)
-    model, picture = load_model(path, Meta(), Precision.from_dtypes("float32"), "meta", 64), random_image(path)
+    model, picture = (
+        load_model(path, Meta(), Precision.from_dtypes("float32"), "meta", 64),
+        random_image(path),
+    )
     assert model.vision_encoder is not None
     work = model.vision_encoder.encode(picture)
     with torch.inference_mode(), pytest.raises(StopIteration) as done:
         while True:
             next(work)
-    assert done.value.value.device.type == "meta" and done.value.value.shape == (picture.num_tokens, model.vision_encoder.feature_size)
+    assert done.value.value.device.type == "meta" and done.value.value.shape == (
+        picture.num_tokens,
+        model.vision_encoder.feature_size,
+    )

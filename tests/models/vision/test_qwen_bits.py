@@ -10,16 +10,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from foreword.core.pictures import PromptImage
+from foreword.core.images import PromptImage
 from foreword.kernels.cpu.backend import CpuOps
 from foreword.kernels.cpu.library import supported_isas
-from foreword.kernels.reference import ReferenceWeight, ReferenceOps, cu_seqlens_to_lens
+from foreword.kernels.reference.backend import ReferenceOps, ReferenceWeight, cu_seqlens_to_lens
 from foreword.models.vision import qwen_block
-from foreword.models.vision.parts import ATTENTION_COST_FACTOR
-from tests.kernels.cpu_helpers import cpu_ops_by_threads
-from tests.models.driving import ForwardHelper
+from foreword.models.vision.layers import ATTENTION_COST_FACTOR
 from tests.models.vision.test_qwen import SIZES, prompt_of
-from tests.vision_checkpoints import random_image, write_vision_checkpoint
+from tests.support.cpu_kernels import cpu_ops_by_threads
+from tests.support.forward_helpers import ForwardHelper
+from tests.support.vision_checkpoints import random_image, write_vision_checkpoint
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 BACKENDS = ("reference", *supported_isas())
@@ -40,7 +40,9 @@ def test_native_kernels_agree_with_the_reference_and_with_themselves(family: str
     prompt, pictures = prompt_of([random_image(path, seed, *size) for seed, size in enumerate(SIZES)])
     for picture in pictures:
         torch.testing.assert_close(ours.encode(picture), plain.encode(picture), atol=1e-4, rtol=0)
-    torch.testing.assert_close(ours.logits(prompt, 0, pictures), plain.logits(prompt, 0, pictures), atol=1e-3, rtol=0)
+    torch.testing.assert_close(
+        ours.logits(prompt, 0, pictures), plain.logits(prompt, 0, pictures), atol=1e-3, rtol=0
+    )
     assert ours.greedy(prompt, 32, pictures) == plain.greedy(prompt, 32, pictures)
     check_chunks(ours, path)
 
@@ -77,7 +79,9 @@ def check_chunks(ours: ForwardHelper, path: Path) -> None:
     assert torch.equal(chunks.view(torch.int32), whole.view(torch.int32)) and whole.isfinite().all()
     text = [65, 66, 67, 68]
     together = ours.logits(text, len(prompt), pictures)
-    singly = torch.cat([ours.logits([one], len(prompt) + number, pictures) for number, one in enumerate(text)])
+    singly = torch.cat(
+        [ours.logits([one], len(prompt) + number, pictures) for number, one in enumerate(text)]
+    )
     assert torch.equal(together.view(torch.int32), singly.view(torch.int32))
 
 
@@ -87,7 +91,10 @@ def test_features_depend_on_the_picture_alone(family: str, name: str, tmp_path: 
     """Not on threads, nor on what is encoded meanwhile, nor on how large a piece is."""
     path = write_vision_checkpoint(tmp_path / family, family)
     first, second = random_image(path, 1, 48, 40), random_image(path, 2, 30, 90)
-    drivers = [ForwardHelper(path, ops=ops) for ops in ([ReferenceOps()] if name == "reference" else cpu_ops_by_threads(name))]
+    drivers = [
+        ForwardHelper(path, ops=ops)
+        for ops in ([ReferenceOps()] if name == "reference" else cpu_ops_by_threads(name))
+    ]
     expected = drivers[0].encode(first)
     for driver in drivers:
         tower = driver.model.vision_encoder
@@ -114,7 +121,11 @@ def test_a_piece_may_be_small(family: str, name: str, tmp_path: Path, monkeypatc
     picture = random_image(path, 3, 90, 70)
     whole, pieces = driver.encode(picture), count_pieces(driver, picture)
     for bound in ("ATTN_CHUNK_PAIRS", "LINEAR_CHUNK_ROWS", "MERGE_CHUNK_CELLS"):
-        monkeypatch.setattr(qwen_block, bound, {"ATTN_CHUNK_PAIRS": 3000, "LINEAR_CHUNK_ROWS": 20, "MERGE_CHUNK_CELLS": 3}[bound])
+        monkeypatch.setattr(
+            qwen_block,
+            bound,
+            {"ATTN_CHUNK_PAIRS": 3000, "LINEAR_CHUNK_ROWS": 20, "MERGE_CHUNK_CELLS": 3}[bound],
+        )
     finer = driver.encode(picture)
     assert torch.equal(whole, finer) if name != "reference" else (whole - finer).abs().max() < 1e-5
     assert count_pieces(driver, picture) > 3 * pieces
@@ -133,13 +144,21 @@ class Counting(ReferenceOps):
         super().__init__()
         self.products = 0
 
-    def linear(self, x: Tensor, weight: ReferenceWeight, dtype: torch.dtype | None = None, add_to: Tensor | None = None) -> Tensor:
+    def linear(
+        self,
+        x: Tensor,
+        weight: ReferenceWeight,
+        dtype: torch.dtype | None = None,
+        add_to: Tensor | None = None,
+    ) -> Tensor:
         self.products += len(x) * weight.values.numel()
         return super().linear(x, weight, dtype, add_to)
 
     def varlen_attention(self, q: Tensor, k: Tensor, v: Tensor, *starts_and_scale: Any) -> Tensor:
         q_starts, kv_starts, _ = starts_and_scale
-        pairs = sum(q * k for q, k in zip(cu_seqlens_to_lens(q_starts), cu_seqlens_to_lens(kv_starts), strict=True))
+        pairs = sum(
+            q * k for q, k in zip(cu_seqlens_to_lens(q_starts), cu_seqlens_to_lens(kv_starts), strict=True)
+        )
         self.products += ATTENTION_COST_FACTOR * 2 * pairs * q[0].numel()
         return super().varlen_attention(q, k, v, *starts_and_scale)
 

@@ -10,14 +10,19 @@ import pytest
 
 from foreword.errors import CheckpointError
 from foreword.kernels.ops import MRopeSections
-from foreword.kernels.reference import ReferenceOps
+from foreword.kernels.reference.backend import ReferenceOps
 from foreword.models.base import Precision
 from foreword.models.config import ConfigReader
 from foreword.models.loader import load_model, read_model_info
 from foreword.models.rope import read_rope
-from tests.vision_checkpoints import write_vision_checkpoint
+from tests.support.vision_checkpoints import write_vision_checkpoint
 
-TOKENS = {"vision_start_token_id": 151652, "vision_end_token_id": 151653, "image_token_id": 151655, "video_token_id": 151656}
+TOKENS = {
+    "vision_start_token_id": 151652,
+    "vision_end_token_id": 151653,
+    "image_token_id": 151655,
+    "video_token_id": 151656,
+}
 FLAT: dict[str, Any] = {
     **TOKENS,
     "vision_token_id": 151654,
@@ -94,7 +99,11 @@ QWEN3_TOWER: dict[str, Any] = {
 PUBLISHED: dict[str, tuple[int, dict[str, Any]]] = {
     "Qwen2-VL-7B": (
         8291375616,
-        {**FLAT, "model_type": "qwen2_vl", "vision_config": {**TOWER, "embed_dim": 1280, "mlp_ratio": 4, "hidden_size": 3584}},
+        {
+            **FLAT,
+            "model_type": "qwen2_vl",
+            "vision_config": {**TOWER, "embed_dim": 1280, "mlp_ratio": 4, "hidden_size": 3584},
+        },
     ),
     "Qwen2.5-VL-7B": (8292166656, {**FLAT, "model_type": "qwen2_5_vl", "vision_config": QWEN2_5_TOWER}),
     "Qwen3-VL-8B": (
@@ -133,7 +142,9 @@ def test_a_writer_may_repeat_the_text_at_the_top(tmp_path: Path):
     text |= {"model_type": "qwen2_5_vl_text", "image_token_id": None, "vision_start_token_id": 151652}
     rope = {"type": "default", "rope_type": "default", "mrope_section": [16, 24, 24]}
     whole = {**FLAT, "model_type": "qwen2_5_vl", "vision_config": QWEN2_5_TOWER}
-    facts = read_model_info(write(tmp_path, {**whole, "rope_scaling": rope, "text_config": {**text, "rope_scaling": rope}}))
+    facts = read_model_info(
+        write(tmp_path, {**whole, "rope_scaling": rope, "text_config": {**text, "rope_scaling": rope}})
+    )
     assert facts == read_model_info(write(tmp_path, whole))
     with pytest.raises(CheckpointError, match="`hidden_size` = 999 is not supported"):
         read_model_info(write(tmp_path, {**whole, "hidden_size": 999, "text_config": text}))
@@ -142,17 +153,37 @@ def test_a_writer_may_repeat_the_text_at_the_top(tmp_path: Path):
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "no tower": ("qwen2_vl", {"vision_config": None}, "`vision_config` is missing"),
     "no text": ("qwen3_vl", {"text_config": None}, "`text_config` is missing"),
-    "width": ("qwen2_5_vl", {"vision_config": {"out_hidden_size": 63}}, "is 63, but the decoder's hidden_size is 64"),
+    "width": (
+        "qwen2_5_vl",
+        {"vision_config": {"out_hidden_size": 63}},
+        "is 63, but the decoder's hidden_size is 64",
+    ),
     "heads": ("qwen2_vl", {"vision_config": {"num_heads": 5}}, "5 heads must share 32 values evenly"),
     "grey": ("qwen2_vl", {"vision_config": {"in_channels": 1}}, "`in_channels` must be 3"),
     "window": ("qwen2_5_vl", {"vision_config": {"window_size": 7}}, "less than a cell of 8 pixels"),
     "blocks": ("qwen2_5_vl", {"vision_config": {"fullatt_block_indexes": [3]}}, "numbers below depth 3"),
     "order": ("qwen3_vl", {"vision_config": {"deepstack_visual_indexes": [2, 0]}}, "must be ascending"),
-    "too deep": ("qwen3_vl", {"vision_config": {"deepstack_visual_indexes": [0, 1, 2]}}, "names 3 blocks, the decoder has 2"),
-    "square": ("qwen3_vl", {"vision_config": {"num_position_embeddings": 35}}, "must be a square number, got 35"),
-    "activation": ("qwen2_5_vl", {"vision_config": {"hidden_act": "quick_gelu"}}, "`hidden_act` must be one of"),
+    "too deep": (
+        "qwen3_vl",
+        {"vision_config": {"deepstack_visual_indexes": [0, 1, 2]}},
+        "names 3 blocks, the decoder has 2",
+    ),
+    "square": (
+        "qwen3_vl",
+        {"vision_config": {"num_position_embeddings": 35}},
+        "must be a square number, got 35",
+    ),
+    "activation": (
+        "qwen2_5_vl",
+        {"vision_config": {"hidden_act": "quick_gelu"}},
+        "`hidden_act` must be one of",
+    ),
     "unknown": ("qwen2_vl", {"vision_config": {"use_moe": True}}, "`use_moe` = true is not supported"),
-    "turns": ("qwen3_vl", {"vision_config": {"rope_parameters": {"rope_type": "yarn"}}}, '`rope_type` must be "axial"'),
+    "turns": (
+        "qwen3_vl",
+        {"vision_config": {"rope_parameters": {"rope_type": "yarn"}}},
+        '`rope_type` must be "axial"',
+    ),
     "token": ("qwen2_5_vl", {"image_token_id": 280}, "280 is beyond the vocab_size 280"),
     "sections": (
         "qwen2_vl",
@@ -198,13 +229,24 @@ class Kinds(ReferenceOps):
     ("options", "axes", "expected"),
     [
         ({"type": "mrope", "mrope_section": [1, 2, 5]}, MRopeSections((2, 3, 3)), MRopeSections((1, 2, 5))),
-        ({"rope_type": "default", "type": "mrope", "mrope_section": [1, 2, 5]}, MRopeSections((2, 3, 3)), MRopeSections((1, 2, 5))),
+        (
+            {"rope_type": "default", "type": "mrope", "mrope_section": [1, 2, 5]},
+            MRopeSections((2, 3, 3)),
+            MRopeSections((1, 2, 5)),
+        ),
         ({}, MRopeSections((2, 3, 3)), MRopeSections((2, 3, 3))),
-        ({"mrope_interleaved": True, "mrope_section": [4, 2, 2]}, MRopeSections((2, 3, 3), True), MRopeSections((4, 2, 2), True)),
+        (
+            {"mrope_interleaved": True, "mrope_section": [4, 2, 2]},
+            MRopeSections((2, 3, 3), True),
+            MRopeSections((4, 2, 2), True),
+        ),
     ],
 )
 def test_directions_are_read(options: dict[str, Any], axes: MRopeSections, expected: MRopeSections):
-    assert read_rope(ConfigReader({"rope_scaling": options}, "x"), 16, 64, mrope_sections=axes).mrope_sections == expected
+    assert (
+        read_rope(ConfigReader({"rope_scaling": options}, "x"), 16, 64, mrope_sections=axes).mrope_sections
+        == expected
+    )
 
 
 @pytest.mark.parametrize(

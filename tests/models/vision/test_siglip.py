@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from foreword.kernels.reference import ReferenceOps
+from foreword.kernels.reference.backend import ReferenceOps
 from foreword.models.config import ConfigReader
 from foreword.models.vision.siglip import Siglip
-from foreword.models.weights import MetaWeights, FileWeights
-from tests.models.vision.against import TransformersReference
-from tests.vision_checkpoints import write_vision_checkpoint
+from foreword.models.weights import FileWeights, MetaWeights
+from tests.support.vision_checkpoints import write_vision_checkpoint
+from tests.support.vs_transformers import TransformersReference
 
 
 @pytest.mark.parametrize("image_size", [28, 34])
@@ -36,7 +36,13 @@ def test_every_layer(tmp_path: Path, image_size: int) -> None:
 def test_defaults() -> None:
     """An empty config is Google's B/16."""
     config = Siglip.read_config(ConfigReader({}, "config.json"))
-    assert (config.hidden_size, config.num_layers, config.num_heads, config.patches_per_side, config.num_positions) == (768, 12, 12, 14, 196)
+    assert (
+        config.hidden_size,
+        config.num_layers,
+        config.num_heads,
+        config.patches_per_side,
+        config.num_positions,
+    ) == (768, 12, 12, 14, 196)
     assert (config.activation, config.eps) == ("gelu_tanh", 1e-6)
     weights = MetaWeights()
     Siglip(config, ReferenceOps(), "float32", torch.float32, weights, num_layers=0)

@@ -1,0 +1,110 @@
+"""A `foreword serve` of our own, for measurements."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import IO
+
+from foreword.cli.options import engine_fields, flag
+from foreword.config.options import Config
+from foreword.errors import ForewordError
+
+__all__ = ["ServerProcess"]
+
+START_TIMEOUT_S = 600.0
+STOP_TIMEOUT_S = 20.0
+
+
+class ServerProcess:
+    """Started on entering, on a free port; ended with SIGTERM on leaving.
+
+    url    its base URL
+    lines  what it said until it was ready
+    flags  further ones, such as those of the HTTP side, which the config's are not about
+    Raises ForewordError with its last words if it does not start.
+    """
+
+    def __init__(self, config: Config, flags: Sequence[str] = ()) -> None:
+        self.url = ""
+        self.banner_lines: list[str] = []
+        fields = {**engine_fields(config), "port": 0, "host": "127.0.0.1"}
+        self._command = [sys.executable, "-m", "foreword", "serve", *_to_flags(fields), *flags]
+        self._log: IO[bytes] | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> ServerProcess:
+        self._log = tempfile.NamedTemporaryFile()
+        environ = {name: value for name, value in os.environ.items() if not name.startswith("FOREWORD_")}
+        self._process = subprocess.Popen(self._command, stdout=self._log, stderr=self._log, env=environ)
+        try:
+            self._await_address()
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+        assert self._log is not None
+        self._log.close()
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    def read_log(self) -> list[str]:
+        """All that it has said so far."""
+        assert self._log is not None
+        return Path(self._log.name).read_text(encoding="utf-8", errors="replace").splitlines()
+
+    def wait(self, timeout_s: float) -> int:
+        """Its exit code. Raises subprocess.TimeoutExpired."""
+        assert self._process is not None
+        return self._process.wait(timeout_s)
+
+    def stop(self) -> int:
+        """SIGTERM, unless it has ended already; returns the exit code."""
+        assert self._process is not None
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGTERM)
+        try:
+            return self._process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            return self._process.wait()
+
+    def _await_address(self) -> None:
+        """Until the line with the address is there, and all lines before the warnings."""
+        assert self._process is not None
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while time.monotonic() < deadline:
+            self.banner_lines = self.read_log()
+            if any(line.startswith("try: ") for line in self.banner_lines):
+                self.url = next(line.split()[1] for line in self.banner_lines if line.startswith("address: "))
+                return
+            if self._process.poll() is not None:
+                break
+            time.sleep(0.01)
+        raise ForewordError("the server did not start: " + " / ".join(self.read_log()[-3:]))
+
+
+def _to_flags(fields: dict[str, object]) -> list[str]:
+    """Command-line flags that say the same as the fields."""
+    words: list[str] = []
+    for name, value in fields.items():
+        if isinstance(value, bool):
+            words.append(flag(name) if value else "--no-" + flag(name).removeprefix("--"))
+        else:
+            words += [flag(name), str(value)]
+    return words

@@ -1,0 +1,133 @@
+"""Matrices of known models, and kinds of weights. Nothing heavy is imported here."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from foreword.errors import ConfigError
+
+__all__ = [
+    "PARTS",
+    "SHAPES",
+    "WEIGHT_FORMATS",
+    "ModelShape",
+    "WeightFormat",
+    "WeightMatrix",
+    "model_shape",
+    "read_shape",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class WeightMatrix:
+    """A weight [n, k], and how many of it are read in turn, so that none is still in a cache."""
+
+    name: str
+    n: int
+    k: int
+    copies: int
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """The sizes of a model; heads 0: nothing but one matrix is known. `tied`: the head is the embedding."""
+
+    name: str
+    matrices: tuple[WeightMatrix, ...]
+    layers: int = 0
+    hidden: int = 0
+    intermediate: int = 0
+    heads: int = 0
+    kv_heads: int = 0
+    head_dim: int = 0
+    vocab: int = 0
+    tie_word_embeddings: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class WeightFormat:
+    """How a weight lies in memory.
+
+    values, size  values and bytes of one block
+    peak          the product that bounds it with many rows, as in bench_machine
+    scales        byte offsets of the float16 scales of a GGUF block; () where pack_linear() rounds tensors
+    """
+
+    block_values: int
+    block_bytes: int
+    peak_format: str
+    scale_offsets: tuple[int, ...] = ()
+
+    @property
+    def is_blocks(self) -> bool:
+        return bool(self.scale_offsets)
+
+    def num_bytes(self, matrix: WeightMatrix) -> float:
+        return matrix.n * matrix.k * self.block_bytes / self.block_values
+
+    def fits(self, matrix: WeightMatrix) -> bool:
+        return not self.is_blocks or matrix.k % self.block_values == 0
+
+
+WEIGHT_FORMATS: Mapping[str, WeightFormat] = {
+    "float32": WeightFormat(1, 4, "float32"),
+    "bfloat16": WeightFormat(1, 2, "bfloat16"),
+    "float16": WeightFormat(1, 2, "float32"),
+    "int8": WeightFormat(1, 1, "int8"),
+    "int4": WeightFormat(32, 18, "int8"),
+    "q8_0": WeightFormat(32, 34, "int8", (0,)),
+    "q5_0": WeightFormat(32, 22, "int8", (0,)),
+    "q4_0": WeightFormat(32, 18, "int8", (0,)),
+    "q4_k": WeightFormat(256, 144, "int8", (0, 2)),
+    "q5_k": WeightFormat(256, 176, "int8", (0, 2)),
+    "q6_k": WeightFormat(256, 210, "int8", (208,)),
+}
+
+
+def model_shape(
+    name: str,
+    layers: int,
+    hidden: int,
+    intermediate: int,
+    heads: int,
+    kv_heads: int,
+    vocab: int,
+    head_dim: int = 64,
+    tie_word_embeddings: bool = True,
+) -> ModelShape:
+    """Of a model with Llama's layers."""
+    matrices = (
+        WeightMatrix("qkv", (heads + 2 * kv_heads) * head_dim, hidden, layers),
+        WeightMatrix("o", hidden, heads * head_dim, layers),
+        WeightMatrix("gate_up", 2 * intermediate, hidden, layers),
+        WeightMatrix("down", hidden, intermediate, layers),
+        WeightMatrix("head", vocab, hidden, 1),
+    )
+    return ModelShape(
+        name, matrices, layers, hidden, intermediate, heads, kv_heads, head_dim, vocab, tie_word_embeddings
+    )
+
+
+SHAPES: Mapping[str, ModelShape] = {
+    shape.name: shape
+    for shape in (
+        model_shape("qwen2.5-0.5b", 24, 896, 4864, 14, 2, 151936),
+        model_shape("llama-3.2-1b", 16, 2048, 8192, 32, 8, 128256),
+        model_shape("llama-3.1-8b", 32, 4096, 14336, 32, 8, 128256, head_dim=128, tie_word_embeddings=False),
+    )
+}
+
+PARTS = ("linear", "attention", "rows", "sampler")
+
+
+def read_shape(text: str, working_set: int) -> ModelShape:
+    """A name of SHAPES, or "NxK": one matrix, as often as fills `working_set` bytes of bfloat16. Raises ConfigError."""
+    if text in SHAPES:
+        return SHAPES[text]
+    n, _, k = text.partition("x")
+    if not (n.isdecimal() and k.isdecimal() and int(n) and int(k)):
+        raise ConfigError(f"--shape must be {', '.join(SHAPES)} or NxK such as 4864x896, got {text!r}")
+    copies = math.ceil(working_set / (2 * int(n) * int(k)))
+    return ModelShape(text, (WeightMatrix(text, int(n), int(k), copies),))

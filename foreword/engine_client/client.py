@@ -1,0 +1,416 @@
+"""The engine in a process of its own, through its deaths. Nothing here imports torch."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any, Final
+
+from foreword.config.options import Config
+from foreword.config.resolve import EngineInfo
+from foreword.core.health import Readiness
+from foreword.core.outputs import ErrorEvent, Event, StepReport, StepStats, TokenEvent
+from foreword.core.params import SamplingParams, Speculation
+from foreword.core.request import Request
+from foreword.core.structured import Vocabulary
+from foreword.engine_client.base import EngineClient
+from foreword.engine_client.connection import EngineProcess, SendFailed
+from foreword.engine_client.forkserver import ForkServer
+from foreword.engine_client.heartbeat import EngineHealth, HangDetector, cpu_seconds
+from foreword.engine_client.inflight import InflightRequests, RestartPolicy
+from foreword.engine_client.messages import EngineReady, EngineStartFailed, Init, LoadProgress, RemoveRequest
+from foreword.errors import ConfigError, EngineDead, ForewordError, RequestFailed
+from foreword.speculation.control.cost_model import MeasuredCosts
+
+__all__ = ["EngineClient", "SubprocessClient"]
+
+logger = logging.getLogger(__name__)
+
+ENTRY_MODULE: Final = "foreword.engine_client.worker"
+WATCH_INTERVAL_S: Final = 0.25
+GIB: Final = 1 << 30
+RESTART_DELAY_S: Final = 0.5  # after a start that failed: what it lacked may be there again
+
+
+class SubprocessClient:
+    """Runs the engine in a process of its own, and replaces it under the requests that are open when it dies or hangs.
+
+    `dead` is set when the engine is gone for good without having been closed. The vocabulary is asked for, in the thread that
+    writes, with the first grammar that an engine gets.
+
+    entry  module whose main(fd) the process runs
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        never_sampled_ids: tuple[int, ...],
+        vocabulary: Callable[[], Vocabulary],
+        on_progress: Callable[[int, int], None] | None = None,
+        entry_module: str = ENTRY_MODULE,
+    ) -> None:
+        self.info: EngineInfo | None = None
+        self.alive = False
+        self.on_step: Callable[[StepStats], None] | None = None
+        self.on_restart: Callable[[str], None] | None = None
+        self.dead = asyncio.Event()
+        self._config = config
+        self._never_sampled_ids = never_sampled_ids
+        self._vocabulary = vocabulary
+        self._on_progress = on_progress
+        self._fork_server = ForkServer(entry_module)
+        self._process: EngineProcess | None = None
+        self._serving = False  # the child takes requests
+        self._ready: asyncio.Future[EngineReady] | None = None
+        self._inflight = InflightRequests()
+        self._stats = StepStats()
+        self._queues: dict[str, asyncio.Queue[Event | None]] = {}
+        self._timings: MeasuredCosts | None = None
+        self._restart_policy = RestartPolicy()
+        self._health = EngineHealth()
+        self._load_progress: LoadProgress | None = None
+        self._restarts = 0
+        self._is_drain_skipped = False
+        self._tasks: list[asyncio.Task[None]] = []
+        self._callback_error_logged = False
+
+    @property
+    def pid(self) -> int | None:
+        """Of the engine process that lives now."""
+        return self._process.pid if self._process is not None else None
+
+    @property
+    def stats(self) -> StepStats:
+        return (
+            self._stats
+            if self._is_responsive
+            else self._inflight.stats(time.monotonic(), self._stats, self._serving)
+        )
+
+    @property
+    def _is_responsive(self) -> bool:
+        return self._serving and self._health.ready
+
+    @property
+    def readiness(self) -> Readiness:
+        if self.info is None:
+            return Readiness("loading", "the engine is still loading", self._load_fraction())
+        if not self.alive:
+            return Readiness("dead", "the engine is gone", restarts=self._restarts)
+        if not self._serving:
+            return Readiness(
+                "restarting", "the engine is being replaced", self._load_fraction(), self._restarts
+            )
+        if not self._health.ready:
+            return Readiness("unresponsive", self._health.detail, restarts=self._restarts)
+        return Readiness("ok", restarts=self._restarts)
+
+    async def start(self) -> EngineInfo:
+        self._tasks.append(asyncio.create_task(self._watch()))
+        ready = await self._launch()
+        self.info, self._timings = ready.info, ready.timings
+        self.alive = self._serving = True
+        self._tasks.append(asyncio.create_task(self._supervise()))
+        return self.info
+
+    def submit(self, request: Request) -> AsyncIterator[Event]:
+        if not self.alive:
+            raise EngineDead("the engine is not running")
+        queue: asyncio.Queue[Event | None] = asyncio.Queue()
+        self._queues[request.id] = queue
+        self._inflight.add(request)
+        self._send_pending()
+        return self._events(request.id, queue)
+
+    def finish(self, request_id: str, num_tokens: int) -> None:
+        self._remove(RemoveRequest(request_id, num_tokens))
+
+    def abort(self, request_id: str) -> None:
+        self._remove(RemoveRequest(request_id))
+
+    def _remove(self, message: RemoveRequest) -> None:
+        queue = self._queues.pop(message.request_id, None)
+        if queue is None:
+            return
+        queue.put_nowait(None)
+        if message.request_id in self._inflight:
+            self._inflight.remove(message.request_id)
+            self._send(message)
+            self._send_pending()
+
+    async def close(self) -> None:
+        self.alive = False
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._ready is not None:
+            self._ready.cancel()
+        if self._process is not None:
+            await self._process.close(
+                self._fork_server, force=self._is_drain_skipped or not self._health.ready
+            )
+        await self._fork_server.close()
+        self._fail_all("the engine was shut down")
+
+    def skip_drain(self) -> None:
+        """close() is not to wait for the engine, now or when it is called."""
+        self._is_drain_skipped = True
+        if not self.alive and self._process is not None:
+            self._process.skip_wait()
+
+    async def _events(self, request_id: str, queue: asyncio.Queue[Event | None]) -> AsyncIterator[Event]:
+        try:
+            while (event := await queue.get()) is not None:
+                if not isinstance(event, TokenEvent) or event.finish_reason is not None:
+                    self._queues.pop(request_id, None)
+                yield event
+                if request_id not in self._queues:
+                    return
+        finally:
+            if self._queues.get(request_id) is queue:
+                self.abort(request_id)
+
+    # What the engine is told
+
+    def _send(self, message: Any) -> None:
+        if self._process is not None and self._serving:
+            self._process.send(message)
+
+    def _send_pending(self) -> None:
+        """Send it the requests that it may have and has not."""
+        if self._process is None or not self._serving:
+            return
+        gallery = self._inflight.image_refs
+        for forget in gallery.pop_released():
+            self._process.send(forget)
+        for request in self._inflight.pop_pending():
+            first = None
+            if request.params.structured is not None and not self._process.has_vocabulary:
+                self._process.has_vocabulary = True
+                first = self._vocabulary
+            for message in gallery.to_messages(request):
+                self._process.send(message, first)
+                first = None
+
+    # What it says
+
+    def _on_message(
+        self,
+        process: EngineProcess,
+        message: StepReport | LoadProgress | EngineReady | EngineStartFailed | SendFailed,
+    ) -> None:
+        if process is not self._process:
+            return  # it was replaced
+        if isinstance(message, StepReport):
+            self._on_report(message)
+        elif isinstance(message, LoadProgress):
+            self._on_load_progress(message)
+        elif isinstance(message, SendFailed):
+            self._on_send_failed(process, message)
+        elif self._ready is not None and not self._ready.done():
+            if isinstance(message, EngineReady):
+                self._ready.set_result(message)
+            else:
+                self._ready.set_exception(message.error)
+
+    def _on_load_progress(self, message: LoadProgress) -> None:
+        self._load_progress = message
+        if self._on_progress is not None and self.info is None:
+            self._on_progress(message.loaded_bytes, message.total_bytes)
+
+    def _on_send_failed(self, process: EngineProcess, failure: SendFailed) -> None:
+        """A bug of ours: whoever it was for ends, and the others go on with an engine that counts as we do."""
+        name = type(failure.error).__name__
+        if isinstance(failure.message, Request) and failure.message.id in self._inflight:
+            self._inflight.remove(failure.message.id)
+            self._deliver(
+                ErrorEvent(
+                    failure.message.id,
+                    RequestFailed(f"the request could not be handed to the engine ({name})"),
+                )
+            )
+        process.kill(f"a message to it could not be said ({name})")
+
+    def _on_report(self, report: StepReport) -> None:
+        self._stats = report.stats
+        if self.on_step is not None:
+            self._safe_callback(partial(self.on_step, report.stats))
+        for event in report.events:
+            new = self._inflight.on_event(event)
+            if new is not None:
+                self._restart_policy.record_progress()
+                self._deliver(new)
+            if isinstance(new, ErrorEvent) and not isinstance(event, ErrorEvent):
+                self._send(RemoveRequest(new.request_id))
+        self._send_pending()
+
+    def _deliver(self, event: Event) -> None:
+        queue = self._queues.get(event.request_id)
+        if queue is not None:
+            queue.put_nowait(event)
+
+    def _safe_callback(self, callback: Callable[[], None]) -> None:
+        """Whoever listens may fail; it is told once, and no event is lost."""
+        try:
+            callback()
+        except Exception:
+            if not self._callback_error_logged:
+                logger.exception("a callback of the engine failed; further failures are not told")
+            self._callback_error_logged = True
+
+    # Life and death
+
+    async def _launch(self) -> EngineReady:
+        """Start a process and wait until it takes requests. Raises ConfigError or CheckpointError if it never will."""
+        self._ready = asyncio.get_running_loop().create_future()
+        self._load_progress = None
+        self._process = child = await EngineProcess.launch(self._fork_server, self._on_message)
+        child.send(self._init_message())
+        ended = asyncio.create_task(child.exited.wait())
+        await asyncio.wait((self._ready, ended), return_when=asyncio.FIRST_COMPLETED)
+        ended.cancel()
+        if not self._ready.done():
+            why = await child.reap(self._fork_server)
+            raise ConfigError(
+                f"the engine process ended while it was loading{self._load_progress_text()}: {why}"
+            )
+        child.ready_s = time.monotonic()
+        return self._ready.result()
+
+    def _load_fraction(self) -> float | None:
+        loaded = self._load_progress
+        return loaded.loaded_bytes / loaded.total_bytes if loaded is not None and loaded.total_bytes else None
+
+    def _load_progress_text(self) -> str:
+        loaded = self._load_progress
+        return (
+            ""
+            if loaded is None
+            else f", with {loaded.loaded_bytes / GIB:.2f} of {loaded.total_bytes / GIB:.2f} GiB of weights read"
+        )
+
+    def _init_message(self) -> Init:
+        if self.info is None:
+            return Init(self._config, self._never_sampled_ids)
+        trace = self._config.trace  # what the last engine wrote is wanted more than ever
+        config = self._config if trace is None else replace(self._config, trace=f"{trace}.{self._restarts}")
+        return Init(config, self._never_sampled_ids, self.info.resolved, self._timings)
+
+    async def _supervise(self) -> None:
+        """Replace the engine whenever it ends, until that makes no sense any more."""
+        try:
+            while self._process is not None:
+                await self._process.exited.wait()
+                if not await self._replace(self._process):
+                    break
+        except Exception:
+            logger.exception("the engine could not be replaced")
+        self.alive = False
+        self._fail_all("the engine died and could not be replaced")
+        self.dead.set()
+
+    async def _replace(self, process: EngineProcess) -> bool:
+        """The engine ended: start another, and let those that are open go on with it. False if that makes no sense."""
+        noticed_s = time.monotonic()
+        self._serving = False
+        self._restarts += 1
+        self._stats, self._health = StepStats(), EngineHealth()
+        if self.on_restart is not None:
+            self._safe_callback(partial(self.on_restart, process.exit_reason or "it hung up"))
+        why = await process.reap(self._fork_server)
+        logger.error(
+            "the engine died: %s; %d open requests wait for its replacement", why, len(self._inflight)
+        )
+        if not self._should_restart(process) or not await self._relaunch():
+            return False
+        logger.warning("the engine is back after %.1f s", time.monotonic() - noticed_s)
+        self._serving = True
+        self._send_pending()
+        return True
+
+    def _should_restart(self, process: EngineProcess) -> bool:
+        """Settle what the death of this one means."""
+        aftermath = self._inflight.on_crash(process.heartbeat.busy_requests())
+        for failed in aftermath.failed:
+            self._deliver(failed)
+            logger.error("request %s: %s", failed.request_id, failed.error)
+        if not self._restart_policy.on_crash(
+            process.heartbeat.read().healthy_until_s - process.ready_s, aftermath.had_requests
+        ):
+            logger.error("it has died too often, and nobody had anything of it")
+            return False
+        if self._restart_policy.needs_probe:
+            self._inflight.set_probe(self._probe_request())
+        return True
+
+    def _probe_request(self) -> Request:
+        """What no engine that works dies of."""
+        token_id = next(token_id for token_id in itertools.count() if token_id not in self._never_sampled_ids)
+        params = SamplingParams(
+            max_tokens=1, temperature=0.0, ignore_eos=True, speculation=Speculation("off")
+        )
+        return Request(f"self-test-{self._restarts}", (token_id,), params, seed=0, arrival_s=time.monotonic())
+
+    async def _relaunch(self) -> bool:
+        """Try a few times. False if it does not start, or is another engine than before."""
+        assert self.info is not None
+        while True:
+            try:
+                ready = await self._launch()
+            except ForewordError as error:
+                logger.error("the engine could not be started again: %s", error)
+                if not self._restart_policy.on_start_failed():
+                    return False
+                await asyncio.sleep(RESTART_DELAY_S)
+                continue
+            self._restart_policy.on_started()
+            if ready.info.fingerprint != self.info.fingerprint:
+                logger.error("model or machine changed: a replacement would not go on with the same tokens")
+                return False
+            return True
+
+    def _fail_all(self, message: str) -> None:
+        for failed in self._inflight.fail_all(EngineDead(message)):
+            self._deliver(failed)
+
+    # Watching
+
+    async def _watch(self) -> None:
+        """Look at the engine a few times a second; one that hangs is killed, and so replaced."""
+        child: EngineProcess | None = None
+        while True:
+            if child is not self._process and self._process is not None:
+                child = self._process
+                watch = HangDetector(self._config.hang_timeout, partial(self._cpu_seconds, child.pid))
+            if child is not None:
+                self._check_health(child, watch)
+            self._expire_requests()
+            await asyncio.sleep(WATCH_INTERVAL_S)
+
+    def _check_health(self, process: EngineProcess, detector: HangDetector) -> None:
+        before, self._health = self._health, detector.check(time.monotonic(), process.heartbeat.read())
+        if self._health.hung:
+            process.kill(self._health.detail)
+        elif before.ready and not self._health.ready:
+            logger.warning("the engine does not answer: %s", self._health.detail)
+
+    def _expire_requests(self) -> None:
+        """An engine that answers ends its requests in time itself, as a rule before they are looked at here."""
+        if self._process is None:
+            return
+        at_work = () if self._is_responsive else self._process.heartbeat.busy_requests()
+        late = self._inflight.expire(time.monotonic(), self._is_responsive, at_work)
+        for failed in late:
+            self._deliver(failed)
+            self._send(RemoveRequest(failed.request_id))
+        if late:
+            self._send_pending()
+
+    def _cpu_seconds(self, pid: int) -> float | None:
+        """On a GPU the host waits in a step, and uses no time."""
+        return cpu_seconds(pid) if self.info is not None and self.info.resolved.device == "cpu" else None

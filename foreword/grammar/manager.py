@@ -1,0 +1,137 @@
+"""Grammars in the engine: compiled in the background, followed token by token, masks beside the forward pass."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Final
+
+from llguidance import LLExecutor
+
+from foreword.core.batch import SampleRow
+from foreword.core.request import Request
+from foreword.core.structured import RequestGrammar, StructuredOutput, Vocabulary
+from foreword.grammar.compiler import CompiledGrammar
+from foreword.grammar.limits import MAX_CACHED_GRAMMARS
+from foreword.grammar.masks import MaskBuffer, MaskJob, MaskRequest, MaskThread
+from foreword.grammar.matcher import Matcher
+from foreword.grammar.vocab import GrammarVocab
+
+__all__ = ["GrammarManager"]
+
+MAX_MASK_THREADS: Final = 8
+
+
+class GrammarManager:
+    """All grammars of an engine. `begin` may be called from any thread, the rest from the engine's.
+
+    vocab_size   of the model: the columns of its logits
+    num_threads  that compute masks beside the forward pass; None: half of the cores, at most 8
+    """
+
+    def __init__(self, vocab_size: int, num_threads: int | None = None) -> None:
+        self._vocab_size = vocab_size
+        self._num_threads = num_threads or min(max(len(os.sched_getaffinity(0)) // 2, 1), MAX_MASK_THREADS)
+        self._mask_executor = LLExecutor(self._num_threads)
+        self._compile_executor = ThreadPoolExecutor(1, "grammar-compile")
+        self._cached_executor = ThreadPoolExecutor(1, "grammar-ready")  # for all that need not be compiled
+        self._vocab: Future[GrammarVocab] = Future()
+        self._cache = _GrammarCache()
+        self._mask_thread: MaskThread | None = None
+        self._mask_buffer: MaskBuffer | None = None
+        self._mask_job: MaskJob | None = None
+
+    def set_vocabulary(self, vocabulary: Vocabulary) -> None:
+        """What the model's tokens spell. Requests that came before wait for it; a second vocabulary is ignored."""
+        if not self._vocab.done():
+            self._cached_executor.submit(self._build_vocab, vocabulary)
+
+    def compile(self, request: Request) -> Future[RequestGrammar]:
+        """The grammar of a request, at the end of what was delivered of it; InvalidRequest if there is none."""
+        structured = request.params.structured
+        assert structured is not None, "only requests with a constraint have a grammar"
+        known = self._cache.get(structured) is not None  # it waits for nobody's compilation
+        return (self._cached_executor if known else self._compile_executor).submit(
+            self._compile, request, structured
+        )
+
+    def start_masks(self, rows: Sequence[SampleRow]) -> None:
+        """Compute in the background what `mask` will be asked for by these rows. Rows without a grammar are ignored."""
+        if self._mask_job is not None:
+            self._mask_job.cancel()
+            self._mask_job = None
+        matchers = _longest_drafts(rows)
+        wanted = [
+            (matcher, want)
+            for matcher, draft in matchers.items()
+            if (want := matcher.mask_request(draft)) is not None
+        ]
+        if wanted:
+            self._mask_job = self._start_job([want for _, want in wanted])
+            for matcher, _ in wanted:
+                matcher.use_job(self._mask_job)
+
+    def close(self) -> None:
+        """Stop all threads; requests that wait are cancelled."""
+        self._vocab.cancel()
+        self._cached_executor.shutdown(wait=False, cancel_futures=True)
+        self._compile_executor.shutdown(wait=False, cancel_futures=True)
+        if self._mask_thread is not None:
+            self._mask_thread.close()
+
+    def _start_job(self, requests: Sequence[MaskRequest]) -> MaskJob:
+        if self._mask_thread is None or self._mask_buffer is None:
+            self._mask_thread = MaskThread()
+            self._mask_buffer = MaskBuffer(self._vocab.result().num_mask_words)
+        job = MaskJob(requests, self._mask_executor, self._mask_buffer)
+        self._mask_thread.submit(job)
+        return job
+
+    def _build_vocab(self, vocabulary: Vocabulary) -> None:
+        try:
+            self._vocab.set_result(GrammarVocab(vocabulary, self._vocab_size))
+        except Exception as error:
+            self._vocab.set_exception(error)
+
+    def _compile(self, request: Request, structured: StructuredOutput) -> RequestGrammar:
+        tokens = self._vocab.result()
+        compiled = self._cache.get(structured)
+        if compiled is None:
+            compiled = CompiledGrammar(structured, tokens, self._num_threads)
+            self._cache.put(structured, compiled)
+        return Matcher(request, compiled, tokens, self._mask_executor)
+
+
+def _longest_drafts(rows: Sequence[SampleRow]) -> dict[Matcher, tuple[int, ...]]:
+    """The longest draft of each grammar: its rows are the prefixes of one draft, in order."""
+    return {row.state.grammar: row.draft for row in rows if isinstance(row.state.grammar, Matcher)}
+
+
+class _GrammarCache:
+    """Grammars compiled last, each at its beginning; lives in more than one thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._compiled: OrderedDict[tuple[str, str, bool], CompiledGrammar] = OrderedDict()
+
+    def get(self, structured: StructuredOutput) -> CompiledGrammar | None:
+        with self._lock:
+            found = self._compiled.get(_cache_key(structured))
+            if found is None or found.is_lexer_full:
+                return None
+            self._compiled.move_to_end(_cache_key(structured))
+            return found
+
+    def put(self, structured: StructuredOutput, compiled: CompiledGrammar) -> None:
+        with self._lock:
+            self._compiled[_cache_key(structured)] = compiled
+            self._compiled.move_to_end(_cache_key(structured))
+            if len(self._compiled) > MAX_CACHED_GRAMMARS:
+                self._compiled.popitem(last=False)
+
+
+def _cache_key(structured: StructuredOutput) -> tuple[str, str, bool]:
+    return structured.constraint_type, structured.text, structured.whitespace

@@ -1,0 +1,188 @@
+"""Sampling in plain torch: the specification of a token (docs: a token is a pure function).
+
+Rows are float32 [R, V]; masked ids are -inf. A row is *sound* if it holds a finite value and neither
+NaN nor +inf; filters leave other rows as they are, so that `sample` still sees what is wrong with them.
+Whatever is added up is a whole number, so no result depends on an order of summation.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from foreword.kernels.portable_math import FRACTION_BITS, exp_fixed_point, log
+
+__all__ = ["ReferenceSampling", "gumbel", "philox"]
+
+WORD_MASK = 0xFFFFFFFF
+MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+WEYL = (0x9E3779B9, 0xBB67AE85)
+ROUNDS = 10
+WORDS_PER_BLOCK = 4
+WORD_BITS = 32
+TOKEN_NOISE, XTC_COIN = 0, 1  # third counter word: what the noise is for
+SIGMA_UNITS = 1024.0  # to one: deviations are whole numbers of these, so that their sums are exact
+SIGMA_MAX_DISTANCE = 1024.0
+
+Words = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+class ReferenceSampling:
+    """The operations of `Ops` on rows of logits."""
+
+    def log_sum_exp(self, logits: Tensor) -> Tensor:
+        """[R, V] -> float32 [R]; NaN for a row that is not sound."""
+        top = logits.amax(dim=-1, keepdim=True).double()
+        total = exp_fixed_point(logits.double() - top).sum(dim=-1)
+        result = top[:, 0] + log(total.double() * 2.0**-FRACTION_BITS)
+        return torch.where(_is_finite_row(logits), result, torch.nan).float()
+
+    def top_ids(self, logits: Tensor, k: int) -> Tensor:
+        """[R, V] -> int64 [R, k]; the lowest ids of a row that is not sound."""
+        order = _sort_ids(logits)[:, :k]
+        return torch.where(
+            _is_finite_row(logits)[:, None], order, torch.arange(order.shape[1], device=logits.device)
+        )
+
+    def apply_mask(self, logits: Tensor, masks: Tensor) -> None:
+        bits = torch.arange(WORD_BITS, dtype=torch.int32, device=logits.device)
+        clear = ((masks[:, :, None] >> bits & 1) == 0).flatten(1)[:, : logits.shape[1]]
+        beyond = clear.new_ones(clear.shape[0], logits.shape[1] - clear.shape[1])
+        logits.masked_fill_(torch.cat((clear, beyond), 1) & (logits < torch.inf), -torch.inf)
+
+    def add_bias(self, logits: Tensor, starts: Tensor, ids: Tensor, biases: Tensor) -> None:
+        lines, inside = _rows_of_ids(logits, starts, ids)
+        logits[lines, ids[inside]] += biases[inside]
+
+    def apply_repetition_penalty(
+        self, logits: Tensor, starts: Tensor, ids: Tensor, penalties: Tensor
+    ) -> None:
+        lines, inside = _rows_of_ids(logits, starts, ids)
+        places = lines, ids[inside]
+        values, penalty = logits[places], penalties[lines]
+        logits[places] = torch.where(values < 0, values * penalty, values / penalty)
+
+    def apply_temperature(self, logits: Tensor, temperatures: Tensor) -> None:
+        logits.div_(temperatures[:, None])
+
+    def apply_top_n_sigma(self, logits: Tensor, n: Tensor) -> None:
+        top = logits.amax(dim=1, keepdim=True).double()
+        below = logits.double() - top
+        finite = below > -torch.inf
+        steps = torch.where(finite, (below.clamp(min=-SIGMA_MAX_DISTANCE) * SIGMA_UNITS).round(), 0.0)
+        steps = torch.where(_is_finite_row(logits)[:, None], steps, 0.0).long()
+        count = finite.sum(dim=1).clamp(min=1).double()
+        mean = steps.sum(dim=1).double() / count
+        variance = (steps * steps).sum(dim=1).double() / count - mean * mean
+        floor = -(n * (variance.clamp(min=0.0).sqrt() / SIGMA_UNITS))
+        logits.masked_fill_(~(below >= floor[:, None]) & _is_finite_row(logits)[:, None], -torch.inf)
+
+    def apply_top_k(self, logits: Tensor, k: Tensor) -> None:
+        place = torch.arange(logits.shape[1], device=logits.device)
+        _mask_all_but(logits, place < k[:, None], _sort_ids(logits))
+
+    def apply_top_p(self, logits: Tensor, p: Tensor) -> None:
+        order = _sort_ids(logits)
+        values = logits.gather(1, order).double()
+        weights = exp_fixed_point(values - values[:, :1])
+        _mask_all_but(logits, _shortest_prefix(weights, p) | (p >= 1)[:, None], order)
+
+    def apply_typical_p(self, logits: Tensor, p: Tensor) -> None:
+        below = logits.double() - logits.amax(dim=1, keepdim=True).double()
+        weights = exp_fixed_point(below)
+        share = torch.where(weights > 0, (weights.double() * below).round(), 0.0)
+        share = torch.where(_is_finite_row(logits)[:, None], share, 0.0).long()
+        mean = share.sum(dim=1).double() / weights.sum(dim=1).double()
+        order = _sort_ids(-(below - mean[:, None]).abs().float())
+        _mask_all_but(logits, _shortest_prefix(weights.gather(1, order), p) | (p >= 1)[:, None], order)
+
+    def apply_min_p(self, logits: Tensor, p: Tensor) -> None:
+        floor = torch.where(p > 0, log(p.clamp(min=torch.finfo(p.dtype).tiny)), -torch.inf)
+        top = logits.amax(dim=1, keepdim=True).double()
+        likely = logits.double() - top >= floor[:, None]
+        logits.masked_fill_(~likely & _is_finite_row(logits)[:, None], -torch.inf)
+
+    def apply_xtc(
+        self, logits: Tensor, seeds: Tensor, positions: Tensor, probabilities: Tensor, thresholds: Tensor
+    ) -> None:
+        zero = torch.zeros_like(seeds)
+        words = philox((zero, positions, zero + XTC_COIN, zero), (seeds & WORD_MASK, seeds >> 32 & WORD_MASK))
+        chosen = ((words[0].double() + 0.5) * 2.0**-32 < probabilities) & _is_finite_row(logits)
+        order = _sort_ids(logits)
+        values = logits.gather(1, order).double()
+        weights = exp_fixed_point(values - values[:, :1])
+        total = weights.sum(dim=1).double()
+        reaching = (weights.double() >= (thresholds * total)[:, None]) & (values > -torch.inf)
+        dropped = torch.arange(logits.shape[1], device=logits.device) < reaching.sum(dim=1, keepdim=True) - 1
+        _mask_all_but(logits, ~(dropped & chosen[:, None]), order)
+
+    def sample(self, logits: Tensor, seeds: Tensor, positions: Tensor, greedy: Tensor) -> Tensor:
+        scores = logits
+        if not bool(greedy.all()):
+            noise = gumbel(seeds, positions, logits.shape[1])
+            scores = logits + torch.where(greedy[:, None], 0.0, noise)
+        return torch.where(_is_finite_row(logits), scores.argmax(dim=1), -1)
+
+
+def gumbel(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
+    """Noise of ids 0..V-1: seeds int64 [R] (bits of the unsigned seed), positions int64 [R] -> float32 [R, V]."""
+    blocks = torch.arange(-(-vocab_size // WORDS_PER_BLOCK), device=seeds.device)[None]
+    zero = torch.zeros_like(blocks)
+    key = (seeds[:, None] & WORD_MASK, (seeds[:, None] >> 32) & WORD_MASK)
+    words = philox((blocks, positions[:, None], zero + TOKEN_NOISE, zero), key)
+    return noise(torch.stack(words, dim=-1).flatten(1)[:, :vocab_size])
+
+
+def noise(x: Tensor) -> Tensor:
+    """-log(-log u) of u = (x + 1/2) 2^-32, for uint32 values in int64. u and 1 - u are exact: they need 33 bits."""
+    u = (x.double() + 0.5) * 2.0**-32
+    return (-log(-log(u))).float()
+
+
+def philox(counter: Words, key: tuple[Tensor, Tensor]) -> Words:
+    """Philox 4x32-10 (Salmon et al. 2011). Words are uint32 values in int64 tensors that broadcast."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(ROUNDS):
+        high0, low0 = _multiply(c0, MULTIPLIERS[0])
+        high1, low1 = _multiply(c2, MULTIPLIERS[1])
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        k0, k1 = (k0 + WEYL[0]) & WORD_MASK, (k1 + WEYL[1]) & WORD_MASK
+    return c0, c1, c2, c3
+
+
+def _multiply(word: Tensor, factor: int) -> tuple[Tensor, Tensor]:
+    """The high and the low word of a product of 64 bits, formed from halves that cannot overflow int64."""
+    low = (word & 0xFFFF) * factor
+    high = (word >> 16) * factor + (low >> 16)
+    return high >> 16, (high << 16 | low & 0xFFFF) & WORD_MASK
+
+
+def _sort_ids(logits: Tensor) -> Tensor:
+    """Ids by (value descending, id ascending)."""
+    return torch.sort(logits, dim=1, descending=True, stable=True).indices
+
+
+def _shortest_prefix(weights: Tensor, p: Tensor) -> Tensor:
+    """Of weights int64 [R, V] in order, the shortest run from the first on whose share of their sum reaches p."""
+    sums = weights.cumsum(dim=1)
+    total = sums[:, -1]
+    bound = (total.double() * p).ceil().long().clamp(max=total)
+    return sums - weights < bound[:, None]
+
+
+def _rows_of_ids(logits: Tensor, starts: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Lines of those ids that are below V, and where they stand; starts[r] is where those of line r begin."""
+    lines = torch.repeat_interleave(torch.arange(len(starts) - 1, device=logits.device), starts.diff())
+    inside = ids < logits.shape[1]
+    return lines[inside], inside
+
+
+def _mask_all_but(logits: Tensor, kept: Tensor, order: Tensor) -> None:
+    """Mask the ids order[r, j] where not kept[r, j], in rows that are sound."""
+    by_id = torch.empty_like(kept).scatter_(1, order, kept)
+    logits.masked_fill_(~by_id & _is_finite_row(logits)[:, None], -torch.inf)
+
+
+def _is_finite_row(logits: Tensor) -> Tensor:
+    return logits.amax(dim=1).isfinite()

@@ -1,0 +1,209 @@
+"""The files of a checkpoint that say how pictures are prepared, read strictly: what is not honoured is refused by name.
+
+What LLaVA's processors must know of the tower: its side, its patches, and how many tokens come out.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from PIL.Image import Resampling
+
+from foreword.errors import CheckpointError
+
+__all__ = [
+    "ImageSize",
+    "PreprocessorReader",
+    "VisionTowerInfo",
+    "read_json_object",
+    "read_preprocessor_config",
+    "read_tower_info",
+]
+
+PREPROCESSOR_FILE = "preprocessor_config.json"
+MAX_VALUE = 1 << 24  # of sizes and pixels: more than any model takes
+# Without influence on the pixels of a single picture, or on what is made of them here; colours are normalized by the engine.
+IGNORED_OPTIONS = frozenset(
+    (
+        "_valid_processor_keys",
+        "aspect_ratio_setting",
+        "auto_map",
+        "data_format",
+        "default_to_square",
+        "device",
+        "disable_grouping",
+        "do_convert_rgb",
+        "feature_extractor_type",
+        "image_mean",
+        "image_processor_type",
+        "image_std",
+        "input_data_format",
+        "processor_class",
+        "rescale_factor",
+        "return_tensors",
+    )
+)
+PROCESSOR_TYPE = re.compile(
+    r"(Clip|CLIP|Siglip|Llava|LlavaNext|Qwen2VL|Qwen2_5_VL|Qwen3VL)(ImageProcessor(Fast|Pil)?|FeatureExtractor)"
+)
+# (height, width), or the shorter side alone
+ImageSize = tuple[int, int] | int
+
+
+def read_preprocessor_config(path: Path) -> PreprocessorReader:
+    """Of the checkpoint in `path`. Raises CheckpointError."""
+    if (path / PREPROCESSOR_FILE).is_file():
+        return PreprocessorReader(read_json_object(path / PREPROCESSOR_FILE), str(path / PREPROCESSOR_FILE))
+    file = path / "processor_config.json"
+    values = read_json_object(file).get("image_processor") if file.is_file() else None
+    if isinstance(values, dict):
+        return PreprocessorReader(values, f"{file}: image_processor")
+    raise CheckpointError(f"{path} lacks {PREPROCESSOR_FILE}, which says how pictures are prepared", "model")
+
+
+def read_json_object(file: Path) -> dict[str, Any]:
+    """A JSON object. Raises CheckpointError."""
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read: {error.strerror or error}", "model") from None
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file} is not JSON: {error}", "model") from None
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{file} must hold a JSON object", "model")
+    return values
+
+
+class PreprocessorReader:
+    """Of one object in such a file. What nobody asked for by the time of `finish()` is refused; null counts as missing.
+
+    source  what errors call it
+    """
+
+    def __init__(self, values: Mapping[str, Any], source: str) -> None:
+        self._values = {key: value for key, value in values.items() if value is not None}
+        self._read_keys: set[str] = set()
+        self.source = source
+
+    @property
+    def processor_family(self) -> str:
+        """Whose options these are, such as CLIP, Siglip, Qwen2VL: what is left out depends on it. Empty: it is not said."""
+        name = self._values.get("image_processor_type", self._values.get("feature_extractor_type", ""))
+        if name == "":
+            return ""
+        found = PROCESSOR_TYPE.fullmatch(name) if isinstance(name, str) else None
+        if found is None:
+            raise CheckpointError(f"{self.source}: image_processor_type {name!r:.80} is not known", "model")
+        return found[1]
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._values
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self._read_keys.add(key)
+        return self._values.get(key, default)
+
+    def get_bool(self, key: str, default: bool) -> bool:
+        value = self.get(key, default)
+        if not isinstance(value, bool):
+            raise self.error(key, "true or false")
+        return value
+
+    def get_int(self, key: str, default: int | None = None, low: int = 1) -> int:
+        value = self.get(key, default)
+        if not is_int(value, low):
+            raise self.error(key, f"a whole number from {low} to {MAX_VALUE}")
+        assert isinstance(value, int)
+        return value
+
+    def get_size(self, key: str, default: ImageSize) -> ImageSize:
+        """{"height", "width"} or {"shortest_edge"}; a number stands for the latter."""
+        value = self.get(key, default)
+        if isinstance(value, Mapping):
+            given = {name: item for name, item in value.items() if item is not None}
+            if given.keys() == {"height", "width"}:
+                value = given["height"], given["width"]
+            elif given.keys() == {"shortest_edge"}:
+                value = given["shortest_edge"]
+        if not all(is_int(item) for item in (value if isinstance(value, tuple) else (value,))):
+            raise self.error(key, 'whole numbers: {"height": ..., "width": ...} or {"shortest_edge": ...}')
+        return value  # type: ignore[no-any-return]  # it is one of the two by now
+
+    def get_resample(self, default: Resampling = Resampling.BICUBIC) -> Resampling:
+        value = self.get("resample", default.value)
+        if not is_int(value, 0) or value > max(Resampling):
+            raise self.error("resample", f"a whole number from 0 to {max(Resampling).value}")
+        return Resampling(value)
+
+    def check_normalization(self) -> None:
+        """Pixels are normalized as these options say, which can be left out by no option."""
+        for key in ("do_rescale", "do_normalize"):
+            if not self.get_bool(key, True):
+                raise CheckpointError(f"{self.source}: {key} false is not supported", "model")
+
+    def check_all_read(self) -> None:
+        """Raises CheckpointError for the first option that was not asked for."""
+        for key in self._values.keys() - self._read_keys - IGNORED_OPTIONS:
+            raise CheckpointError(f"{self.source}: {key} is not supported", "model")
+
+    def error(self, key: str, expected: str) -> CheckpointError:
+        return CheckpointError(
+            f"{self.source}: {key} must be {expected}, got {self._values.get(key)!r:.80}", "model"
+        )
+
+
+def is_int(value: object, low: int = 1) -> bool:
+    """A number of things, not true or false."""
+    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= MAX_VALUE
+
+
+CLIP, SIGLIP = "clip_vision_model", "siglip_vision_model"
+DEFAULT_PATCH_SIZE = {CLIP: 32, SIGLIP: 16}  # where config.json does not say
+DEFAULT_IMAGE_SIZE = 224
+NUM_CLASS_TOKENS = {CLIP: 1, SIGLIP: 0}  # the class token
+NUM_DROPPED_TOKENS = {"default": 1, "full": 0}
+
+
+@dataclass(frozen=True, slots=True)
+class VisionTowerInfo:
+    """side   of the square that the tower takes, in pixels
+    grid      patches along it
+    num_more  tokens of a tile beside its patches
+    """
+
+    image_size: int
+    grid_size: int
+    num_extra_tokens: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Of one tile."""
+        return self.grid_size * self.grid_size + self.num_extra_tokens
+
+
+def read_tower_info(config: dict[str, Any]) -> VisionTowerInfo:
+    """From config.json. Raises CheckpointError."""
+    vision = config.get("vision_config") or {}
+    if not isinstance(vision, dict):
+        raise CheckpointError(f"config.json: vision_config must be an object, got {vision!r:.80}", "model")
+    kind = str(vision.get("model_type", CLIP))
+    strategy = str(config.get("vision_feature_select_strategy", "default"))
+    if kind not in DEFAULT_PATCH_SIZE or strategy not in NUM_DROPPED_TOKENS:
+        raise CheckpointError(
+            f"config.json: a {kind!r:.40} as tower with vision_feature_select_strategy {strategy!r:.40} is not supported",
+            "model",
+        )
+    side, patch = (
+        vision.get("image_size", DEFAULT_IMAGE_SIZE),
+        vision.get("patch_size", DEFAULT_PATCH_SIZE[kind]),
+    )
+    if not is_int(side) or not is_int(patch) or patch > side:
+        raise CheckpointError(
+            f"config.json: a tower of {side!r:.40} pixels in patches of {patch!r:.40} is impossible", "model"
+        )
+    return VisionTowerInfo(side, side // patch, NUM_CLASS_TOKENS[kind] - NUM_DROPPED_TOKENS[strategy])

@@ -1,0 +1,88 @@
+"""Which model prepares its pictures how."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from foreword.errors import CheckpointError
+from foreword.multimodal.base import ImageProcessor
+from foreword.multimodal.llava import LlavaNextProcessor, LlavaProcessor
+from foreword.multimodal.preprocessor_config import (
+    MAX_VALUE,
+    PreprocessorReader,
+    is_int,
+    read_json_object,
+    read_preprocessor_config,
+)
+from foreword.multimodal.qwen_vl import QwenVLProcessor
+
+__all__ = ["PROCESSORS", "ImageProcessor", "read_placeholder_ids", "read_processor"]
+
+FromConfig = Callable[[int, str, dict[str, Any], PreprocessorReader], ImageProcessor]
+PROCESSORS: Mapping[str, FromConfig] = MappingProxyType(
+    {
+        "llava": LlavaProcessor.from_config,
+        "llava_next": LlavaNextProcessor.from_config,
+        "qwen2_vl": QwenVLProcessor.from_config,
+        "qwen2_5_vl": QwenVLProcessor.from_config,
+        "qwen3_vl": QwenVLProcessor.from_config,
+    }
+)
+PLACEHOLDER_KEYS = ("image_token_id", "image_token_index")
+VIDEO_KEY = "video_token_id"
+
+
+def read_processor(path: Path) -> ImageProcessor | None:
+    """Of the checkpoint in the directory `path`; None: its model takes no pictures. Raises CheckpointError."""
+    file = path / "config.json"
+    if not file.is_file():
+        return None
+    config = read_json_object(file)
+    read = PROCESSORS.get(str(config.get("model_type")))
+    if read is None:
+        return None
+    placeholder = _read_placeholder_id(config, file)
+    options = read_preprocessor_config(path)
+    options.check_normalization()
+    processor = read(placeholder, _read_placeholder_text(placeholder, path), config, options)
+    options.check_all_read()
+    return processor
+
+
+def read_placeholder_ids(path: Path) -> frozenset[int]:
+    """Ids that stand for pictures and videos in prompts, where read_processor() finds a processor. Raises CheckpointError."""
+    file = path / "config.json"
+    config = read_json_object(file)
+    video = config.get(VIDEO_KEY)
+    return frozenset({_read_placeholder_id(config, file), *([video] if is_int(video, 0) else ())})
+
+
+def _read_placeholder_id(config: dict[str, Any], file: Path) -> int:
+    value = next((config[key] for key in PLACEHOLDER_KEYS if config.get(key) is not None), None)
+    if not is_int(value, 0):
+        raise CheckpointError(
+            f"{file}: image_token_id must be a whole number from 0 to {MAX_VALUE}, got {value!r:.40}", "model"
+        )
+    assert isinstance(value, int)
+    return value
+
+
+def _read_placeholder_text(placeholder_id: int, path: Path) -> str:
+    """How tokenizer.json writes a token."""
+    file = path / "tokenizer.json"
+    tokenizer = read_json_object(file)
+    added = tokenizer.get("added_tokens")
+    for token in added if isinstance(added, list) else ():
+        if (
+            isinstance(token, dict)
+            and token.get("id") == placeholder_id
+            and isinstance(token.get("content"), str)
+        ):
+            return str(token["content"])
+    raise CheckpointError(
+        f"{file}: no added token has the id {placeholder_id}, which stands for a picture in config.json",
+        "model",
+    )

@@ -1,0 +1,185 @@
+"""What surrounds every route: request ids, the limit of a body, and the last resort."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import re
+import uuid
+from collections.abc import AsyncIterator
+from functools import partial
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from foreword.errors import ForewordError, Overloaded, PayloadTooLarge, RequestFailed
+from foreword.server.errors import error_response
+from foreword.server.malloc_trim import MallocTrimmer
+
+__all__ = ["BodyLimitMiddleware", "RequestIdMiddleware", "ServerErrorMiddleware", "release_body"]
+
+logger = logging.getLogger("foreword.serve")
+REQUEST_ID_PATTERN = re.compile(r"[\x21-\x7e]{1,128}")
+MAX_BODIES_IN_MEMORY = 16  # of the largest size may be in memory at once
+RETRY_AFTER_S = 1.0
+BODIES_FULL_MESSAGE = "the bodies of other requests fill the memory that there is for them; try again later"
+REJECTED_BODY_TIMEOUT_S = 10.0  # how long a client may go on sending what was refused
+
+
+class RequestIdMiddleware:
+    """Every response has an X-Request-Id: the caller's, or a new one."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        given = Headers(scope=scope).get("x-request-id", "")
+        request_id = given if REQUEST_ID_PATTERN.fullmatch(given) else uuid.uuid4().hex
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)["X-Request-Id"] = request_id
+            await send(message)
+
+        await self._app(scope, receive, send_with_id)
+
+
+class ServerErrorMiddleware:
+    """An exception that nobody expected is logged and answered with a 500 in the envelope."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        started = False
+
+        async def send_noting(message: Message) -> None:
+            nonlocal started
+            started = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_noting)
+        except Exception:
+            if scope["type"] != "http" or started:
+                raise
+            logger.exception("%s %s failed", scope["method"], scope["path"])
+            await error_response(RequestFailed("the server failed on this request"))(scope, receive, send)
+
+
+class BodyLimitMiddleware:
+    """Reads the body before anyone else does, and refuses it while reading if it grows too large.
+
+    held  bytes of all bodies that are being read or worked on
+    heap  is told of those that are gone
+    """
+
+    def __init__(self, app: ASGIApp, max_bytes: int, trimmer: MallocTrimmer) -> None:
+        self._app = app
+        self._max_bytes = max_bytes
+        self._trimmer = trimmer
+        self.held_bytes = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] in ("GET", "HEAD", "OPTIONS"):
+            return await self._app(scope, receive, send)
+        declared = Headers(scope=scope).get("content-length", "0")
+        if declared.isdigit() and int(declared) > self._max_bytes:
+            return await self._reject(self._too_large(), receive, send)
+        body = _Body(receive)
+        try:
+            async for size in body.read():
+                self.held_bytes += size
+                if (error := self._size_error(body.size)) is not None:
+                    self._release(body)
+                    return await self._reject(error, receive, send, body.has_more)
+            if body.complete:
+                scope.setdefault("state", {}).update(
+                    body_bytes=body.size, forget_body=partial(self._release, body)
+                )
+                await self._app(scope, body.replay, send)
+        finally:
+            self._release(body)
+
+    def _release(self, body: _Body) -> None:
+        num_bytes = body.release()
+        self.held_bytes -= num_bytes
+        self._trimmer.add_freed(num_bytes)
+
+    def _size_error(self, size: int) -> ForewordError | None:
+        if size > self._max_bytes:
+            return self._too_large()
+        full = self.held_bytes > MAX_BODIES_IN_MEMORY * self._max_bytes
+        return Overloaded(BODIES_FULL_MESSAGE, retry_after_s=RETRY_AFTER_S) if full else None
+
+    def _too_large(self) -> PayloadTooLarge:
+        return PayloadTooLarge(f"the body is larger than {self._max_bytes} bytes")
+
+    async def _reject(
+        self, error: ForewordError, receive: Receive, send: Send, has_more: bool = True
+    ) -> None:
+        """Answer at once, then let the client finish: closing on unread data would lose the answer."""
+        response = error_response(error)
+        response.headers["Connection"] = "close"
+        await send(
+            {"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers}
+        )
+        await send({"type": "http.response.body", "body": response.body, "more_body": True})
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(REJECTED_BODY_TIMEOUT_S):
+                while has_more:
+                    message = await receive()
+                    has_more = message.get("more_body", False)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def release_body(request: Request) -> None:
+    """Nobody needs it any more: a large one is not kept, nor counted, while its answer is waited for."""
+    request.state.forget_body()
+    for name in ("_body", "_json"):  # where the framework keeps it for as long as the request lasts
+        vars(request).pop(name, None)
+
+
+class _Body:
+    """A request's body, part by part, and afterwards once more as a whole.
+
+    more  there are parts to come
+    """
+
+    __slots__ = ("_parts", "_receive", "complete", "has_more", "size")
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self._parts: list[bytes] | None = []
+        self.size = 0
+        self.has_more = True
+        self.complete = False
+
+    async def read(self) -> AsyncIterator[int]:
+        """Bytes of each part; it is complete then, unless the client went away."""
+        assert self._parts is not None
+        while self.has_more:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                return
+            self._parts.append(message.get("body", b""))
+            self.size += len(self._parts[-1])
+            self.has_more = message.get("more_body", False)
+            yield len(self._parts[-1])
+        self.complete = True
+
+    def release(self) -> int:
+        """Nobody wants it; returns its size so far."""
+        size, self.size, self._parts = self.size, 0, None
+        return size
+
+    async def replay(self) -> Message:
+        """A `receive` that gives the whole body once and then listens on."""
+        if self._parts is None:
+            return await self._receive()
+        body, self._parts = b"".join(self._parts), None
+        return {"type": "http.request", "body": body, "more_body": False}

@@ -1,0 +1,202 @@
+"""What an answer must look like, as OpenAI, vLLM and llama.cpp write it in a body."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, WithJsonSchema
+
+from foreword.core.structured import StructuredOutput
+from foreword.errors import InvalidRequest, Unsupported
+from foreword.server.protocol.base import StrictModel
+
+__all__ = ["ResponseFormat", "StructuredBody", "StructuredOutputsBody"]
+
+Schema = Annotated[
+    Any, WithJsonSchema({"anyOf": [{"type": "object"}, {"type": "string"}, {"type": "boolean"}]})
+]
+Tag = Annotated[Any, WithJsonSchema({"anyOf": [{"type": "object"}, {"type": "string"}]})]
+Constraint = StructuredOutput | None
+
+
+class NamedSchema(StrictModel):
+    """OpenAI's `json_schema`. Every schema is kept to, `strict` or not."""
+
+    ignored: ClassVar[frozenset[str]] = frozenset({"description", "strict"})
+    name: str | None = None
+    schema_: Schema = Field(alias="schema")
+
+
+class ResponseFormat(StrictModel):
+    """OpenAI's `response_format`, with vLLM's structural tags and llama.cpp's schema beside json_object."""
+
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
+    json_schema: NamedSchema | None = None
+    schema_: Schema = Field(default=None, alias="schema")
+    structures: list[dict[str, Any]] | None = None
+    triggers: list[str] | None = None
+    format: dict[str, Any] | None = None
+
+    def constraint(self) -> Constraint:
+        """None for type text. Raises InvalidRequest for parts of another type, and for parts that are missing."""
+        self._check_fields()
+        field = "response_format"
+        if self.type == "json_schema":
+            if self.json_schema is None:
+                raise InvalidRequest(
+                    "response_format.json_schema is required with this type", "response_format.json_schema"
+                )
+            return StructuredOutput.json_schema(self.json_schema.schema_, field=f"{field}.json_schema.schema")
+        if self.type == "json_object" and self.schema_ is not None:
+            return StructuredOutput.json_schema(self.schema_, field=f"{field}.schema")
+        if self.type == "json_object":
+            return StructuredOutput.json_object(field=field)
+        if self.type == "structural_tag":
+            return StructuredOutput.structural_tag(
+                self.model_dump(exclude_none=True, by_alias=True), field=field
+            )
+        return None
+
+    def _check_fields(self) -> None:
+        own = FIELDS_BY_TYPE[self.type]
+        for name in sorted(set().union(*FIELDS_BY_TYPE.values())):
+            if getattr(self, name) is not None and name not in own:
+                spelled = f"response_format.{name.rstrip('_')}"
+                raise InvalidRequest(f"{spelled} does not belong to type {self.type!r}", spelled)
+
+
+FIELDS_BY_TYPE: Mapping[str, frozenset[str]] = {
+    "text": frozenset(),
+    "json_object": frozenset({"schema_"}),
+    "json_schema": frozenset({"json_schema"}),
+    "structural_tag": frozenset({"structures", "triggers", "format"}),
+}
+
+
+class StructuredOutputsBody(StrictModel):
+    """vLLM's `structured_outputs`, and `after`: the constraint begins behind this text, say "</think>"."""
+
+    ignored: ClassVar[frozenset[str]] = frozenset({"disable_fallback"})
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {"disable_additional_properties": (False,)}
+    json_: Schema = Field(default=None, alias="json")
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: Tag = None
+    disable_any_whitespace: bool | None = None
+    whitespace_pattern: str | None = None
+    after: str | None = None
+
+
+class StructuredBody(StrictModel):
+    """Fields that say what the answer must look like; one of them at a time.
+
+    response_format     OpenAI's
+    structured_outputs  vLLM's
+    guided_*            vLLM's older names
+    grammar             llama.cpp's (GBNF; Lark is known by having no `::=`)
+    json_schema         llama.cpp's
+    """
+
+    ignored: ClassVar[frozenset[str]] = frozenset({"guided_decoding_backend"})
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputsBody | None = None
+    guided_json: Schema = None
+    guided_json_object: bool | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    guided_whitespace_pattern: str | None = None
+    grammar: str | None = None
+    json_schema: Schema = None
+
+    def structured(self) -> Constraint:
+        """The constraint, or None. Raises InvalidRequest for two of them, Unsupported for whitespace of the caller's making."""
+        options = self.structured_outputs or StructuredOutputsBody()
+        found = [one for one in self._constraints(options) if one is not None]
+        if len(found) > 1:
+            raise InvalidRequest(
+                f"{found[0].field} and {found[1].field} cannot both say what the answer looks like",
+                found[1].field,
+            )
+        if not found:
+            _check_no_options(options)
+            return None
+        return replace(found[0], whitespace=self._allows_whitespace(options), after=_checked_after(options))
+
+    def _constraints(self, options: StructuredOutputsBody) -> list[Constraint]:
+        return [
+            self.response_format.constraint() if self.response_format else None,
+            *_constraints(
+                "structured_outputs.", options.json_, options.regex, options.choice, options.grammar
+            ),
+            _json_object_constraint("structured_outputs.json_object", options.json_object),
+            _structural_tag_constraint("structured_outputs.structural_tag", options.structural_tag),
+            *_constraints(
+                "guided_", self.guided_json, self.guided_regex, self.guided_choice, self.guided_grammar
+            ),
+            _json_object_constraint("guided_json_object", self.guided_json_object),
+            StructuredOutput.grammar(self.grammar, field="grammar") if self.grammar else None,
+            StructuredOutput.json_schema(self.json_schema, field="json_schema")
+            if self.json_schema is not None
+            else None,
+        ]
+
+    def _allows_whitespace(self, options: StructuredOutputsBody) -> bool:
+        """Whether JSON may hold whitespace; the pattern "" is another way to say that it may not."""
+        patterns = {
+            "structured_outputs.whitespace_pattern": options.whitespace_pattern,
+            "guided_whitespace_pattern": self.guided_whitespace_pattern,
+        }
+        for name, pattern in patterns.items():
+            if pattern:
+                raise Unsupported(
+                    f"{name} is not supported: whitespace in JSON is bounded already, and may be forbidden with "
+                    "structured_outputs.disable_any_whitespace",
+                    name,
+                )
+        return not options.disable_any_whitespace and "" not in patterns.values()
+
+
+def _constraints(
+    prefix: str, json: Any, regex: str | None, choice: list[str] | None, grammar: str | None
+) -> list[Constraint]:
+    """Those of the four that structured_outputs and guided_* both know."""
+    return [
+        None if json is None else StructuredOutput.json_schema(json, field=f"{prefix}json"),
+        None if regex is None else StructuredOutput.regex(regex, field=f"{prefix}regex"),
+        None if choice is None else StructuredOutput.choice(choice, field=f"{prefix}choice"),
+        None if grammar is None else StructuredOutput.grammar(grammar, field=f"{prefix}grammar"),
+    ]
+
+
+def _json_object_constraint(field: str, enabled: bool | None) -> Constraint:
+    return StructuredOutput.json_object(field=field) if enabled else None
+
+
+def _structural_tag_constraint(field: str, description: Any) -> Constraint:
+    if description is None:
+        return None
+    if not isinstance(description, str | dict):
+        raise InvalidRequest(f"{field} must be an object or its JSON, got {description!r:.80}", field)
+    return StructuredOutput.structural_tag(description, field=field)
+
+
+def _checked_after(options: StructuredOutputsBody) -> str | None:
+    if options.after == "":
+        raise InvalidRequest(
+            "structured_outputs.after must be a text that is not empty", "structured_outputs.after"
+        )
+    return options.after
+
+
+def _check_no_options(options: StructuredOutputsBody) -> None:
+    """Conditions on a constraint that is not there are a mistake, not a wish for nothing."""
+    for name in ("after", "disable_any_whitespace", "whitespace_pattern"):
+        if getattr(options, name):
+            raise InvalidRequest(
+                f"structured_outputs.{name} needs a constraint beside it", f"structured_outputs.{name}"
+            )

@@ -1,0 +1,47 @@
+"""POST /v1/chat/completions"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+from fastapi import APIRouter, Request, Response
+
+from foreword.server.auth.keys import PermissionsDep
+from foreword.server.context import ServerDep, offload_if_large
+from foreword.server.errors import rename_field
+from foreword.server.generation import Generation
+from foreword.server.protocol.chat import ChatBody, to_template_messages
+from foreword.server.responses import ChatResponseBuilder
+from foreword.server.streaming import respond, response_header, response_options
+
+__all__ = ["router"]
+
+router = APIRouter()
+
+
+@router.post("/v1/chat/completions")
+async def chat_completions(
+    body: ChatBody, request: Request, permissions: PermissionsDep, server: ServerDep
+) -> Response:
+    """Answer a conversation."""
+    server.check_model(body.model, permissions)
+    params = server.resolve_params(body.params())
+    wanted, head = response_options(body, params), response_header(server, "chatcmpl", params)
+    caller = server.request_context(permissions, body.priority, body.timeout)
+    with (
+        rename_field({"prompt": "messages"}),
+        ExitStack() as held,
+        server.admission.reserve(params.n, caller.meter),
+    ):
+        await server.check_structured(params)
+        messages, rendering = to_template_messages(body.messages), body.template_kwargs()
+        prompt = await server.build_prompt(
+            request, messages, rendering, bool(body.add_special_tokens), caller.fairness_key, held
+        )
+        requests = await offload_if_large(
+            request, lambda: server.build_requests(prompt.token_ids, params, head.id, caller, prompt.images)
+        )
+        generation = Generation(server, requests, meter=caller.meter, resources=held.pop_all())
+    return respond(
+        generation, ChatResponseBuilder(server, generation, params.n, head, wanted), bool(body.stream)
+    )

@@ -1,0 +1,42 @@
+"""GET /health, /live and /version"""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+
+from foreword.server.json_response import JSONResponse
+from foreword.server.lifecycle import Health, HealthBody
+
+__all__ = ["router"]
+
+router = APIRouter()
+HEALTH_503: dict[int | str, dict[str, Any]] = {
+    503: {"model": HealthBody, "description": "No step could run now."}
+}
+
+
+@router.head("/health", include_in_schema=False)
+@router.get("/health", response_model=HealthBody, responses=HEALTH_503)
+async def health(request: Request) -> Response:
+    """200 only if a step could run now."""
+    state: Health = request.app.state.health
+    return await state.response()
+
+
+@router.head("/live", include_in_schema=False)
+@router.get("/live")
+async def live() -> Response:
+    """The API process is there; says nothing of the engine."""
+    return JSONResponse({"status": "ok"})
+
+
+@router.get("/version")
+async def version_of_foreword() -> Response:
+    """The version of this server."""
+    try:
+        return JSONResponse({"version": version("foreword")})
+    except PackageNotFoundError:  # run from a source tree that was never installed
+        return JSONResponse({"version": "unknown"})

@@ -1,0 +1,164 @@
+"""What a checkpoint directory says about its tokenizer, beside tokenizer.json."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from foreword.errors import CheckpointError
+
+__all__ = [
+    "ADDED_TOKEN_FLAGS",
+    "MAX_TOKENS",
+    "SPECIAL_TOKEN_NAMES",
+    "TokenizerFiles",
+    "is_utf8_encodable",
+    "read_tokenizer_files",
+]
+
+MAX_TOKENS = 1 << 24  # more than any vocabulary has
+TOKEN_ID_PATTERN = re.compile(r"[0-9]{1,8}")
+ADDED_TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+SPECIAL_TOKEN_NAMES = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerFiles:
+    """The facts of the files around tokenizer.json, as plain values.
+
+    special_tokens  text by name (`bos_token`, ...)
+    extra_special   texts of special tokens without a name
+    added_tokens    `added_tokens_decoder` of tokenizer_config.json: properties by id
+    eos_ids         end-of-sequence ids that the model's own configuration names
+    chat_template   Jinja source, or None
+    """
+
+    special_tokens: Mapping[str, str] = field(default_factory=dict)
+    extra_special_tokens: tuple[str, ...] = ()
+    added_tokens: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
+    eos_token_ids: tuple[int, ...] = ()
+    chat_template: str | None = None
+
+
+def read_tokenizer_files(path: Path) -> TokenizerFiles:
+    """Read what stands beside tokenizer.json in `path`; every file may be missing. Raises CheckpointError."""
+    config = _read_json(path / "tokenizer_config.json")
+    special = _read_json(path / "special_tokens_map.json") | config
+    named = {
+        name: text for name in SPECIAL_TOKEN_NAMES if (text := _token_text(special.get(name))) is not None
+    }
+    return TokenizerFiles(
+        special_tokens=named,
+        extra_special_tokens=_read_extra_special_tokens(special),
+        added_tokens=_read_added_tokens(path, config),
+        eos_token_ids=_read_eos_token_ids(path),
+        chat_template=_read_chat_template(path, config),
+    )
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        return {}
+    try:
+        value = json.loads(_read_text(file))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file} is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{file} must hold a JSON object")
+    return value
+
+
+def _read_text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{file} is not UTF-8: {error.reason} at byte {error.start}") from None
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read: {error.strerror or error}") from None
+
+
+def _token_text(value: object) -> str | None:
+    if isinstance(value, Mapping):
+        value = value.get("content")
+    return value if isinstance(value, str) and value and is_utf8_encodable(value) else None
+
+
+def is_utf8_encodable(text: str) -> bool:
+    """Whether UTF-8 can spell it; half of a surrogate pair it cannot."""
+    return not any("\ud800" <= char <= "\udfff" for char in text)
+
+
+def _read_extra_special_tokens(special: Mapping[str, Any]) -> tuple[str, ...]:
+    """Unnamed special tokens: a list, or a mapping of names that no template asks for."""
+    texts: list[str] = []
+    for key in ("additional_special_tokens", "extra_special_tokens"):
+        values = special.get(key)
+        for value in (
+            values.values() if isinstance(values, Mapping) else values if isinstance(values, list) else ()
+        ):
+            text = _token_text(value)
+            if text is not None and text not in texts:
+                texts.append(text)
+    return tuple(texts)
+
+
+def _read_added_tokens(path: Path, config: Mapping[str, Any]) -> dict[int, Mapping[str, Any]]:
+    """`added_tokens_decoder`, whose properties are a text and flags."""
+    given = config.get("added_tokens_decoder") or {}
+    if isinstance(given, Mapping) and all(
+        TOKEN_ID_PATTERN.fullmatch(key) and _is_token(value) for key, value in given.items()
+    ):
+        return {int(key): value for key, value in given.items()}
+    raise CheckpointError(
+        f"{path / 'tokenizer_config.json'}: added_tokens_decoder must hold a token for each id, got {given!r:.80}"
+    )
+
+
+def _is_token(value: object) -> bool:
+    return (
+        isinstance(value, Mapping)
+        and _token_text(value) is not None
+        and all(isinstance(value[flag], bool) for flag in ADDED_TOKEN_FLAGS if flag in value)
+    )
+
+
+def _read_eos_token_ids(path: Path) -> tuple[int, ...]:
+    """generation_config.json knows best: chat models end turns with tokens that are not the tokenizer's eos."""
+    for name in ("generation_config.json", "config.json"):
+        value = _read_json(path / name).get("eos_token_id")
+        if value is None:
+            continue
+        ids = value if isinstance(value, list) else [value]
+        if not all(type(token_id) is int and 0 <= token_id < MAX_TOKENS for token_id in ids):
+            raise CheckpointError(
+                f"{path / name}: eos_token_id must be an id or a list of ids, got {value!r:.80}", "model"
+            )
+        return tuple(ids)
+    return ()
+
+
+def _read_chat_template(path: Path, config: Mapping[str, Any]) -> str | None:
+    jinja = path / "chat_template.jinja"
+    if jinja.is_file():
+        return _read_text(jinja)
+    template = _read_json(path / "chat_template.json").get("chat_template", config.get("chat_template"))
+    if isinstance(template, list):
+        named = [item for item in template if isinstance(item, dict) and item.get("name") == "default"]
+        template = named[0].get("template") if named else None
+    if template is not None and not isinstance(template, str):
+        raise CheckpointError(
+            f"{path}: chat_template must be a text or a list of named texts", "chat_template"
+        )
+    return template

@@ -1,0 +1,460 @@
+"""The tokenizer of a GGUF file, from its metadata.
+
+The vocabulary in a GGUF file's metadata. What reads the file hands the metadata over as plain values.
+
+Byte-level BPE from a GGUF file: `tokenizer.ggml.model` gpt2.
+
+How text is split before the merges is told by a name alone; here it means what the tokenizer.json of that family says.
+
+SentencePiece's BPE from a GGUF file: `tokenizer.ggml.model` llama.
+
+The file has a score for each token and no merges. SentencePiece joins the two neighbours whose token has the highest
+score; the merges that say the same are all ways to cut a token in two tokens, ordered by its score.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
+
+from foreword.errors import CheckpointError
+from foreword.tokenizer.files import TokenizerFiles
+from foreword.tokenizer.tokenizer import Tokenizer
+
+__all__ = [
+    "BYTE",
+    "CONTROL",
+    "NORMAL",
+    "SPACE",
+    "UNKNOWN",
+    "USER_DEFINED",
+    "GGUFVocab",
+    "TokenizerMetadata",
+    "build_byte_level_backend",
+    "build_gguf_tokenizer",
+    "build_sentencepiece_backend",
+    "is_space_run",
+    "prepends_bos",
+]
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
+KEY_PREFIX = "tokenizer.ggml."
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerMetadata:
+    """Values by key, below `tokenizer.ggml.`; `source` is what error messages call the file."""
+
+    values: Mapping[str, Any]
+    source: str
+
+    def get_str(self, key: str) -> str:
+        value = self.get_optional(key, str)
+        if value is None:
+            raise self.error(key, "is missing")
+        return str(value)
+
+    def get_optional(self, key: str, expected_type: type) -> Any:
+        """The value, None where there is none."""
+        value = self.values.get(KEY_PREFIX + key)
+        if value is not None and type(value) is not expected_type:
+            raise self.error(key, f"must be of type {expected_type.__name__}, got {value!r:.60}")
+        return value
+
+    def get_bool(self, key: str, default: bool) -> bool:
+        value = self.get_optional(key, bool)
+        return default if value is None else bool(value)
+
+    def get_strs(self, key: str) -> list[str]:
+        values = self.get_optional(key, list)
+        if not values or type(values[0]) is not str:
+            raise self.error(key, "must be a list of texts")
+        return list(values)
+
+    def get_floats(self, key: str, length: int) -> list[float] | None:
+        values: list[float] | None = self.get_optional(key, list)
+        if values is None:
+            return None
+        if len(values) != length or type(values[0]) not in (int, float):
+            raise self.error(key, f"must be a list of {length} numbers, one for each token")
+        return values
+
+    def get_token_id(self, key: str, vocab_size: int) -> int | None:
+        value: int | None = self.get_optional(key, int)
+        if value is not None and not 0 <= value < vocab_size:
+            raise self.error(key, f"is {value}; the vocabulary has {vocab_size} tokens")
+        return value
+
+    def require_value(self, key: str, allowed: Any) -> None:
+        """The key must be missing or have a value that asks for nothing."""
+        value = self.values.get(KEY_PREFIX + key)
+        if value not in (None, allowed):
+            raise self.error(key, f"{value!r:.60} is not supported")
+
+    def error(self, key: str, reason: str) -> CheckpointError:
+        return CheckpointError(f"{self.source}: `{KEY_PREFIX}{key}` {reason}", "model")
+
+
+@dataclass(frozen=True, slots=True)
+class GGUFVocab:
+    """Tokens by id, the unused ones left out.
+
+    size  ids of the file, used or not
+    """
+
+    ids: Mapping[str, int]
+    token_types: Sequence[float]
+    scores: Sequence[float] | None
+    size: int
+
+    @classmethod
+    def from_metadata(cls, metadata: TokenizerMetadata) -> GGUFVocab:
+        """Raises CheckpointError for lists of unequal lengths and for a token that is there twice."""
+        tokens = metadata.get_strs("tokens")
+        types = metadata.get_floats("token_type", len(tokens)) or [NORMAL] * len(tokens)
+        used = [(token, index) for index, token in enumerate(tokens) if types[index] != UNUSED]
+        ids = dict(used)
+        if len(ids) < len(used):
+            token, index = next(pair for pair in used if ids[pair[0]] != pair[1])
+            raise metadata.error("tokens", f"holds {token!r:.60} twice, as {index} and {ids[token]}")
+        return cls(ids, types, metadata.get_floats("scores", len(tokens)), len(tokens))
+
+    def tokens_of_type(self, *token_types: int) -> list[str]:
+        """Tokens by id."""
+        return [token for token, index in self.ids.items() if self.token_types[index] in token_types]
+
+
+@dataclass(frozen=True, slots=True)
+class PreTokenizerConfig:
+    """What a name in `tokenizer.ggml.pre` stands for.
+
+    patterns       each splits what the ones before it left whole; matches stand alone
+    gpt2_pattern   then that of GPT-2
+    digits         each digit stands alone
+    nfc            text is normalized first
+    ignore_merges  a piece that is a token as a whole is that token, even if no merges lead there
+    add_bos        where `add_bos_token` does not say
+    """
+
+    patterns: tuple[str, ...] = ()
+    gpt2_pattern: bool = False
+    split_digits: bool = False
+    nfc: bool = False
+    ignore_merges: bool = False
+    add_bos: bool = False
+
+
+CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+WORD = r"[^\r\n\p{L}\p{N}]?\p{L}+"
+PUNCTUATION = r" ?[^\s\p{L}\p{N}]+[\r\n]*"
+PUNCTUATION_OR_SLASH = r" ?[^\s\p{L}\p{N}]+[\r\n/]*"
+UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+LEADING_CHAR = r"[^\r\n\p{L}\p{N}]?"
+CL100K = rf"{CONTRACTIONS}|{WORD}|\p{{N}}{{1,3}}|{PUNCTUATION}|{SPACES}"
+QWEN = rf"{CONTRACTIONS}|{WORD}|\p{{N}}|{PUNCTUATION}|{SPACES}"
+O200K = rf"{LEADING_CHAR}{UPPER}*{LOWER}+{CONTRACTIONS}?|{LEADING_CHAR}{UPPER}+{LOWER}*{CONTRACTIONS}?|\p{{N}}{{1,3}}|{PUNCTUATION_OR_SLASH}|{SPACES}"
+TEKKEN = (
+    rf"{LEADING_CHAR}{UPPER}*{LOWER}+|{LEADING_CHAR}{UPPER}+{LOWER}*|\p{{N}}|{PUNCTUATION_OR_SLASH}|{SPACES}"
+)
+DEEPSEEK_V3 = (
+    r"\p{N}{1,3}",
+    "[一-龥぀-ゟ゠-ヿ]+",
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|"
+    + SPACES,
+)
+DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+")
+LLAMA3 = PreTokenizerConfig((CL100K,), ignore_merges=True, add_bos=True)
+QWEN2 = PreTokenizerConfig((QWEN,), nfc=True)
+DIGITS_FIRST = PreTokenizerConfig(gpt2_pattern=True, split_digits=True)
+
+PRE_TOKENIZERS: Mapping[str, PreTokenizerConfig] = MappingProxyType(
+    {
+        "llama-bpe": LLAMA3,
+        "llama3": LLAMA3,
+        "llama-v3": LLAMA3,
+        "qwen2": QWEN2,
+        "deepseek-r1-qwen": QWEN2,
+        "gpt-2": PreTokenizerConfig(gpt2_pattern=True),
+        "smollm": DIGITS_FIRST,
+        "starcoder": DIGITS_FIRST,
+        "refact": DIGITS_FIRST,
+        "dbrx": PreTokenizerConfig((CL100K,)),
+        "gpt-4o": PreTokenizerConfig((O200K,)),
+        "tekken": PreTokenizerConfig((TEKKEN,), ignore_merges=True, add_bos=True),
+        "deepseek-v3": PreTokenizerConfig(DEEPSEEK_V3),
+        "deepseek-coder": PreTokenizerConfig(DEEPSEEK_CODER, split_digits=True),
+    }
+)
+
+
+def prepends_bos(metadata: TokenizerMetadata) -> bool:
+    """Whether a text begins with the BOS token where `add_bos_token` does not say."""
+    return _read_pre_tokenizer(metadata).add_bos
+
+
+def build_byte_level_backend(metadata: TokenizerMetadata, vocabulary: GGUFVocab) -> tokenizers.Tokenizer:
+    """Without post-processor and added tokens. Raises CheckpointError for a splitting that is not known."""
+    splitting = _read_pre_tokenizer(metadata)
+    merges = [_parse_merge(merge, metadata) for merge in metadata.get_strs("merges")]
+    try:
+        model = models.BPE(vocab=dict(vocabulary.ids), merges=merges, ignore_merges=splitting.ignore_merges)
+    except Exception as error:  # the library raises bare Exception
+        raise metadata.error("merges", f"do not fit the tokens: {error}") from None
+    backend = tokenizers.Tokenizer(model)
+    if splitting.nfc:
+        backend.normalizer = normalizers.NFC()
+    backend.pre_tokenizer = _build_pre_tokenizer(splitting)
+    backend.decoder = decoders.ByteLevel()
+    return backend
+
+
+def _read_pre_tokenizer(metadata: TokenizerMetadata) -> PreTokenizerConfig:
+    name = metadata.get_str("pre")
+    if name not in PRE_TOKENIZERS:
+        raise metadata.error(
+            "pre", f"{name!r:.60} is not supported; known: {', '.join(sorted(PRE_TOKENIZERS))}"
+        )
+    return PRE_TOKENIZERS[name]
+
+
+def _parse_merge(merge: str, metadata: TokenizerMetadata) -> tuple[str, str]:
+    left, space, right = merge.partition(" ")
+    if not space or not left or not right:
+        raise metadata.error("merges", f"holds {merge!r:.60}, which is no pair")
+    return left, right
+
+
+def _build_pre_tokenizer(config: PreTokenizerConfig) -> pre_tokenizers.PreTokenizer:
+    steps: list[pre_tokenizers.PreTokenizer] = [
+        pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in config.patterns
+    ]
+    if config.split_digits:
+        steps.append(pre_tokenizers.Digits(individual_digits=True))
+    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=config.gpt2_pattern))
+    return pre_tokenizers.Sequence(steps)
+
+
+SPACE = "▁"
+
+
+def build_sentencepiece_backend(metadata: TokenizerMetadata, vocabulary: GGUFVocab) -> tokenizers.Tokenizer:
+    """Without post-processor and added tokens."""
+    metadata.require_value("remove_extra_whitespaces", False)
+    metadata.require_value("precompiled_charsmap", [])
+    prefix = metadata.get_bool("add_space_prefix", True)
+    ids = {
+        _normalize_spaces(token, vocabulary.token_types[index]): index
+        for token, index in vocabulary.ids.items()
+    }
+    if len(ids) < len(vocabulary.ids):
+        raise metadata.error("tokens", "holds runs of spaces twice, as spaces and as ▁")
+    unknown = vocabulary.tokens_of_type(UNKNOWN)
+    merges = _build_merges(_merge_scores(metadata, vocabulary, ids))
+    model = models.BPE(
+        vocab=ids, merges=merges, unk_token=unknown[0] if unknown else None, fuse_unk=True, byte_fallback=True
+    )
+    backend = tokenizers.Tokenizer(model)
+    spaces = normalizers.Replace(" ", SPACE)
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), spaces]) if prefix else spaces
+    steps: list[decoders.Decoder] = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    backend.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefix else steps)
+    return backend
+
+
+def is_space_run(token: str) -> bool:
+    """Whether a token is a run of spaces, as such or as ▁."""
+    return not token.strip(" " + SPACE)
+
+
+def _normalize_spaces(token: str, token_type: float) -> str:
+    """Converters write the spaces of some user-defined tokens as spaces."""
+    return token.replace(" ", SPACE) if token_type == USER_DEFINED and is_space_run(token) else token
+
+
+def _merge_scores(
+    metadata: TokenizerMetadata, vocabulary: GGUFVocab, ids: Mapping[str, int]
+) -> dict[str, float]:
+    """Of the tokens that merges lead to. User-defined ones come before all others, longest first.
+
+    Where all scores are equal the converter did not know them, and tokens stand in their order.
+    """
+    if vocabulary.scores is None:
+        raise metadata.error("scores", "is missing")
+    kinds, scores = vocabulary.token_types, vocabulary.scores
+    normal = [index for index in ids.values() if kinds[index] == NORMAL]
+    known = len({scores[index] for index in normal}) > 1
+    found = {
+        token: scores[index] if known else -index for token, index in ids.items() if kinds[index] == NORMAL
+    }
+    return found | {
+        token: float("inf")
+        for token, index in ids.items()
+        if kinds[index] == USER_DEFINED and is_space_run(token)
+    }
+
+
+def _build_merges(scores: Mapping[str, float]) -> list[tuple[str, str]]:
+    """Of equal scores the longer left part comes first, as where transformers reads SentencePiece's own files."""
+    cuts = sorted(_iter_splits(scores), key=lambda cut: (cut[0], cut[1], cut[2]), reverse=True)
+    return [(left, right) for *_, left, right in cuts]
+
+
+def _iter_splits(scores: Mapping[str, float]) -> Iterator[tuple[float, int, int, str, str]]:
+    """Score, length left and right, and the two parts, for each way to cut a token into two."""
+    for token, score in scores.items():
+        length = len(token)
+        for cut in range(1, length):
+            left = token[:cut]
+            if left in scores:
+                right = token[cut:]
+                if right in scores:
+                    yield score, cut, length - cut, left, right
+
+
+TOKENIZER_MODELS = ("gpt2", "llama")
+SPECIAL_TOKEN_KEYS: Mapping[str, str] = MappingProxyType(
+    {
+        "bos_token": "bos_token_id",
+        "eos_token": "eos_token_id",
+        "unk_token": "unknown_token_id",
+        "sep_token": "seperator_token_id",  # so misspelt by the format
+        "pad_token": "padding_token_id",
+        "cls_token": "cls_token_id",
+        "mask_token": "mask_token_id",
+    }
+)
+END_TOKEN_KEYS = ("eot_token_id", "eom_token_id")
+# Control tokens that end an answer wherever they are part of a vocabulary: most files name only one of theirs.
+END_TOKENS = (
+    "<|eot_id|>",
+    "<|eom_id|>",
+    "<|im_end|>",
+    "<|end|>",
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "<end_of_turn>",
+    "<end_of_utterance>",
+    "<EOT>",
+    "<｜end▁of▁sentence｜>",
+)
+# Tokens that no text means otherwise. Some files call them normal, or user-defined; llama.cpp overrides that too.
+AMBIGUOUS_TOKENS = ("<EOT>",)
+KNOWN_CONTROL_TOKENS = frozenset(
+    (
+        *END_TOKENS,
+        "<|im_start|>",
+        "<|start_header_id|>",
+        "<|end_header_id|>",
+        "<|begin_of_text|>",
+        "<start_of_turn>",
+    )
+).difference(AMBIGUOUS_TOKENS)
+CHAT_TEMPLATE_KEY = "tokenizer.chat_template"
+RSTRIP_ARCHITECTURE = "phi3"  # its control tokens swallow the spaces after them, of which no key tells
+
+
+def build_gguf_tokenizer(values: Mapping[str, Any], source: str) -> Tokenizer:
+    """The tokenizer that a file's metadata describes.
+
+    source  what error messages call the file
+    Raises CheckpointError, which names the key.
+    """
+    metadata = TokenizerMetadata(values, source)
+    model = metadata.get_str("model")
+    if model not in TOKENIZER_MODELS:
+        raise metadata.error("model", f"{model!r:.60} is not supported; known: {', '.join(TOKENIZER_MODELS)}")
+    _reject_unsupported(metadata)
+    vocabulary = _with_control_tokens(GGUFVocab.from_metadata(metadata))
+    backend = (build_byte_level_backend if model == "gpt2" else build_sentencepiece_backend)(
+        metadata, vocabulary
+    )
+    _add_tokens(
+        backend,
+        vocabulary,
+        strip=values.get("general.architecture") == RSTRIP_ARCHITECTURE and model == "llama",
+    )
+    named = {name: metadata.get_token_id(key, vocabulary.size) for name, key in SPECIAL_TOKEN_KEYS.items()}
+    special = {
+        name: token
+        for name, index in named.items()
+        if (token := backend.id_to_token(index or 0)) and index is not None
+    }
+    _set_post_processor(backend, metadata, special, add_bos=model == "llama" or prepends_bos(metadata))
+    ends = _find_end_token_ids(metadata, vocabulary, named["eos_token"])
+    return Tokenizer(
+        backend,
+        TokenizerFiles(
+            special_tokens=special, eos_token_ids=ends, chat_template=_read_chat_template(values, source)
+        ),
+    )
+
+
+def _reject_unsupported(metadata: TokenizerMetadata) -> None:
+    metadata.require_value("normalizer.lowercase", False)
+    metadata.require_value("normalizer.strip_accents", False)
+    metadata.require_value("add_sep_token", False)
+    metadata.require_value("suppress_tokens", [])
+
+
+def _with_control_tokens(vocabulary: GGUFVocab) -> GGUFVocab:
+    """Tokens that look like control tokens are: a prompt's are found, and those that end a turn end an answer."""
+    types = list(vocabulary.token_types)
+    for token in KNOWN_CONTROL_TOKENS & vocabulary.ids.keys():
+        if types[vocabulary.ids[token]] in (NORMAL, USER_DEFINED):
+            types[vocabulary.ids[token]] = CONTROL
+    return replace(vocabulary, token_types=types)
+
+
+def _add_tokens(backend: tokenizers.Tokenizer, vocabulary: GGUFVocab, strip: bool) -> None:
+    """Tokens that are found in a text before anything else happens to it."""
+    control = vocabulary.tokens_of_type(CONTROL, UNKNOWN)
+    own = [token for token in vocabulary.tokens_of_type(USER_DEFINED) if not is_space_run(token)]
+    stripped = {token for token in control if strip and token.startswith("<|") and token != "<|endoftext|>"}
+    backend.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False, rstrip=token in stripped) for token in control]
+    )
+    backend.add_tokens([AddedToken(token, special=False, normalized=False) for token in own])
+
+
+def _set_post_processor(
+    backend: tokenizers.Tokenizer, metadata: TokenizerMetadata, special: Mapping[str, str], add_bos: bool
+) -> None:
+    """What a text gets in front and behind."""
+    wanted = {
+        "bos_token": metadata.get_bool("add_bos_token", add_bos),
+        "eos_token": metadata.get_bool("add_eos_token", False),
+    }
+    bos, eos = (special.get(name) if on else None for name, on in wanted.items())
+    for name, token in (("bos", bos), ("eos", eos)):
+        if metadata.get_bool(f"add_{name}_token", False) and token is None:
+            raise metadata.error(f"add_{name}_token", f"is true, but `{name}_token_id` is missing")
+    added = [token for token in (bos, eos) if token is not None]
+    if added:
+        pieces = [token for token in (bos, "$A", eos) if token is not None]
+        ids = [(token, backend.token_to_id(token)) for token in added]
+        backend.post_processor = processors.TemplateProcessing(single=pieces, special_tokens=ids)
+
+
+def _find_end_token_ids(
+    metadata: TokenizerMetadata, vocabulary: GGUFVocab, eos: int | None
+) -> tuple[int, ...]:
+    """Ids that end an answer, that of the EOS token first."""
+    named = [eos, *(metadata.get_token_id(key, vocabulary.size) for key in END_TOKEN_KEYS)]
+    known = [vocabulary.ids.get(token) for token in END_TOKENS]
+    control = [index for index in known if index is not None and vocabulary.token_types[index] == CONTROL]
+    return tuple(dict.fromkeys(index for index in (*named, *control) if index is not None))
+
+
+def _read_chat_template(values: Mapping[str, Any], source: str) -> str | None:
+    template = values.get(CHAT_TEMPLATE_KEY)
+    if template is not None and not isinstance(template, str):
+        raise CheckpointError(
+            f"{source}: `{CHAT_TEMPLATE_KEY}` must be a text, got {template!r:.60}", "chat_template"
+        )
+    return template or None

@@ -1,0 +1,51 @@
+"""The picture: drawn for whatever was measured; a clear word where matplotlib is missing."""
+
+import importlib
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from foreword.cli.main import main
+from foreword.errors import ConfigError
+
+MODULE = "foreword.bench.speculate.plot"
+
+
+def cell(category: str, concurrency: int, **auto: Any) -> dict[str, Any]:
+    stages = {"stage_us_per_token": {"forward": 90.0, "draft": 10.0}}
+    modes = {"off": stages, "auto": {**stages, "throughput": {"ratio": 1.5}, **auto}}
+    return {
+        "category": category,
+        "concurrency": concurrency,
+        "cache_full": False,
+        "modes": modes,
+        "errors": [],
+    }
+
+
+def test_a_picture(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    draw = importlib.import_module(MODULE).draw
+    cells = [
+        cell("chat", 1, throughput={"ratio": 0.9, "low": 0.8, "high": 1.1}),
+        cell("edit", 1, acceptance_by_position=[0.9, 0.5]),
+        cell("chat", 4),
+        {**cell("chat", 4), "cache_full": True},
+        {**cell("edit", 4), "modes": {}, "errors": ["503"]},
+    ]
+    file = tmp_path / "plot.png"
+    draw({"cells": cells, "modes": ["off", "auto"], "model": "demo"}, file)
+    assert file.read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(ConfigError, match="--plot"):
+        draw({"cells": cells, "modes": ["off", "auto"], "model": "demo"}, tmp_path / "no" / "plot.png")
+
+
+def test_without_matplotlib_nothing_is_measured(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delitem(sys.modules, MODULE, raising=False)
+    monkeypatch.setitem(sys.modules, "matplotlib.axes", None)
+    assert main(["bench", "speculate", "--plot", "x.png"]) == 2
+    assert "foreword[bench]" in capsys.readouterr().err

@@ -1,0 +1,118 @@
+"""From rounds to figures."""
+
+import math
+
+import pytest
+
+from foreword.bench.speculate.statistics import (
+    best_fixed,
+    geometric_mean_ratio,
+    merge_draft_stats,
+    mode_figures,
+)
+from foreword.bench.speculate.types import BenchRepetition, PairedRun, RequestResult, drafting_since
+from foreword.core.outputs import DraftingStats
+from foreword.metrics.spec_stats import SpecDecodeStats
+
+
+def round_of(
+    seconds: float, *calls: RequestResult, tallies: dict[str, SpecDecodeStats] | None = None
+) -> BenchRepetition:
+    return BenchRepetition(calls, seconds, {"forward": seconds / 2, "draft": seconds / 10}, tallies or {})
+
+
+def call(
+    number: int,
+    first: float,
+    total: float,
+    gaps: list[tuple[float, int]],
+    output: tuple[int, ...] = (1, 2, 3, 4),
+) -> RequestResult:
+    return RequestResult(
+        number, 0, output=output, num_tokens=len(output), ttft_s=first, total_s=total, gaps=gaps
+    )
+
+
+def tally(*drafts: tuple[int, int]) -> SpecDecodeStats:
+    found = SpecDecodeStats()
+    for drafted, accepted in drafts:
+        found.add(drafted, accepted, accepted + 1)
+    return found
+
+
+def test_an_interval_is_students() -> None:
+    ratio = geometric_mean_ratio([math.exp(x) for x in (0.0, 0.1, 0.2)])
+    assert ratio is not None and ratio.low is not None and ratio.high is not None
+    assert ratio.value == pytest.approx(math.exp(0.1))
+    reach = 4.303 * 0.1 / math.sqrt(3)  # two degrees of freedom
+    assert (math.log(ratio.low), math.log(ratio.high)) == pytest.approx((0.1 - reach, 0.1 + reach))
+
+
+def test_one_round_has_no_interval_and_none_no_ratio() -> None:
+    one = geometric_mean_ratio([2.0])
+    assert one is not None and one.as_dict() == {"ratio": pytest.approx(2.0)}
+    assert geometric_mean_ratio([]) is None
+
+
+def test_figures_of_a_mode() -> None:
+    plain = round_of(4.0, call(0, 0.2, 2.0, [(0.6, 1)] * 3), call(1, 0.4, 4.0, [(1.2, 1)] * 3))
+    other = round_of(
+        2.0,
+        call(0, 0.2, 1.0, [(0.8, 3)]),
+        call(1, 0.1, 4.0, [(1.2, 3)]),
+        tallies={"suffix": tally((4, 2), (2, 2))},
+    )
+    figures = mode_figures([PairedRun(plain, other)])
+    assert figures["throughput"] == {"ratio": pytest.approx(2.0)}
+    assert figures["first_token"]["ratio"] == pytest.approx(2.0), "the geometric mean of 1 and 4"
+    assert figures["slowest_request"]["ratio"] == pytest.approx(1.0), "the second gained nothing"
+    assert figures["token_p99"]["ratio"] == pytest.approx(3.0), "a burst of three tokens is three thirds"
+    assert figures["burst_p99"]["ratio"] == pytest.approx(1.0)
+    assert figures["tokens_per_step"] == 2.0
+    assert figures["acceptance"] == pytest.approx(4 / 6)
+    assert figures["acceptance_by_position"] == [1.0, 1.0, 0.0, 0.0]
+    assert figures["mean_draft_length"] == 3.0
+    assert figures["system_efficiency"] == pytest.approx(6 / 8)
+    assert figures["stage_us_per_token"]["forward"] == pytest.approx(1.0 / 8 * 1e6)
+    assert figures["equal"] is True
+
+
+def test_what_differs_is_said() -> None:
+    plain, other = (round_of(1.0, call(0, 0.1, 1.0, [], output)) for output in ((1, 2), (1, 3)))
+    assert mode_figures([PairedRun(plain, plain), PairedRun(plain, other)])["equal"] is False
+
+
+def test_nothing_drafted_is_absent() -> None:
+    one = round_of(1.0, call(0, 0.1, 1.0, []))
+    figures = mode_figures([PairedRun(one, one)])
+    assert not {"acceptance", "system_efficiency", "token_p99"} & set(figures)
+
+
+def test_the_best_fixed_length_is_that_of_the_cell() -> None:
+    def pairs(seconds: float) -> list[PairedRun]:
+        return [PairedRun(round_of(4.0, call(0, 0.1, 1.0, [])), round_of(seconds, call(0, 0.1, 1.0, [])))] * 2
+
+    of = {"auto": pairs(2.0), "fixed 1": pairs(3.0), "fixed 4": pairs(1.0)}
+    against = best_fixed(of, "auto", ("fixed 1", "fixed 4"))
+    assert against is not None and against["best"] == "fixed 4"
+    assert against["ratio"] == pytest.approx(0.5)
+    lost = best_fixed({"auto": pairs(5.0), "fixed 1": pairs(8.0)}, "auto", ("fixed 1",))
+    assert lost is not None and lost["best"] == "off"
+    assert lost["ratio"] == pytest.approx(0.8)
+    assert best_fixed(of, "auto", ()) is None
+
+
+def test_tallies_of_all_rounds() -> None:
+    found = merge_draft_stats([{"a": tally((3, 1))}, {"a": tally((1, 1)), "b": tally((2, 0))}])
+    assert (found["a"].num_drafted, found["a"].num_accepted, found["a"].num_verify_steps) == (4, 2, 2)
+    assert found["a"].acceptance_per_position == (1.0, 0.0, 0.0)
+    assert found["b"].acceptance_per_position == (0.0, 0.0)
+
+
+def test_decisions_of_one_round() -> None:
+    before = DraftingStats({"suffix": {4: 2}}, {"asleep": 5}, 1.0, 1.0, 0.1)
+    after = DraftingStats({"suffix": {4: 2, 8: 3}, "draft": {1: 1}}, {"asleep": 7}, 2.0, 3.0, 0.1)
+    since = drafting_since(before, after)
+    assert since.draft_length_counts == {"suffix": {8: 3}, "draft": {1: 1}}
+    assert since.no_draft_counts == {"asleep": 2}
+    assert (since.predicted_seconds, since.realised_seconds, since.exploring_seconds) == (1.0, 2.0, 0.0)

@@ -1,0 +1,148 @@
+"""A server as a source of answers: what is asked, what is understood, what its errors become."""
+
+import json
+from collections.abc import Callable
+
+import httpx
+import pytest
+
+from foreword.cli.client import ChatPiece, ChatResult, HTTPBackend, request_body
+from foreword.core.params import SamplingParams, Speculation
+from foreword.errors import ForewordError
+
+MESSAGES = [{"role": "user", "content": "hello"}]
+Handler = Callable[[httpx.Request], httpx.Response]
+
+
+def remote(handler: Handler, **more: str | None) -> HTTPBackend:
+    return HTTPBackend(
+        "http://box/v1/", more.get("api_key"), more.get("model", "m"), httpx.MockTransport(handler)
+    )
+
+
+def stream_of(*chunks: dict[str, object]) -> httpx.Response:
+    lines = [f"data: {json.dumps(chunk)}\n\n" for chunk in chunks]
+    return httpx.Response(200, text=": a comment\n\n" + "".join(lines) + "data: [DONE]\n\n")
+
+
+def test_chat_stream() -> None:
+    def handler(request: httpx.Request) -> httpx.Response:
+        body = json.loads(request.content)
+        assert request.url.path == "/v1/chat/completions"
+        assert (body["stream"], body["messages"], body["model"]) == (True, MESSAGES, "m")
+        empty: dict[str, object] = {"choices": [{"delta": {"role": "assistant"}}]}
+        return stream_of(
+            empty, {"choices": [{"delta": {"content": "a"}}]}, {"choices": [{"delta": {"content": "b"}}]}
+        )
+
+    assert list(remote(handler).stream(MESSAGES, SamplingParams())) == [ChatPiece("a"), ChatPiece("b")]
+
+
+def test_one_of_ours_tells_what_was_guessed() -> None:
+    chunk: dict[str, object] = {
+        "choices": [{"delta": {"content": "abc"}, "tokens": [["a", False], ["bc", True], ["", True]]}]
+    }
+    got = remote(lambda _: stream_of(chunk)).stream(MESSAGES, SamplingParams())
+    assert list(got) == [ChatPiece("a"), ChatPiece("bc", is_drafted=True)]
+
+
+def test_completion_stream() -> None:
+    def handler(request: httpx.Request) -> httpx.Response:
+        assert request.url.path == "/v1/completions"
+        return stream_of(
+            {"choices": [{"text": "x"}]}, {"choices": [{"text": "", "finish_reason": "repetition"}]}
+        )
+
+    assert list(remote(handler).stream("once", SamplingParams())) == [
+        ChatPiece("x"),
+        ChatPiece("", finish_reason="repetition"),
+    ]
+
+
+def test_whole_answer() -> None:
+    def handler(request: httpx.Request) -> httpx.Response:
+        choice = {"message": {"content": "hi"}, "finish_reason": "stop"}
+        return httpx.Response(200, json={"choices": [choice], "metrics": {"seed": 1}})
+
+    assert remote(handler).answer(MESSAGES, SamplingParams()) == ChatResult("hi", "stop", None, {"seed": 1})
+
+
+def test_model_and_key() -> None:
+    def handler(request: httpx.Request) -> httpx.Response:
+        assert request.headers["authorization"] == "Bearer one"
+        return httpx.Response(200, json={"data": [{"id": "served"}]})
+
+    assert remote(handler, api_key="one,two", model=None).name == "served"
+
+
+def test_the_servers_own_words() -> None:
+    def handler(request: httpx.Request) -> httpx.Response:
+        return httpx.Response(
+            401, content=iter([b'{"error": ', b'{"message": "no key"}}'])
+        )  # not read yet, as from a socket
+
+    with pytest.raises(ForewordError, match="401: no key"):
+        list(remote(handler).stream(MESSAGES, SamplingParams()))
+    with pytest.raises(ForewordError, match="401: no key"):
+        remote(handler).answer(MESSAGES, SamplingParams())
+
+
+def test_an_error_within_the_stream() -> None:
+    with pytest.raises(ForewordError, match="engine died"):
+        list(
+            remote(lambda _: stream_of({"error": {"message": "the engine died"}})).stream(
+                "x", SamplingParams()
+            )
+        )
+
+
+def test_nobody_there() -> None:
+    def handler(request: httpx.Request) -> httpx.Response:
+        raise httpx.ConnectError("refused")
+
+    with pytest.raises(ForewordError, match="refused"):
+        remote(handler).answer("x", SamplingParams())
+
+
+def test_parameters_travel_as_given() -> None:
+    params = SamplingParams(
+        temperature=0.0, top_k=5, stop="end", seed=3, speculation=Speculation("off"), prediction="old"
+    )
+    _, body = request_body("m", "x", params)
+    assert json.loads(json.dumps(body)) == {
+        "model": "m", "prompt": "x", "temperature": 0.0, "top_k": 5, "stop": ["end"], "seed": 3, "speculation": {"method": "off"},
+        "prediction": {"type": "content", "content": "old"},
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        b"",
+        b"[]",
+        b"{}",
+        b'{"choices": []}',
+        b'{"choices": [3]}',
+        b'{"choices": [{"message": 1}]}',
+        b"[" * 100_000,
+    ],
+)
+def test_answers_that_are_none_are_errors_in_words(reply: bytes) -> None:
+    with pytest.raises(ForewordError, match="cannot be read"):
+        remote(lambda _: httpx.Response(200, content=reply)).answer("x", SamplingParams())
+
+
+@pytest.mark.parametrize("reply", [b"{}", b'{"data": []}', b'{"data": [{"id": "\\ud800"}]}'])
+def test_a_list_of_models_that_is_none(reply: bytes) -> None:
+    with pytest.raises(ForewordError, match="cannot be read"):
+        remote(lambda _: httpx.Response(200, content=reply), model=None)
+
+
+@pytest.mark.parametrize("tokens", [[1], [["a"]], [["a", 1]], [[None, True]]])
+def test_tokens_that_are_none(tokens: object) -> None:
+    with pytest.raises(ForewordError, match="a token that is none"):
+        list(
+            remote(lambda _: stream_of({"choices": [{"text": "a", "tokens": tokens}]})).stream(
+                "x", SamplingParams()
+            )
+        )

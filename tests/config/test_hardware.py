@@ -1,0 +1,182 @@
+"""What a machine says of itself, and what is made of it."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from foreword.config.options import hardware
+from foreword.errors import ConfigError
+
+X86 = "processor : 0\nmodel name : Some CPU @ 2GHz\nflags : fpu sse2 avx2 avx512f avx512_bf16\n"
+ARM = "processor : 0\nFeatures : fp asimd bf16 i8mm\n"
+MEMINFO = "MemTotal:       1000 kB\nMemFree:         100 kB\nMemAvailable:    600 kB\n"
+
+
+@pytest.fixture
+def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Writes the files that the probe reads."""
+
+    def write(cpuinfo: str = X86, limit: str | None = None, used: str = "0") -> None:
+        for name, text in [("CPUINFO", cpuinfo), ("MEMINFO", MEMINFO)]:
+            (tmp_path / name).write_text(text)
+            monkeypatch.setattr(hardware, name, tmp_path / name)
+        if limit is not None:
+            (tmp_path / "max").write_text(limit + "\n")
+            (tmp_path / "current").write_text(used + "\n")
+        monkeypatch.setattr(hardware, "CGROUP_MEMORY_FILES", ((tmp_path / "max", tmp_path / "current"),))
+        monkeypatch.setattr(hardware, "NVIDIA_DEVICE_FILES", (tmp_path / "no-gpu",))
+
+    return write
+
+
+def test_this_machine():
+    found = hardware.probe_hardware("cpu")
+    assert found.device == "cpu" and found.cores >= 1
+    assert 0 < found.free_bytes <= found.total_bytes
+    made = hardware.hardware_info(found)
+    assert (made.device, made.cores, made.free_bytes) == ("cpu", found.cores, found.free_bytes)
+
+
+@pytest.mark.parametrize(
+    "cpuinfo, bfloat16", [(X86, True), (ARM, True), ("flags : fpu sse2\n", False), ("", False)]
+)
+def test_bfloat16_only_where_it_costs_nothing(host, cpuinfo: str, bfloat16: bool):
+    host(cpuinfo)
+    assert hardware.probe_hardware("auto").bfloat16 is bfloat16
+
+
+def test_name_and_extensions(host):
+    host()
+    found = hardware.probe_hardware("auto")
+    assert found.cpu == "Some CPU @ 2GHz" and found.isa == ("avx2", "avx512f", "avx512_bf16")
+
+
+@pytest.mark.parametrize(
+    "limit, used, total, free",
+    [
+        (None, "0", 1000 * 1024, 600 * 1024),
+        ("max", "0", 1000 * 1024, 600 * 1024),
+        ("9223372036854771712", "0", 1000 * 1024, 600 * 1024),
+        ("512000", "112000", 512000, 400000),
+        ("1000000", "0", 1000000, 600 * 1024),
+        ("512000", "600000", 512000, 0),
+    ],
+)
+def test_memory_within_the_control_group(host, limit: str | None, used: str, total: int, free: int):
+    host(limit=limit, used=used)
+    found = hardware.probe_hardware("auto")
+    assert (found.total_bytes, found.free_bytes) == (total, free)
+
+
+def test_a_gpu_that_is_not_there(host):
+    host()
+    with pytest.raises(ConfigError, match="no NVIDIA GPU"):
+        hardware.probe_hardware("cuda")
+
+
+def test_memory_of_the_gpu_counts_where_there_is_one(host):
+    host()
+    gpu = replace(
+        hardware.probe_hardware("cpu"), device="cuda", gpu="H200", gpu_total_bytes=1000, gpu_free_bytes=900
+    )
+    assert hardware.hardware_info(gpu).free_bytes == 900
+
+
+class FakeCuda:
+    """torch.cuda of a machine with one GPU."""
+
+    def __init__(self, capability: tuple[int, int] = (9, 0), available: bool = True) -> None:
+        self.capability = capability
+        self.available = available
+
+    def is_available(self) -> bool:
+        return self.available
+
+    def mem_get_info(self) -> tuple[int, int]:
+        return 900, 1000
+
+    def get_device_capability(self) -> tuple[int, int]:
+        return self.capability
+
+    def get_device_name(self) -> str:
+        return "NVIDIA X"
+
+
+class FakeTorch:
+    """Torch with a GPU; `fails`: it has no code for that one."""
+
+    __version__ = "2.11.0"
+
+    def __init__(self, cuda: FakeCuda, built: str | None = "13.0", fails: bool = False) -> None:
+        self.cuda = cuda
+        self.version = type("version", (), {"cuda": built})
+        self._fails = fails
+
+    def ones(self, *shape: int, device: str) -> torch.Tensor:
+        if self._fails:
+            raise RuntimeError("CUDA error: no kernel image is available\nCompile with ...")
+        return torch.ones(*shape)
+
+
+@pytest.fixture
+def gpu(host, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """Has torch find what it is given; the driver's file is there, unless told otherwise."""
+
+    def put(fake: FakeTorch, node: bool = True) -> None:
+        host()
+        if node:
+            monkeypatch.setattr(hardware, "NVIDIA_DEVICE_FILES", (tmp_path / "no-gpu", tmp_path))
+        monkeypatch.setattr(hardware.importlib, "import_module", {"torch": fake}.__getitem__)
+
+    return put
+
+
+def test_a_gpu(gpu):
+    gpu(FakeTorch(FakeCuda()))
+    found = hardware.probe_hardware("auto")
+    assert (found.device, found.gpu, found.gpu_free_bytes, found.bfloat16) == ("cuda", "NVIDIA X", 900, True)
+    made = hardware.hardware_info(found)
+    assert (made.free_bytes, made.total_bytes, made.gpu, made.capability) == (900, 1000, "NVIDIA X", (9, 0))
+
+
+@pytest.mark.parametrize(
+    "capability, bfloat16", [((7, 0), False), ((7, 5), False), ((8, 0), True), ((12, 0), True)]
+)
+def test_old_cards_have_no_bfloat16(gpu, capability: tuple[int, int], bfloat16: bool):
+    gpu(FakeTorch(FakeCuda(capability)))
+    found = hardware.probe_hardware("auto")
+    assert (found.bfloat16, found.capability) == (bfloat16, capability)
+
+
+def test_a_gpu_that_is_asked_for_needs_no_file_of_the_driver(gpu):
+    """Some systems have other ones. Without one, torch is not even imported unless it is asked for."""
+    gpu(FakeTorch(FakeCuda()), node=False)
+    assert hardware.probe_hardware("cuda").gpu == "NVIDIA X"
+    assert hardware.probe_hardware("auto").device == "cpu"
+
+
+@pytest.mark.parametrize(
+    "fake, reason",
+    [
+        (FakeTorch(FakeCuda(available=False), built=None), "PyTorch 2.11.0 was built without CUDA"),
+        (FakeTorch(FakeCuda(available=False)), "PyTorch 2.11.0 finds none"),
+        (
+            FakeTorch(FakeCuda((5, 0)), fails=True),
+            "PyTorch 2.11.0 does not compute on NVIDIA X (CUDA error: no kernel image is",
+        ),
+    ],
+)
+def test_a_gpu_that_torch_cannot_use(gpu, fake: FakeTorch, reason: str, caplog: pytest.LogCaptureFixture):
+    """Left to the choice of the engine it is the CPU, and the reason is told; asked for it is an error."""
+    gpu(fake)
+    assert hardware.probe_hardware("auto").device == "cpu"
+    assert f"although there seems to be an NVIDIA GPU: {reason}" in caplog.text
+    with pytest.raises(ConfigError, match="no NVIDIA GPU can be used here: " + re.escape(reason)):
+        hardware.probe_hardware("cuda")
+
+
+def test_the_node_of_wsl_is_known():
+    assert Path("/dev/dxg") in hardware.NVIDIA_DEVICE_FILES

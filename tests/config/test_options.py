@@ -1,0 +1,126 @@
+"""What may be asked for."""
+
+import json
+from typing import Any
+
+import pytest
+
+from foreword.config.options import Config, parse_bytes
+from foreword.errors import ConfigError
+
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"trust_remote_code": True}, "trust_remote_code"),
+        ({"hang_timeout": 0}, "hang_timeout"),
+        ({"queue_timeout": -1}, "queue_timeout"),
+        ({"client_timeout": 0}, "client_timeout"),
+        ({"max_connections": 0}, "max_connections"),
+        ({"max_waiting_tokens": 0}, "max_waiting_tokens"),
+        ({"default_max_tokens": -1}, "default_max_tokens"),
+        ({"on_runaway": "panic"}, "on_runaway"),
+        ({"block_size": 24}, "block_size"),
+        ({"block_size": 512}, "block_size"),
+        ({"port": 70_000}, "port"),
+        ({"device": "tpu"}, "device"),
+        ({"quantization": "int3"}, "quantization"),
+        ({"kv_cache_dtype": "fp4"}, "kv_cache_dtype"),
+        ({"cpu_isa": "sse2"}, "cpu_isa"),
+        ({"max_num_seqs": 0}, "max_num_seqs"),
+        ({"max_model_len": "4k"}, "max_model_len"),
+        ({"max_model_len": True}, "max_model_len"),
+        ({"num_speculative_tokens": 65}, "num_speculative_tokens"),
+        ({"prompt_lookup_min": 5, "prompt_lookup_max": 4}, "prompt_lookup_min"),
+        ({"replay_error_rate": 1.5}, "replay_error_rate"),
+        ({"speculate": "ngram,magic"}, "speculate"),
+        ({"speculate": "draft"}, "draft_model"),
+        ({"speculate": "replay"}, "replay_file"),
+        ({"speculate": "ngram,ngram"}, "speculate"),
+        ({"max_waiting": 0}, "max_waiting"),
+        ({"log_interval": float("nan")}, "log_interval"),
+        ({"seed": 2**64}, "seed"),
+    ],
+)
+def test_an_impossible_option_is_named(options: dict[str, Any], field: str) -> None:
+    with pytest.raises(ConfigError, match=field.replace("_", "[-_]")) as caught:
+        Config(**options)
+    assert caught.value.param == field
+
+
+@pytest.mark.parametrize(
+    ("options", "drafters"),
+    [
+        ({}, ("grammar", "prediction", "suffix")),
+        ({"speculate": "off"}, ()),
+        ({"speculate": "off", "draft_model": "d"}, ()),
+        ({"draft_model": "d"}, ("grammar", "prediction", "suffix", "draft")),
+        ({"speculate": "draft, ngram", "draft_model": "d"}, ("draft", "ngram")),
+    ],
+)
+def test_drafters_run_in_the_order_asked_for(options: dict[str, Any], drafters: tuple[str, ...]) -> None:
+    assert Config(**options).drafter_names() == drafters
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 3}, ("ngram", None, 5, 3)),
+        ({"model": "[ngram]", "num_speculative_tokens": 2}, ("ngram", None, 2, 4)),
+        ({"model": "small/model", "num_speculative_tokens": 3}, ("draft", "small/model", 3, 4)),
+        ({"method": "draft_model", "model": "small"}, ("draft", "small", None, 4)),
+        ({"method": "suffix", "num_speculative_tokens": 8}, ("suffix", None, 8, 4)),
+    ],
+)
+def test_vllms_speculative_config(given: dict[str, Any], expected: tuple[Any, ...]) -> None:
+    config = Config(speculative_config=json.dumps(given)).with_speculative_config()
+    assert (
+        config.speculate,
+        config.draft_model,
+        config.num_speculative_tokens,
+        config.prompt_lookup_max,
+    ) == expected
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{",
+        "[" * 100_000,
+        "[]",
+        '{"method": "eagle3"}',
+        '{"method": "ngram", "tree": 1}',
+        '{"num_speculative_tokens": "5"}',
+    ],
+)
+def test_a_wrong_speculative_config_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError):
+        Config(speculative_config=text).with_speculative_config()
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"suffix_corpus_memory": "some"}, "suffix_corpus_memory"),
+        ({"draft_length": "long"}, "draft_length"),
+        ({"replay_cost": True}, "replay_cost"),
+    ],
+)
+def test_what_drafting_cannot_do_is_named(options: dict[str, Any], field: str) -> None:
+    with pytest.raises(ConfigError, match=field):
+        Config(**options)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("2GiB", 2 * GIB), ("512 MiB", 512 << 20), ("1.5GB", 1_500_000_000), ("1000", 1000)]
+)
+def test_bytes(text: str, size: int) -> None:
+    assert parse_bytes("x", text) == size
+
+
+@pytest.mark.parametrize("text", ["", "many", "2 parsecs", "1.2.3GB", "-1GB"])
+def test_wrong_bytes_are_named(text: str) -> None:
+    with pytest.raises(ConfigError, match="kv_cache_memory"):
+        parse_bytes("kv_cache_memory", text)

@@ -1,0 +1,96 @@
+"""The cut: what was never delivered is not counted."""
+
+import pickle
+from dataclasses import replace
+
+import pytest
+
+from foreword.core.outputs import DraftResult, TokenEvent, TokenLogprob, drop_prefix, merge, truncate
+from foreword.core.repetition import Repetition
+from foreword.errors import ContextLengthExceeded
+
+EVENT = TokenEvent(
+    "a",
+    index=4,
+    token_ids=(5, 6, 7, 8),
+    logprobs=tuple(TokenLogprob(token_id, -1.0, 1, ()) for token_id in (5, 6, 7, 8)),
+    draft=DraftResult("ngram", num_drafted=6, num_accepted=3),
+    finish_reason="length",
+    stop_id=8,
+    logits_hashes=(1, 2, 3, 4),
+)
+
+
+@pytest.mark.parametrize(("kept", "accepted"), [(0, 0), (2, 2), (3, 3), (4, 3)])
+def test_accepted_tokens_behind_the_cut_do_not_count(kept: int, accepted: int) -> None:
+    event = truncate(EVENT, kept, "stop")
+    assert event.draft == DraftResult("ngram", 6, accepted)
+    assert len(event.token_ids) == len(event.logprobs) == len(event.logits_hashes) == kept
+    assert (event.finish_reason, event.stop_id, event.index) == ("stop", None, 4)
+
+
+def test_events_and_errors_cross_a_process_boundary() -> None:
+    assert pickle.loads(pickle.dumps(EVENT)) == EVENT
+    error = pickle.loads(pickle.dumps(ContextLengthExceeded("too long", "prompt")))
+    assert (error.message, error.param, error.status) == ("too long", "prompt", 400)
+
+
+@pytest.mark.parametrize(
+    ("count", "draft"),
+    [(0, DraftResult("ngram", 6, 3)), (2, DraftResult("ngram", 4, 1)), (4, DraftResult("ngram", 2, 0))],
+)
+def test_what_was_delivered_before_is_left_out(count: int, draft: DraftResult) -> None:
+    event = drop_prefix(EVENT, count)
+    assert (event.index, event.token_ids, event.logits_hashes) == (
+        4 + count,
+        (5, 6, 7, 8)[count:],
+        (1, 2, 3, 4)[count:],
+    )
+    assert [one.token_id for one in event.logprobs] == list(event.token_ids)
+    assert (event.draft, event.finish_reason, event.stop_id) == (draft, "length", 8)
+
+
+def test_a_draft_of_which_nothing_is_new_was_counted_before() -> None:
+    event = replace(EVENT, draft=DraftResult("ngram", num_drafted=3, num_accepted=3))
+    assert drop_prefix(event, 2).draft == DraftResult("ngram", 1, 1)
+    assert drop_prefix(event, 3).draft is None
+
+
+@pytest.mark.parametrize(
+    ("found_with", "kept", "told"), [(1, 2, 1), (2, 2, 2), (3, 2, None), (None, 2, None)]
+)
+def test_a_cut_keeps_the_repetition_that_was_delivered(
+    found_with: int | None, kept: int, told: int | None
+) -> None:
+    event = replace(EVENT, repeating=found_with and Repetition(found_with, 7))
+    assert truncate(event, kept, "stop").repetition == (told and Repetition(told, 7))
+
+
+@pytest.mark.parametrize(
+    ("found_with", "before", "told"), [(1, 2, None), (2, 2, None), (3, 2, 1), (3, 0, 3), (None, 2, None)]
+)
+def test_a_repetition_among_tokens_delivered_before_was_told_before(
+    found_with: int | None, before: int, told: int | None
+) -> None:
+    event = replace(EVENT, repeating=found_with and Repetition(found_with, 7))
+    assert drop_prefix(event, before).repetition == (told and Repetition(told, 7))
+
+
+def test_what_is_joined_is_what_was_apart() -> None:
+    first = replace(EVENT, finish_reason=None, stop_id=None, repeating=Repetition(2, 3))
+    plain = replace(first, index=8, draft=None, num_cached=3, repeating=None)
+    whole = merge([first, plain, replace(EVENT, index=12)])
+    assert (whole.index, whole.token_ids, whole.logits_hashes) == (
+        4,
+        EVENT.token_ids * 3,
+        EVENT.logits_hashes * 3,
+    )
+    assert whole.logprobs == EVENT.logprobs * 3
+    assert whole.draft == DraftResult("ngram", num_drafted=12, num_accepted=6)
+    assert (whole.finish_reason, whole.stop_id, whole.num_cached, whole.repetition) == (
+        "length",
+        8,
+        3,
+        Repetition(2, 3),
+    )
+    assert merge([EVENT]) == EVENT

@@ -1,0 +1,305 @@
+"""Prompts that become vectors: their bits depend on nothing but themselves, and nobody notices them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from foreword import SamplingParams
+from foreword.config.options import Config
+from foreword.core.outputs import EmbeddingEvent, ErrorEvent, Event, TokenEvent
+from foreword.core.request import POOLING_TYPES, Request
+from foreword.engine.engine import Engine, _prefill_load
+from foreword.engine.loader import load
+from foreword.engine.pooler import PARTIAL_SUMS, accumulate, reduce_mean
+from foreword.engine.schedule import ScheduleOutput
+from foreword.engine.scheduler import MIN_POOLING_ROWS
+from foreword.engine.trace import replay
+from foreword.errors import ContextLengthExceeded, InvalidRequest
+from foreword.speculation.policy import PrefillLoad
+from tests.support.checkpoints import EOS, FAMILIES, write_checkpoint
+
+LONG = tuple(random.Random(1).choices(range(256), k=97))
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("pooling") / "model", "llama", seed=5)
+
+
+def engine_of(checkpoint: Path, **options: object) -> Engine:
+    defaults = {"kv_cache_memory": "1000tokens", "max_model_len": 128, "threads": 1}
+    return load(Config(model=str(checkpoint), **(defaults | options)), never_sampled_ids=())  # type: ignore[arg-type]
+
+
+def embedding(name: str, prompt: Sequence[int], pooling: str = "last", **options: object) -> Request:
+    return Request(name, tuple(prompt), SamplingParams(), 0, pooling=pooling, **options)  # type: ignore[arg-type]
+
+
+def generation(name: str, prompt: Sequence[int] = LONG[:5], seed: int = 1, **params: object) -> Request:
+    sampling = SamplingParams(**{"max_tokens": 40, "ignore_eos": True, **params})  # type: ignore[arg-type]
+    return Request(name, tuple(prompt), sampling, seed, (EOS,))
+
+
+def run(engine: Engine) -> dict[str, list[Event]]:
+    """Step until idle; the events by request."""
+    events: dict[str, list[Event]] = {}
+    while not engine.idle:
+        for event in engine.step().events:
+            events.setdefault(event.request_id, []).append(event)
+        engine.check()
+    return events
+
+
+def vector_of(events: Sequence[Event]) -> bytes:
+    (event,) = events
+    assert isinstance(event, EmbeddingEvent)
+    return event.vector
+
+
+def tokens_of(events: Sequence[Event]) -> list[int]:
+    return [token_id for event in events if isinstance(event, TokenEvent) for token_id in event.token_ids]
+
+
+def alone(checkpoint: Path, prompt: Sequence[int], pooling: str) -> bytes:
+    engine = engine_of(checkpoint)
+    engine.submit(embedding("a", prompt, pooling))
+    return vector_of(run(engine)["a"])
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_vectors_are_those_of_transformers(family: str, tmp_path: Path) -> None:
+    """In chunks and whole, for each pooling."""
+    path = write_checkpoint(tmp_path / "model", family, seed=3)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, attn_implementation="eager"
+    )
+    with torch.inference_mode():
+        hidden = theirs.base_model(torch.tensor([LONG])).last_hidden_state[0]
+    expected = {"last": hidden[-1], "mean": hidden.mean(0), "cls": hidden[0]}
+    engine = engine_of(path, max_num_batched_tokens=40, max_num_seqs=8)
+    for pooling in POOLING_TYPES:
+        engine.submit(embedding(pooling, LONG, pooling))
+    events = run(engine)
+    for pooling, vector in expected.items():
+        found = torch.frombuffer(bytearray(vector_of(events[pooling])), dtype=torch.float32)
+        torch.testing.assert_close(found, vector, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("pooling", POOLING_TYPES)
+@pytest.mark.parametrize("isa", ["auto", "reference"])
+@pytest.mark.parametrize("budget", [8, 13, 64])
+def test_chunks_and_neighbours_change_no_bit(checkpoint: Path, pooling: str, isa: str, budget: int) -> None:
+    expected = engine_of(checkpoint, cpu_isa=isa)
+    expected.submit(embedding("a", LONG, pooling))
+    vector = vector_of(run(expected)["a"])
+    engine = engine_of(checkpoint, max_num_batched_tokens=budget, max_num_seqs=6, cpu_isa=isa)
+    engine.submit(generation("before"))
+    engine.submit(embedding("other", LONG[3:70], "mean"))
+    engine.submit(embedding("a", LONG, pooling))
+    engine.submit(generation("after", LONG[:40]))
+    events = run(engine)
+    assert vector_of(events["a"]) == vector
+    assert len(tokens_of(events["before"])) == 40
+
+
+@pytest.mark.parametrize("pooling", ["last", "mean"])
+def test_a_preemption_changes_no_bit(checkpoint: Path, pooling: str) -> None:
+    engine = engine_of(checkpoint, kv_cache_memory="128tokens", max_num_batched_tokens=24, max_num_seqs=4)
+    engine.submit(embedding("a", LONG, pooling))
+    engine.step()
+    engine.step()
+    engine.submit(
+        Request("first", LONG[7:67], SamplingParams(max_tokens=30, ignore_eos=True), 1, (EOS,), priority=-1)
+    )
+    vector = vector_of(run(engine)["a"])
+    assert vector == alone(checkpoint, LONG, pooling)
+    assert engine.scheduler.num_preemptions, "it should have been in the way"
+
+
+def test_the_prefix_cache_changes_no_bit(checkpoint: Path) -> None:
+    """A mean needs every row; the others find the beginning of the prompt."""
+    engine = engine_of(checkpoint)
+    engine.submit(generation("warm", LONG[:90]))
+    run(engine)
+    for pooling, cached in (("last", 80), ("mean", 0), ("cls", 0)):
+        engine.submit(embedding("a", LONG, pooling))
+        (event,) = run(engine)["a"]
+        assert isinstance(event, EmbeddingEvent) and event.num_cached == cached
+        assert event.vector == alone(checkpoint, LONG, pooling)
+    engine.submit(generation("after", LONG))
+    other = engine_of(checkpoint, prefix_caching=False)
+    other.submit(generation("after", LONG))
+    events = run(engine)["after"]
+    assert isinstance(events[0], TokenEvent) and events[0].num_cached == 96, (
+        "what they computed is shared with others"
+    )
+    assert tokens_of(events) == tokens_of(run(other)["after"])
+
+
+@pytest.mark.parametrize("draft_length", ["adaptive", "fixed"])
+def test_drafters_never_hear_of_them(checkpoint: Path, draft_length: str) -> None:
+    """A generating request is drafted for all the while, and gets the tokens it gets alone."""
+    options = {"speculate": "suffix,draft", "draft_model": str(checkpoint), "draft_length": draft_length}
+    quiet = engine_of(checkpoint, **options)
+    quiet.submit(generation("g", max_tokens=100))
+    expected = tokens_of(run(quiet)["g"])
+    engine = engine_of(checkpoint, **options, max_num_batched_tokens=32, max_num_seqs=8)
+    engine.submit(generation("g", max_tokens=100))
+    events: dict[str, list[Event]] = {"g": []}
+    drafted = number = 0
+    while not engine.idle:
+        if number < 60:
+            engine.submit(embedding(f"e{number}", LONG[number % 7 :], POOLING_TYPES[number % 3]))
+        number += 1
+        for event in engine.step().events:
+            events.setdefault(event.request_id, []).append(event)
+            drafted += event.draft.num_drafted if isinstance(event, TokenEvent) and event.draft else 0
+        assert set(engine.proposer._request_drafters) <= {"g"}
+        engine.check()
+    assert tokens_of(events["g"]) == expected
+    assert not engine.proposer.errors
+    assert drafted > 0 or draft_length == "adaptive"
+    for number in range(60):
+        assert vector_of(events[f"e{number}"]) == alone(
+            checkpoint, LONG[number % 7 :], POOLING_TYPES[number % 3]
+        )
+
+
+def test_embeddings_take_few_rows_where_others_want_tokens(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many wait: drafts are verified in full, who comes later starts at once, and alone they have all rows."""
+    engine = engine_of(
+        checkpoint, speculate="draft", draft_model=str(checkpoint), draft_length="fixed", num_speculative_tokens=4,
+        max_num_batched_tokens=64, max_num_seqs=16,
+    )  # fmt: skip
+    plans: list[ScheduleOutput] = []
+    plan = engine.scheduler.schedule
+    monkeypatch.setattr(engine.scheduler, "plan", lambda taken: plans.append(plan(taken)) or plans[-1])
+    engine.submit(generation("g", temperature=0))
+    for number in range(40):
+        engine.submit(embedding(f"e{number}", [number, *LONG]))
+    engine.submit(generation("h", LONG[:60], temperature=0))
+    events = run(engine)
+    assert [len(one.requests) for one in plans[:3]] == [1, 2, 2], "who comes behind them starts at once"
+    drafted = [
+        event.draft.num_drafted for event in events["g"] if isinstance(event, TokenEvent) and event.draft
+    ]
+    assert drafted[:4] == [4] * 4
+    rows = [(bool(one.requests), sum(work.num_tokens for work in one.pooling_requests)) for one in plans]
+    beside = [count for busy, count in rows if busy]
+    assert max(count for busy, count in rows if not busy) == 64
+    assert set(beside[1:]) == {MIN_POOLING_ROWS}, "each step has some for them"
+    assert all(vector_of(events[f"e{number}"]) for number in range(40))
+
+
+def test_who_wants_tokens_does_not_wait_for_a_vector(checkpoint: Path) -> None:
+    """Of the same text: it would come piece by piece."""
+    engine = engine_of(checkpoint, max_num_batched_tokens=64, max_num_seqs=8)
+    engine.submit(generation("busy", max_tokens=60))
+    engine.step()
+    engine.submit(embedding("slow", LONG))
+    engine.step()
+    engine.submit(generation("g", LONG, max_tokens=2))
+    steps = 0
+    while "g" in engine.scheduler.states:
+        engine.step()
+        engine.check()
+        steps += 1
+    assert steps <= 4 and "slow" in engine.scheduler.states
+    assert vector_of(run(engine)["slow"]) == alone(checkpoint, LONG, "last")
+
+
+def test_they_are_no_load_that_drafts_are_weighed_against(checkpoint: Path) -> None:
+    engine = engine_of(checkpoint, max_num_batched_tokens=16, max_num_seqs=4)
+    engine.submit(embedding("a", LONG))
+    engine.step()
+    assert _prefill_load(engine.scheduler) == PrefillLoad() and engine.scheduler.running
+    engine.submit(generation("g", LONG[5:80]))
+    engine.step()
+    assert _prefill_load(engine.scheduler).num_rows > 0
+
+
+def test_the_whole_context_may_be_a_prompt(checkpoint: Path) -> None:
+    engine = engine_of(checkpoint, max_model_len=97, kv_cache_memory="112tokens")
+    engine.submit(embedding("fits", LONG))
+    engine.submit(embedding("beyond", (*LONG, 1)))
+    engine.submit(embedding("magic", LONG[:3], "magic"))
+    engine.submit(embedding("one", LONG[:1], "mean"))
+    events = run(engine)
+    assert vector_of(events["fits"]) == alone(checkpoint, LONG, "last")
+    assert vector_of(events["one"]) == alone(checkpoint, LONG[:1], "cls")
+    for name, error in (("beyond", ContextLengthExceeded), ("magic", InvalidRequest)):
+        (event,) = events[name]
+        assert isinstance(event, ErrorEvent) and type(event.error) is error
+
+
+def test_leaving_early_frees_everything(checkpoint: Path) -> None:
+    engine = engine_of(checkpoint, max_num_batched_tokens=16, max_num_seqs=2)
+    for number, pooling in enumerate(POOLING_TYPES):
+        engine.submit(embedding(str(number), LONG, pooling))
+    engine.step()
+    for number in range(3):
+        engine.remove(str(number))
+        engine.check()
+    assert engine.idle and engine.scheduler.pool.num_used == 0
+
+
+def test_a_hidden_state_that_is_not_finite_fails_alone(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engine_of(checkpoint)
+    pooler = engine.model_runner.pooler
+    hidden = pooler._forward
+
+    def poisoned(batch):  # type: ignore[no-untyped-def]
+        rows = hidden(batch)
+        rows[0, 3] = torch.nan
+        return rows
+
+    monkeypatch.setitem(pooler.__dict__, "_hidden", poisoned)
+    engine.submit(embedding("bad", LONG))
+    engine.submit(embedding("good", LONG[1:]))
+    events = run(engine)
+    (failed,) = events["bad"]
+    assert isinstance(failed, ErrorEvent) and "not finite" in failed.error.message
+    assert vector_of(events["good"]) == alone(checkpoint, LONG[1:], "last")
+
+
+def test_a_trace_holds_them(checkpoint: Path, tmp_path: Path) -> None:
+    engine = engine_of(checkpoint, trace=str(tmp_path / "trace"), max_num_batched_tokens=16, max_num_seqs=4)
+    for pooling in POOLING_TYPES:
+        engine.submit(embedding(pooling, LONG, pooling))
+    engine.submit(generation("g"))
+    run(engine)
+    plans = list(replay((tmp_path / "trace").read_text().splitlines()))
+    assert any(plan.pooling_requests and plan.requests for plan in plans)
+
+
+def test_sums_do_not_depend_on_cuts() -> None:
+    generator = torch.Generator().manual_seed(1)
+    rows = torch.randn(5 * PARTIAL_SUMS + 3, 48, generator=generator) * torch.logspace(-6, 6, 48)
+    expected = _sum(rows, [len(rows)])
+    torch.testing.assert_close(expected, rows.double().mean(0).float())
+    chooser = random.Random(1)
+    for _ in range(20):
+        cuts = sorted(chooser.sample(range(1, len(rows)), 6))
+        assert torch.equal(_sum(rows, [*cuts, len(rows)]), expected)
+    assert not torch.equal(rows.mean(0), expected), (
+        "torch's own mean has another order: the test would notice"
+    )
+
+
+def _sum(rows: torch.Tensor, ends: Sequence[int]) -> torch.Tensor:
+    lanes = torch.zeros(PARTIAL_SUMS, rows.shape[1])
+    start = 0
+    for end in ends:
+        accumulate(lanes, start, rows[start:end])
+        start = end
+    return reduce_mean(lanes, len(rows))

@@ -1,0 +1,208 @@
+"""The engine in a process of its own: a real process, really killed."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from foreword.config.options import Config
+from foreword.core.outputs import ErrorEvent, TokenEvent
+from foreword.core.params import SamplingParams, Speculation
+from foreword.core.request import Request
+from foreword.core.structured import StructuredOutput, Vocabulary
+from foreword.engine_client.client import SubprocessClient
+from foreword.engine_client.heartbeat import HeartbeatPage
+from foreword.engine_client.messages import RemoveRequest
+from foreword.engine_client.worker import _handle
+from foreword.errors import CheckpointError, ConfigError, InvalidRequest
+from tests.support.checkpoints import EOS, write_checkpoint
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("process") / "model", "llama", seed=5)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def client(checkpoint: Path) -> AsyncIterator[SubprocessClient]:
+    client = SubprocessClient(config_of(checkpoint), never_sampled_ids=(), vocabulary=no_tokens)
+    await client.start()
+    yield client
+    await client.close()
+    assert client.pid is not None and is_gone(client.pid)
+
+
+def is_gone(pid: int) -> bool:
+    """Nothing is left of the process, or only what its parent has not asked for yet."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+def no_tokens() -> Vocabulary:
+    """Asked for with the first grammar; there is none here."""
+    return Vocabulary((), (), ())
+
+
+def config_of(checkpoint: Path, **options: object) -> Config:
+    defaults = {"kv_cache_memory": "4000tokens", "threads": 1, "log_level": "warning"}
+    return Config(model=str(checkpoint), **(defaults | options))  # type: ignore[arg-type]
+
+
+def make_request(name: str, seed: int = 1, max_tokens: int | None = 12, **params: object) -> Request:
+    sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True, **params)  # type: ignore[arg-type]
+    return Request(name, (40, 41, 42, 40, 41), sampling, seed, eos_token_ids=(EOS,))
+
+
+async def collect(client: SubprocessClient, request: Request) -> list[int]:
+    token_ids: list[int] = []
+    async for event in client.submit(request):
+        assert isinstance(event, TokenEvent) and event.index == len(token_ids)
+        token_ids += event.token_ids
+    return token_ids
+
+
+async def settled(client: SubprocessClient) -> None:
+    """Wait until the engine says that nothing runs any more."""
+    assert client.stats.kv_cache_usage_ratio > 0
+    async with asyncio.timeout(20):
+        while (
+            client.stats.requests_running
+            or client.stats.requests_waiting
+            or client.stats.kv_cache_usage_ratio
+        ):
+            await asyncio.sleep(0.01)
+
+
+async def test_many_at_once_and_steps_are_told(client: SubprocessClient) -> None:
+    steps = []
+    client.on_step = steps.append
+    answers = await asyncio.gather(*(collect(client, make_request(str(i), seed=i % 2)) for i in range(8)))
+    assert {len(answer) for answer in answers} == {12}
+    assert len({tuple(answer) for answer in answers}) == 2
+    assert steps and steps[-1].stage_seconds.keys() >= {
+        "schedule",
+        "assemble",
+        "forward",
+        "sample",
+        "draft",
+        "commit",
+    }
+
+
+async def test_an_abort_frees_everything_at_once(client: SubprocessClient) -> None:
+    stream = client.submit(make_request("a", max_tokens=None))
+    await anext(stream)
+    client.abort("a")
+    assert [event async for event in stream if isinstance(event, ErrorEvent)] == []
+    await settled(client)
+
+
+async def test_leaving_a_stream_early_aborts_it(client: SubprocessClient) -> None:
+    stream = client.submit(make_request("left", max_tokens=None))
+    await anext(stream)
+    await stream.aclose()  # type: ignore[attr-defined]
+    await settled(client)
+
+
+async def test_how_much_was_delivered_reaches_the_engine(
+    client: SubprocessClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[Any] = []
+    monkeypatch.setattr(client, "_send_batch", sent.append)
+    for name in "ab":
+        client.submit(make_request(name))
+    client.finish("a", 5)
+    client.abort("b")
+    client.finish("gone", 7)
+    assert sent == [RemoveRequest("a", 5), RemoveRequest("b", None)]
+    heard: list[tuple[str, int | None]] = []
+    engine: Any = SimpleNamespace(
+        remove=lambda request_id, num_tokens: heard.append((request_id, num_tokens))
+    )
+    with HeartbeatPage.create() as board:
+        for message in sent:
+            _handle(engine, message, board)
+    assert heard == [("a", 5), ("b", None)]
+
+
+async def test_who_needs_the_vocabulary_answers_for_it() -> None:
+    noted: list[tuple[int, ...]] = []
+    with HeartbeatPage.create() as board:
+        engine: Any = SimpleNamespace(
+            num_submitted=7, set_vocabulary=lambda _: noted.append(board.busy_requests())
+        )
+        _handle(engine, no_tokens(), board)
+    assert noted == [(7,)]
+
+
+async def test_grammars_that_wait_do_not_hold_up_the_end(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Minutes of compilation are in the queue: the process ends by itself, long before they are over."""
+    monkeypatch.setattr("foreword.engine_client.connection.EXIT_TIMEOUT_S", 40.0)
+    vocabulary = Vocabulary(tuple(bytes([i]) for i in range(256)), (), ())
+    client = SubprocessClient(config_of(checkpoint), never_sampled_ids=(), vocabulary=lambda: vocabulary)
+    await client.start()
+    for number in range(400):
+        schema = {"properties": {f"{number} {name}": {"type": "integer"} for name in range(1500)}}
+        client.submit(make_request(str(number), structured=StructuredOutput.json_schema(schema)))
+    await asyncio.sleep(0.5)  # some have reached the engine
+    await client.close()
+    assert client._process is not None and "exit code 0" in await client._process.reap(client._fork_server)
+
+
+async def test_a_bad_request_ends_alone(client: SubprocessClient) -> None:
+    bad = make_request("bad", speculation=Speculation("draft"))
+    good, events = await asyncio.gather(collect(client, make_request("good")), _events(client, bad))
+    assert len(good) == 12
+    (failed,) = events
+    assert isinstance(failed, ErrorEvent) and isinstance(failed.error, InvalidRequest)
+    assert failed.error.param == "speculation.method" and "suffix" in failed.error.message
+
+
+async def _events(client: SubprocessClient, request: Request) -> list[object]:
+    return [event async for event in client.submit(request)]
+
+
+async def test_loading_is_reported(checkpoint: Path) -> None:
+    progress: list[tuple[int, int]] = []
+    client = SubprocessClient(
+        config_of(checkpoint), (), no_tokens, lambda done, total: progress.append((done, total))
+    )
+    info = await client.start()
+    assert info.architecture == "llama" and info.resolved.drafters == ("grammar", "prediction", "suffix")
+    assert progress and progress[-1][0] == progress[-1][1] > 0
+    await client.close()
+    assert not client.dead.is_set()
+
+
+async def test_what_does_not_fit_is_refused_with_the_limit(checkpoint: Path) -> None:
+    client = SubprocessClient(config_of(checkpoint, max_model_len=100_000), (), no_tokens)
+    with pytest.raises(ConfigError, match="100000 does not fit") as caught:
+        await client.start()
+    assert caught.value.param == "max_model_len"
+    await client.close()
+
+
+async def test_a_missing_checkpoint_is_refused(tmp_path: Path) -> None:
+    client = SubprocessClient(config_of(tmp_path / "nowhere"), (), no_tokens)
+    with pytest.raises(CheckpointError, match="nowhere"):
+        await client.start()
+    await client.close()
+
+
+async def test_the_client_does_not_import_torch() -> None:
+    code = "import sys, foreword.engine_client.client; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,93 @@
+"""Every kind of constraint becomes a grammar that means the same."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from foreword.core.structured import CONSTRAINT_TYPES, StructuredOutput
+from foreword.errors import InvalidRequest
+from foreword.grammar.compiler import to_llguidance
+from foreword.grammar.manager import GrammarManager
+from tests.grammar.test_json_schema import EOS, takes
+from tests.support.grammar_walks import begin_request, open_grammar_manager, random_walk, tokenizer
+
+EXAMPLES = {
+    "json_schema": ('{"type": "integer"}', "12", "x"),
+    "json_object": ("", '{"a": 1}', "[1]"),
+    "regex": ("a+|b", "aaa", "ab"),
+    "choice": ('["a b", "c"]', "a b", "a"),
+    "lark": ('start: "a" WORD\nWORD: /[b-d]+/', "abcd", "a"),
+    "gbnf": ('root ::= "a" [b-d]+', "abcd", "a"),
+    "structural_tag": ('{"format": {"type": "const_string", "value": "x"}}', "x", "y"),
+}
+
+
+@pytest.fixture(scope="module")
+def grammars() -> Iterator[GrammarManager]:
+    with open_grammar_manager() as grammars:
+        yield grammars
+
+
+@pytest.mark.parametrize("kind", CONSTRAINT_TYPES)
+def test_every_kind(grammars: GrammarManager, kind: str) -> None:
+    text, good, bad = EXAMPLES[kind]
+    structured = StructuredOutput(kind, text)
+    assert takes(grammars, structured, good) and not takes(grammars, structured, bad)
+
+
+def test_errors_name_the_field() -> None:
+    with pytest.raises(InvalidRequest, match=r"^response_format: the schema is not JSON") as caught:
+        to_llguidance(StructuredOutput("json_schema", "{", field="response_format"))
+    assert caught.value.param == "response_format"
+
+
+@pytest.mark.parametrize(
+    ("regex", "good", "bad"),
+    [
+        (r"^a|b$", "b", "ab"),
+        (r"\$\d+\$$", "$12$", "$12"),
+        (r"cost\$", "cost$", "cost"),
+        (r"(?i)yes", "YeS", "no"),
+        (r"[^\n]*/[^\n]*", "a/b", "ab"),
+        (r".{3}", 'é"/', "a\nb"),
+        (r"\d", "7", "٧"),
+        (r"(?P<year>\d{4})-(?:\w+)", "2024-мир", "24-x"),
+    ],
+)
+def test_regular_expressions(grammars: GrammarManager, regex: str, good: str, bad: str) -> None:
+    assert takes(grammars, StructuredOutput("regex", regex), good)
+    assert not takes(grammars, StructuredOutput("regex", regex), bad)
+
+
+ATOMS = st.sampled_from(["a", "bc", "[a-c]", r"\d", "[^ab ]", ".", "é", r"\.", "(x|yz)", "q?"])
+REGEXES = st.lists(
+    st.tuples(ATOMS, st.sampled_from(["", "", "*", "+", "?", "{2}", "{1,3}"])), min_size=1, max_size=5
+).map(lambda parts: "".join(f"(?:{atom}){times}" for atom, times in parts))
+
+
+@settings(max_examples=60, deadline=None)
+@given(regex=REGEXES, seed=st.integers(0, 2**32))
+def test_what_is_drawn_matches(grammars: GrammarManager, regex: str, seed: int) -> None:
+    output = random_walk(
+        begin_request(grammars, StructuredOutput("regex", regex)), random.Random(seed), max_tokens=60
+    )
+    if output[-1] == EOS:
+        assert re.fullmatch(regex, tokenizer().decode(output[:-1]), re.ASCII)
+
+
+@settings(max_examples=60, deadline=None)
+@given(choices=st.lists(st.text(min_size=1, max_size=8), min_size=1, max_size=5), seed=st.integers(0, 2**32))
+def test_choices_of_any_characters(grammars: GrammarManager, choices: list[str], seed: int) -> None:
+    choices = [text.encode("utf-8", "replace").decode() for text in choices]
+    output = random_walk(
+        begin_request(grammars, StructuredOutput("choice", json.dumps(choices))), random.Random(seed)
+    )
+    assert b"".join(map(tokenizer().token_bytes, output[:-1])).decode() in choices
+    assert all(takes(grammars, StructuredOutput("choice", json.dumps(choices)), text) for text in choices)

@@ -1,0 +1,481 @@
+"""The bits of a row depend on nothing but the row."""
+
+import itertools
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from foreword.core.batch import Batch, Chunk, KVLayer, build_batch
+from foreword.kernels.ops import QuantizedBlocks
+from foreword.kernels.quantization import fake_quantize
+from foreword.kernels.reference.attention import KV_TILE, Q_TILE, build_attention_metadata
+from foreword.kernels.reference.backend import FastMathOps, ReferenceOps, reference_threads
+
+OPS = ReferenceOps()
+TILE = OPS.row_tile
+COUNTS = [*range(1, 41), 47, 48, 49, 64, 100]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+INTS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
+BLOCK = 16
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Threads that wait for each other's cores make these tiny operations a hundred times slower."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(INTS[tensor.dtype])
+
+
+def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
+    return torch.equal(bits(left), bits(right))
+
+
+def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def pack(weight: torch.Tensor, bias: torch.Tensor | None = None, ops: ReferenceOps = OPS):
+    return ops.pack_linear([weight], str(weight.dtype).removeprefix("torch."), bias)
+
+
+def operations(dtype: torch.dtype, width: int):
+    """(name, operation on rows [T, width]) of everything that computes row by row."""
+    packed = pack(randn(40, width, seed=1, dtype=dtype), randn(40, seed=2))
+    weight = randn(width, seed=3)
+    table = randn(10, 8, seed=4)
+
+    def rope(x: torch.Tensor) -> torch.Tensor:
+        # every row gets the same angle: the place in the batch must not matter
+        count = x.shape[0]
+        return OPS.rope(x.view(count, 2, -1), table, torch.full((count,), 7))
+
+    return {
+        "linear": lambda x: OPS.linear(x, packed),
+        "rms_norm": lambda x: OPS.rms_norm(x, weight, 1e-6),
+        "head_norm": lambda x: OPS.rms_norm(x.view(x.shape[0], 2, -1), weight[: width // 2], 1e-6),
+        "silu": lambda x: OPS.gated_act(x, "silu"),
+        "gelu": lambda x: OPS.gated_act(x, "gelu"),
+        "gelu_tanh": lambda x: OPS.gated_act(x, "gelu_tanh"),
+        "softcap": lambda x: OPS.softcap(x, 3.0),
+        "rope": rope,
+    }
+
+
+@pytest.mark.parametrize("width", [64, 74, 192, 1024])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_do_not_depend_on_their_number_place_or_neighbours(dtype: torch.dtype, width: int):
+    for name, operation in operations(dtype, width).items():
+        rows = randn(max(COUNTS), width, seed=5, dtype=dtype)
+        alone = torch.cat([operation(rows[index : index + 1]) for index in range(rows.shape[0])])
+        for count in COUNTS:
+            assert same_bits(operation(rows[:count]), alone[:count]), (name, count)
+        moved = torch.cat((rows[37:], torch.full((3, width), math.nan, dtype=dtype), rows[:37]))
+        assert same_bits(operation(moved)[-37:], alone[:37]), name
+
+
+@pytest.mark.parametrize("inputs, outputs", [(512, 2048), (2048, 512)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_products_large_enough_for_other_kernels(dtype: torch.dtype, inputs: int, outputs: int):
+    packed = pack(randn(outputs, inputs, seed=1, dtype=dtype))
+    rows = randn(80, inputs, seed=2, dtype=dtype)
+    whole = OPS.linear(rows, packed)
+    for count in (1, 15, 16, 17, 33, 64):
+        assert same_bits(OPS.linear(rows[-count:], packed), whole[-count:]), count
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_threads_do_not_matter_to_a_row(dtype: torch.dtype):
+    torch.set_num_threads(reference_threads(2))
+    for name, operation in operations(dtype, 2048).items():
+        rows = randn(40, 2048, seed=5, dtype=dtype)
+        moved = torch.cat((rows[33:], rows[:33]))
+        assert same_bits(operation(moved)[-33:], operation(rows)[:33]), name
+
+
+@pytest.mark.parametrize("width", [3072, 40000])
+def test_wide_activations_are_cut_where_no_thread_and_no_remainder_begins(width: int):
+    rows = randn(20, 2 * width)
+    alone = torch.cat([OPS.gated_act(rows[index : index + 1], "silu") for index in range(20)])
+    assert same_bits(OPS.gated_act(rows, "silu"), alone)
+
+
+def test_ordinary_torch_is_noticed():
+    """The negative control: without row tiles the same comparison fails."""
+    fast = FastMathOps()
+    packed = pack(randn(96, 512, seed=1), ops=fast)
+    rows = randn(64, 512)
+    alone = torch.cat([fast.linear(rows[index : index + 1], packed) for index in range(64)])
+    assert not same_bits(fast.linear(rows, packed), alone)
+
+
+def test_operations_compute_what_they_say():
+    x, weight = randn(5, 64), randn(64, seed=1)
+    expected = x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight
+    torch.testing.assert_close(OPS.rms_norm(x, weight, 1e-6), expected)
+    matrix, bias = randn(24, 64, seed=2), randn(24, seed=3)
+    torch.testing.assert_close(OPS.linear(x, pack(matrix, bias)), x @ matrix.T + bias)
+    torch.testing.assert_close(OPS.gated_act(x, "silu"), torch.nn.functional.silu(x[:, :32]) * x[:, 32:])
+    torch.testing.assert_close(OPS.softcap(x, 2.0), 2.0 * torch.tanh(x / 2.0))
+    assert torch.equal(OPS.embedding(torch.tensor([3, 0]), pack(x), torch.float32), x[[3, 0]])
+    assert torch.equal(OPS.index_rows(x, torch.tensor([3, 0])), x[[3, 0]])
+    assert torch.equal(OPS.add(x, x), 2 * x)
+
+
+def test_parts_lie_one_below_the_other():
+    upper, lower, bias, x = (
+        randn(24, 64),
+        randn(8, 64, seed=1, dtype=torch.float16),
+        randn(32, seed=2),
+        randn(5, 64, seed=3),
+    )
+    packed = OPS.pack_linear([upper, lower], "float32", bias)
+    torch.testing.assert_close(OPS.linear(x, packed), x @ torch.cat((upper, lower.float())).T + bias)
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_a_quantized_weight_stands_for_its_rounded_values(kind: str):
+    weight, x = randn(24, 64), randn(5, 64, seed=3)
+    packed = OPS.pack_linear([weight], kind)
+    values = fake_quantize(weight, kind)
+    torch.testing.assert_close(OPS.linear(x, packed), x @ values.T)
+    assert same_bits(
+        OPS.embedding(torch.tensor([3, 0]), packed, torch.bfloat16, 1.5), (values[[3, 0]] * 1.5).bfloat16()
+    )
+
+
+def test_blocks_of_a_file_keep_their_kind():
+    scales = torch.full((24, 2), 0.5, dtype=torch.float16).view(torch.uint8).view(24, 2, 2)
+    quants = torch.arange(64, dtype=torch.uint8).expand(24, 64).reshape(24, 2, 32)
+    blocks = QuantizedBlocks("q8_0", torch.cat((scales, quants), 2).view(24, 68), 64)
+    packed = OPS.pack_linear([blocks], "int4")
+    assert torch.equal(OPS.embedding(torch.tensor([5]), packed, torch.float32), torch.arange(64)[None] * 0.5)
+
+
+def test_results_may_be_wider_than_activations():
+    x, packed = randn(5, 64, dtype=torch.bfloat16), pack(randn(24, 64, seed=1, dtype=torch.bfloat16))
+    wide = OPS.linear(x, packed, torch.float32)
+    assert wide.dtype == torch.float32
+    assert same_bits(wide.bfloat16(), OPS.linear(x, packed))
+
+
+def test_rope_turns_halves_and_leaves_the_rest():
+    x, angles = randn(3, 2, 12), randn(3, 4, seed=1)
+    positions = torch.tensor([2, 0, 1])
+    turned = OPS.rope(x, torch.cat((angles.cos(), angles.sin()), 1), positions)
+    left, right = (
+        torch.complex(x[..., :4], x[..., 4:8]),
+        torch.polar(torch.ones(3, 1, 4), angles[positions, None]),
+    )
+    torch.testing.assert_close(torch.complex(turned[..., :4], turned[..., 4:8]), left * right)
+    assert torch.equal(turned[..., 8:], x[..., 8:])
+
+
+def test_threads_are_a_power_of_two_within_a_tile():
+    assert [reference_threads(cores) for cores in (1, 2, 3, 7, 8, 12, 64)] == [1, 2, 2, 4, 8, 8, 16]
+
+
+# Attention
+
+
+class Cache:
+    """KV of requests in scattered blocks; every slot that nobody wrote holds `garbage`.
+
+    Attention takes another way where it meets a NaN, so tests run with either kind of garbage.
+    """
+
+    def __init__(
+        self,
+        lengths: list[int],
+        kv_heads: int,
+        dim: int,
+        dtype: torch.dtype = torch.float32,
+        garbage: float = 7.0,
+        seed: int = 0,
+    ):
+        needed = [-(-length // BLOCK) for length in lengths]
+        order = torch.randperm(sum(needed), generator=torch.Generator().manual_seed(seed)) + 1
+        self.blocks = [chosen.tolist() for chosen in order.split(needed)]
+        shape = ((sum(needed) + 1) * BLOCK, kv_heads, dim)
+        self.k = torch.full(shape, garbage, dtype=dtype)
+        self.v = torch.full(shape, garbage, dtype=dtype)
+        self.layer = KVLayer(self.k, self.v)
+        for request, length in enumerate(lengths):
+            slots = self.slots(request, length)
+            self.k[slots] = randn(length, kv_heads, dim, seed=100 + request, dtype=dtype)
+            self.v[slots] = randn(length, kv_heads, dim, seed=200 + request, dtype=dtype)
+
+    def slots(self, request: int, length: int) -> list[int]:
+        return [
+            self.blocks[request][position // BLOCK] * BLOCK + position % BLOCK for position in range(length)
+        ]
+
+    def batch(self, spans: list[tuple[int, int, int]]) -> Batch:
+        """Rows [start, end) of each (request, start, end), in this order."""
+        chunks = [
+            Chunk([0] * (end - start), start, self.blocks[request][: -(-end // BLOCK)], 1)
+            for request, start, end in spans
+        ]
+        return build_batch(chunks, BLOCK, TILE, "cpu")
+
+
+def queries(
+    request: int, length: int, heads: int, dim: int, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
+    return randn(length, heads, dim, seed=300 + request, dtype=dtype)
+
+
+def run(
+    cache: Cache, spans: list[tuple[int, int, int]], heads: int, **options
+) -> dict[tuple[int, int], torch.Tensor]:
+    """The output of every (request, position) of the spans; rows of padding must be zero."""
+    batch = cache.batch(spans)
+    dim = cache.k.shape[2]
+    q = torch.full((len(batch.positions), heads, dim), math.nan, dtype=cache.k.dtype)
+    for (request, start, end), row in zip(spans, batch.query_start_loc, strict=False):
+        q[row : row + end - start] = queries(request, end, heads, dim, cache.k.dtype)[start:]
+    out = OPS.attention(q, cache.layer, batch, dim**-0.5, **options)
+    assert not out[batch.query_start_loc[-1] :].any()
+    return {
+        (request, start + index): out[row + index]
+        for (request, start, end), row in zip(spans, batch.query_start_loc, strict=False)
+        for index in range(end - start)
+    }
+
+
+def textbook(
+    cache: Cache,
+    request: int,
+    length: int,
+    heads: int,
+    window: int | None = None,
+    softcap: float | None = None,
+):
+    slots = cache.slots(request, length)
+    group = heads // cache.k.shape[1]
+    k, v = (part[slots].double().repeat_interleave(group, 1).transpose(0, 1) for part in (cache.k, cache.v))
+    dim = cache.k.shape[2]
+    scores = (
+        queries(request, length, heads, dim, cache.k.dtype).double().transpose(0, 1)
+        @ k.transpose(1, 2)
+        * dim**-0.5
+    )
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    position = torch.arange(length)
+    seen = position[None, :] <= position[:, None]
+    if window is not None:
+        seen &= position[None, :] > position[:, None] - window
+    return (scores.masked_fill(~seen, -math.inf).softmax(-1) @ v).transpose(0, 1)
+
+
+@pytest.mark.parametrize("heads, kv_heads, dim", [(4, 2, 16), (3, 1, 24), (2, 2, 20)])
+@pytest.mark.parametrize("window", [None, 1, 40, 300])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_attention_is_softmax_over_what_a_row_sees(heads, kv_heads, dim, window, softcap):
+    length = 2 * KV_TILE + 37
+    cache = Cache([length], kv_heads, dim)
+    out = run(cache, [(0, 0, length)], heads, window=window, softcap=softcap)
+    expected = textbook(cache, 0, length, heads, window, softcap)
+    actual = torch.stack([out[0, position] for position in range(length)])
+    torch.testing.assert_close(actual.double(), expected, atol=2e-6, rtol=1e-5)
+
+
+def agree(left: dict, right: dict) -> None:
+    assert left.keys() == right.keys()
+    for key, value in left.items():
+        assert same_bits(value, right[key]), key
+
+
+def chunked(cache: Cache, request: int, length: int, cuts: list[int], heads: int, **options) -> dict:
+    edges = sorted({0, length, *cuts})
+    result = {}
+    for start, end in itertools.pairwise(edges):
+        result |= run(cache, [(request, start, end)], heads, **options)
+    return result
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    cuts=st.lists(st.integers(1, 599), max_size=6),
+    window=st.sampled_from([None, 5, 100, 256, 257]),
+    dtype=st.sampled_from(DTYPES),
+    softcap=st.sampled_from([None, 20.0]),
+)
+def test_attention_does_not_depend_on_chunks_nor_on_garbage(
+    cuts: list[int], window: int | None, dtype: torch.dtype, softcap: float | None
+):
+    clean, dirty = (Cache([600], 2, 16, dtype, garbage) for garbage in (7.0, math.nan))
+    whole = run(clean, [(0, 0, 600)], 6, window=window, softcap=softcap)
+    agree(chunked(clean, 0, 600, cuts, 6, window=window, softcap=softcap), whole)
+    agree(chunked(dirty, 0, 600, cuts, 6, window=window, softcap=softcap), whole)
+
+
+@pytest.mark.parametrize("window", [None, 16, 250, 290])
+def test_attention_around_the_edge_of_a_kv_tile(window: int | None):
+    length = KV_TILE + 60
+    cache = Cache([length], 1, 16)
+    whole = run(cache, [(0, 0, length)], 1, window=window)
+    for start in range(KV_TILE - 20, KV_TILE + 40):
+        rows = run(cache, [(0, start, start + 16)], 1, window=window)
+        agree(rows, {key: whole[key] for key in rows})
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_attention_of_decode_rows_does_not_depend_on_their_number(count: int):
+    lengths = [1 + 13 * index for index in range(count)]
+    cache = Cache(lengths, 1, 16)
+    together = run(cache, [(request, length - 1, length) for request, length in enumerate(lengths)], 3)
+    for request, length in enumerate(lengths):
+        agree(
+            run(cache, [(request, length - 1, length)], 3),
+            {(request, length - 1): together[request, length - 1]},
+        )
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    spans=st.lists(st.tuples(st.integers(0, 400), st.integers(1, 40)), min_size=1, max_size=6),
+    window=st.sampled_from([None, 7, 90]),
+    garbage=st.sampled_from([7.0, math.nan]),
+)
+def test_attention_does_not_depend_on_neighbours(
+    spans: list[tuple[int, int]], window: int | None, garbage: float
+):
+    """Prompt chunks, decode rows and verified drafts in any mixture."""
+    lengths = [start + count for start, count in spans]
+    cache = Cache(lengths, 2, 16, garbage=garbage)
+    mixed = [(request, start, start + count) for request, (start, count) in enumerate(spans)]
+    together = run(cache, mixed, 4, window=window)
+    apart = {}
+    for span in mixed:
+        apart |= run(cache, [span], 4, window=window)
+    agree(together, apart)
+    assert all(value.isfinite().all() for value in together.values())
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("window", [None, 20])
+def test_a_row_does_not_feel_values_that_it_must_not_see(poison: float, window: int | None):
+    """A drafted token whose K and V overflow must not reach the rows before it, nor any beyond the window."""
+    length, bad = 60, 50
+    cache = Cache([length], 1, 16)
+    clean = run(cache, [(0, 30, length)], 2, window=window)
+    cache.v[cache.slots(0, length)[bad]] = poison
+    cache.k[cache.slots(0, length)[bad]] = poison
+    spoilt = run(cache, [(0, 30, length)], 2, window=window)
+    for position in range(30, length):
+        if position < bad:
+            assert same_bits(clean[0, position], spoilt[0, position]), position
+        elif window is None or position < bad + window:
+            assert not spoilt[0, position].isfinite().any()
+
+
+def test_the_plan_of_all_layers_is_that_of_one():
+    cache = Cache([300, 20], 2, 16)
+    batch = cache.batch([(0, 290, 300), (1, 0, 20)])
+    q = randn(len(batch.positions), 4, 16)
+    planned = OPS.attention(q, cache.layer, batch, 0.25, metadata=build_attention_metadata(batch))
+    assert same_bits(planned, OPS.attention(q, cache.layer, batch, 0.25))
+    (group,) = build_attention_metadata(batch).groups
+    assert group.padded_rows.shape == (2 * Q_TILE + 3 * Q_TILE,)
+    assert group.valid_rows.tolist() == list(range(30))
+    assert [place % Q_TILE for place in group.valid_places.tolist()] == [
+        p % Q_TILE for p in (*range(290, 300), *range(20))
+    ]
+
+
+def test_a_product_that_rounds_by_place_is_noticed(monkeypatch: pytest.MonkeyPatch):
+    """Some BLAS treat the last rows of a tile differently: then each row is computed alone, and bits agree again."""
+
+    def uneven(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        out = x @ weight.t()
+        out[8:] *= 1 + 2**-20  # a row alone is never among the last
+        return out
+
+    monkeypatch.setattr("foreword.kernels.reference.backend.F", SimpleNamespace(linear=uneven))
+    packed, x = pack(randn(24, 32)), randn(40, 32)
+    assert same_bits(OPS.linear(x, packed)[20:30], OPS.linear(x[20:30], packed))
+    assert packed.by_dtype[torch.float32].row_by_row
+
+
+def test_a_product_that_rounds_all_rows_alike_runs_on_tiles():
+    packed = pack(randn(24, 32))
+    OPS.linear(randn(1, 32), packed)
+    assert not packed.by_dtype[torch.float32].row_by_row
+
+
+def test_an_empty_batch_is_all_padding():
+    cache = Cache([5], 1, 16)
+    assert OPS.attention(randn(0, 2, 16), cache.layer, cache.batch([]), 1.0).shape == (0, 2, 16)
+
+
+def test_keys_and_values_go_where_the_slots_say():
+    k_cache, v_cache = torch.zeros(48, 2, 4), torch.zeros(48, 2, 4)
+    qkv = randn(3, 8, 4)
+    OPS.write_kv(qkv[:, 4:6], qkv[:, 6:], KVLayer(k_cache, v_cache), torch.tensor([40, 17, 18]))
+    assert torch.equal(k_cache[[40, 17, 18]], qkv[:, 4:6]) and torch.equal(v_cache[[40, 17, 18]], qkv[:, 6:])
+    assert k_cache.count_nonzero() == 24
+
+
+def int8_layer(slots: int, kv_heads: int, dim: int) -> KVLayer:
+    values = [torch.full((slots, kv_heads, dim), 99, dtype=torch.int8) for _ in range(2)]
+    return KVLayer(*values, *(torch.full((slots, kv_heads), math.nan) for _ in range(2)))
+
+
+def test_int8_keys_and_values_have_a_scale_for_each_vector():
+    layer = int8_layer(48, 2, 4)
+    k, v = randn(3, 2, 4), torch.zeros(3, 2, 4)
+    k[1, 0] = math.inf
+    OPS.write_kv(k, v, layer, torch.tensor([40, 17, 18]))
+    assert layer.k_scale is not None and layer.v_scale is not None
+    torch.testing.assert_close(layer.k_scale[40], k[0].abs().amax(-1) / 127)
+    kept = layer.k[[40, 18]] * layer.k_scale[[40, 18]][..., None]
+    torch.testing.assert_close(kept, k[[0, 2]], atol=float(k[[0, 2]].abs().max()) / 254 + 1e-6, rtol=0)
+    assert layer.k[40].abs().amax() == 127
+    assert not (layer.k[17, 0] * layer.k_scale[17, 0]).isfinite().any(), "what overflowed must not look sound"
+    assert not layer.v[[40, 17, 18]].any() and not layer.v_scale[[40, 17, 18]].any()
+
+
+@pytest.mark.parametrize("window", [None, 40])
+def test_attention_reads_int8_as_it_was_rounded(window: int | None):
+    """Equal in every bit to a float32 cache that holds the rounded values; slots that nobody wrote hold NaN."""
+    length = KV_TILE + 37
+    cache = Cache([length], 2, 16)
+    slots = torch.tensor(cache.slots(0, length))
+    layer = int8_layer(cache.k.shape[0], 2, 16)
+    OPS.write_kv(cache.k[slots], cache.v[slots], layer, slots)
+    assert layer.k_scale is not None and layer.v_scale is not None
+    cache.k[slots] = layer.k[slots] * layer.k_scale[slots][..., None]
+    cache.v[slots] = layer.v[slots] * layer.v_scale[slots][..., None]
+    expected = run(cache, [(0, 0, length)], 4, window=window)
+    cache.layer = layer
+    agree(run(cache, [(0, 0, length)], 4, window=window), expected)
+
+
+def test_float8_keys_and_values_are_read_as_they_were_rounded():
+    length = KV_TILE + 5
+    cache = Cache([length], 2, 16)
+    slots = torch.tensor(cache.slots(0, length))
+    values = [torch.full(cache.k.shape, math.nan).to(torch.float8_e4m3fn) for _ in range(2)]
+    layer = KVLayer(*values, *(torch.full(cache.k.shape[:2], math.nan) for _ in range(2)))
+    OPS.write_kv(cache.k[slots], cache.v[slots], layer, slots)
+    assert layer.k_scale is not None and layer.v_scale is not None
+    torch.testing.assert_close(layer.k_scale[slots], cache.k[slots].abs().amax(-1) / 448)
+    for exact, stored, scale in ((cache.k, layer.k, layer.k_scale), (cache.v, layer.v, layer.v_scale)):
+        kept = stored.float()[slots] * scale[slots][..., None]
+        torch.testing.assert_close(kept, exact[slots], atol=1e-3, rtol=1 / 16)
+        exact[slots] = kept
+    expected = run(cache, [(0, 0, length)], 4)
+    cache.layer = layer
+    agree(run(cache, [(0, 0, length)], 4), expected)

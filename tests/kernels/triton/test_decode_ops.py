@@ -1,0 +1,184 @@
+"""What a round does beside the passes, in one launch each: the same values as operation by operation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from foreword.core.batch import Batch
+from foreword.executor.decode_slots import DecodeOps, DraftLoopState, SlotField
+from foreword.kernels.triton.decode_ops import TritonDecodeOps
+from tests.support.device import DEVICE
+from tests.support.triton_compile import KernelSource, compile_all
+
+PLAIN, FUSED = DecodeOps(), TritonDecodeOps()
+BLOCK_SIZE, BLOCKS = 4, 8
+counts, widths, seeds = st.integers(1, 5), st.integers(1, 4), st.integers(0, 2**31)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def on_device() -> Iterator[None]:
+    with torch.device(DEVICE):
+        yield
+
+
+def equal(one: Tensor | None, other: Tensor | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return one.dtype == other.dtype and torch.equal(one, other)
+
+
+@given(count=counts, width=widths, seed=seeds, directions=st.booleans(), last=st.booleans())
+@settings(max_examples=25, deadline=None)
+def test_rows(count: int, width: int, seed: int, directions: bool, last: bool) -> None:
+    chance = torch.Generator(DEVICE).manual_seed(seed)
+    tables = torch.randint(1, 99, (count + 1, BLOCKS), generator=chance)
+    valid = torch.rand(count, width, generator=chance) < 0.7
+    first = torch.randint(0, BLOCKS * BLOCK_SIZE - width, (count,), generator=chance)
+    tokens = torch.randint(-1, 300, (width, count), generator=chance).t()
+    shifts = torch.randint(-5, 5, (count,), generator=chance)
+    first[0], valid[0, 0] = -1, False  # nothing is before the first token
+    wanted, found = (
+        s.build_batch(tokens, first, valid, tables, shifts, BLOCK_SIZE, directions, last)
+        for s in (PLAIN, FUSED)
+    )
+    assert wanted.query_start_loc == found.query_start_loc
+    for name in (
+        one.name
+        for one in fields(Batch)
+        if one.name not in ("query_start_loc", "seq_lens", "block_size", "image_features")
+    ):
+        assert equal(getattr(wanted, name), getattr(found, name)), name
+
+
+@given(count=counts, seed=seeds)
+@settings(max_examples=25, deadline=None)
+def test_guesses(count: int, seed: int) -> None:
+    states = [guessing(count, torch.Generator(DEVICE).manual_seed(seed)) for _ in range(2)]
+    chance = torch.Generator(DEVICE).manual_seed(seed + 1)
+    for _ in range(3):
+        token_ids = torch.randint(-1, 9, (count,), generator=chance)
+        logits = torch.randn(count, 9, generator=chance)
+        logits[0, 3] = torch.nan
+        log_sum = torch.randn(count, generator=chance)
+        for steps, state in zip((PLAIN, FUSED), states, strict=True):
+            steps.record_draft(state, token_ids, logits, log_sum)
+        for one in fields(DraftLoopState):
+            assert equal(
+                getattr(states[0], one.name).nan_to_num(5), getattr(states[1], one.name).nan_to_num(5)
+            ), one.name
+
+
+def guessing(count: int, chance: torch.Generator) -> DraftLoopState:
+    def whole(*shape: int) -> Tensor:
+        return torch.randint(0, 5, shape, generator=chance)
+
+    return DraftLoopState(
+        draft_step=torch.zeros(1, dtype=torch.int64),
+        draft_ids=whole(4, 8)[:, :count],
+        logprobs=whole(4, 8).double()[:, :count],
+        last_token=whole(count),
+        position=whole(count),
+        sample_index=whole(count),
+        active=whole(count) > 0,
+        logprob_sum=torch.zeros(count, dtype=torch.float64),
+        min_logprob_sum=-whole(count).double() * 1.5,
+        max_tokens=whole(count),
+    )
+
+
+@given(count=counts, num_draft=st.integers(0, 4), seed=seeds)
+@settings(max_examples=40, deadline=None)
+def test_advance(count: int, num_draft: int, seed: int) -> None:
+    """Ids are few, so that guesses come true; the last two requests are nobody."""
+    chance = torch.Generator(DEVICE).manual_seed(seed)
+    tables = [torch.zeros(len(SlotField), 8, dtype=torch.int64) for _ in range(2)]
+    tables[0][:, :7] = torch.randint(0, 4, (len(SlotField), 7), generator=chance)
+    tables[0][SlotField.ALIVE] = torch.tensor([1, 1, 1, 1, 0, 1, 1, 0])
+    tables[1].copy_(tables[0])
+    chosen = torch.tensor([*torch.randperm(7, generator=chance)[:count].tolist(), 7, 7])
+    sampled = torch.randint(0, 2, (count + 2, 1 + num_draft), generator=chance)
+    sampled[torch.rand(sampled.shape, generator=chance) < 0.1] = -1
+    guesses = torch.randint(0, 2, (num_draft, count + 2), generator=chance)
+    guesses[torch.rand(guesses.shape, generator=chance) < 0.1] = -1
+    guesses = torch.where((guesses >= 0).long().cumprod(0) > 0, guesses, -1).t()
+    logprobs = torch.randn(num_draft, count + 2, dtype=torch.float64, generator=chance).t()
+    results = [torch.full((3 + 3 * num_draft, count + 2), -9) for _ in range(2)]
+    for steps, table, result in zip((PLAIN, FUSED), tables, results, strict=True):
+        steps.commit(table, chosen, sampled, guesses, logprobs, result)
+    assert torch.equal(*tables)
+    assert torch.equal(*results)
+
+
+def test_they_compile_for_cards_that_are_not_here() -> None:
+    whole = dict.fromkeys(("token_ids", "first", "tables", "shifts"), "*i64")
+    rows = {
+        "token_ids": "*i64",
+        "token_row": "i64",
+        "token_column": "i64",
+        "first": "*i64",
+        "valid": "*i1",
+        "tables": "*i64",
+    }
+    rows |= {"table_width": "i32", "shifts": whole["shifts"]}
+    rows |= dict.fromkeys(("out_tokens", "out_positions", "out_slots", "out_owners", "out_places"), "*i64")
+    guess = {
+        "token_ids": "*i64",
+        "logits": "*fp32",
+        "width": "i64",
+        "log_sum": "*fp32",
+        "number": "*i64",
+        "guesses": "*i64",
+    }
+    guess |= {
+        "guess_row": "i64",
+        "logprobs": "*fp64",
+        "logprob_row": "i64",
+        "token": "*i64",
+        "place": "*i64",
+        "index": "*i64",
+    }
+    guess |= {"going": "*i1", "total": "*fp64", "floor": "*fp64", "limit": "*i64", "num_requests": "i32"}
+    advance = {
+        "table": "*i64",
+        "table_row": "i64",
+        "chosen": "*i64",
+        "sampled": "*i64",
+        "guesses": "*i64",
+        "guess_row": "i64",
+    }
+    advance |= {
+        "guess_column": "i64",
+        "logprobs": "*i64",
+        "logprob_row": "i64",
+        "logprob_column": "i64",
+        "result": "*i64",
+    }
+    module = "foreword.kernels.triton.decode_ops:"
+    sources = [
+        source
+        for capability in (80, 90)
+        for source in (
+            KernelSource(
+                f"{module}rows_kernel",
+                rows,
+                {"WIDTH": 6, "BLOCK_W": 8, "BLOCK_SIZE": 16},
+                capability,
+                num_warps=1,
+            ),
+            KernelSource(
+                f"{module}guess_kernel", guess, {"BLOCK_N": 256}, capability, enable_fp_fusion=False
+            ),
+            KernelSource(
+                f"{module}advance_kernel", advance, {"WIDTH": 6, "BLOCK_W": 8}, capability, num_warps=1
+            ),
+        )
+    ]
+    for compiled in compile_all(sources):
+        assert compiled.spills == 0

@@ -1,0 +1,47 @@
+"""What is kept between steps is what one would count anew."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from foreword.core.params import SamplingParams
+from foreword.core.request import Request
+from foreword.sampling.penalties import PenaltyState, TokenCounts
+
+IDS = st.integers(0, 9) | st.integers(0, 2000)
+
+
+@given(
+    runs=st.lists(st.lists(IDS, max_size=300), min_size=1, max_size=5),
+    drafts=st.lists(st.lists(IDS, max_size=4), max_size=3),
+    begin=st.integers(0, 5),
+)
+@settings(max_examples=100, deadline=None)
+def test_counts_follow_the_text(runs: list[list[int]], drafts: list[list[int]], begin: int) -> None:
+    tally, text = TokenCounts(begin), [0] * begin
+    for run in runs:
+        text += run
+        tally.update(text)
+        for draft in ([], *drafts):
+            ids, counts = tally.counts(draft)
+            assert dict(zip(ids.tolist(), counts.tolist(), strict=True)) == Counter([*text[begin:], *draft])
+            assert len(set(ids.tolist())) == len(ids)
+
+
+def test_prompt_and_output_are_told_apart() -> None:
+    ledger = PenaltyState(Request("r", (1, 2, 2), SamplingParams(), seed=0))
+    assert set(ledger.seen_ids([1, 2, 2, 3], (9,)).tolist()) == {1, 2, 3, 9}
+    ids, counts = ledger.output_counts([1, 2, 2, 3, 2], (3, 9))
+    assert dict(zip(ids.tolist(), counts.tolist(), strict=True)) == {3: 2, 2: 1, 9: 1}
+
+
+def test_allowed_ids_become_bits_of_each_vocabulary() -> None:
+    ledger = PenaltyState(
+        Request("r", (1,), SamplingParams(allowed_token_ids=(0, 31, 31, 33, 10**9)), seed=0)
+    )
+    assert ledger.allowed_mask(64).tolist() == [1 - 2**31, 2]
+    assert ledger.allowed_mask(33).tolist() == [1 - 2**31, 0]
+    assert ledger.allowed_mask(64) is ledger.allowed_mask(64)

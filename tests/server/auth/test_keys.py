@@ -1,0 +1,457 @@
+"""Keys at the door, through real clients: who comes in, for what, how often; and files that change under load."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from hmac import compare_digest
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from foreword.config.options import Config
+from foreword.errors import ConfigError, ExpiredKey, Unauthorized
+from foreword.server.auth.key_file import Key, dump_keys, hash_key, read_key_file
+from foreword.server.auth.keys import Keyring, key_from_headers
+from tests.server.conftest import MODEL, RunningServer, run_server
+from tests.support.fakes import FakeEngineClient, FakeOutput
+
+CHAT = "/v1/chat/completions"
+USER = [{"role": "user", "content": "Hi"}]
+SLOW = FakeOutput("abcdefgh" * 16, delay_s=0.02)
+
+
+def key_of(name: str, **fields: Any) -> Key:
+    """Whose key is its name."""
+    return Key(name, name.encode().ljust(16), hash_key(name.encode(), name.encode().ljust(16)), **fields)
+
+
+def write(path: Path, *keys: Key) -> None:
+    draft = path.with_suffix(".draft")
+    draft.write_text(dump_keys(keys))
+    draft.replace(path)
+
+
+def keyed(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline, "it never came about"
+        time.sleep(0.01)
+
+
+KEYS = (
+    key_of("alice"),
+    key_of("slow", requests_per_minute=2),
+    key_of("poor", tokens_per_minute=1000),
+    key_of("few", max_concurrency=2),
+    key_of("other", models=("another-model",)),
+    key_of("late", expires=1.0),
+    key_of("vip", priority=-5),
+    key_of("last", priority=7),
+    key_of("root", admin=True),
+)
+
+
+@pytest.fixture
+def keys_file(tmp_path: Path) -> Path:
+    path = tmp_path / "keys.yaml"
+    write(path, *KEYS)
+    return path
+
+
+@pytest.fixture
+def server(keys_file: Path) -> Iterator[RunningServer]:
+    with run_server(
+        Config(api_key="plain", api_key_file=str(keys_file)), FakeEngineClient(FakeOutput("ok")), key="alice"
+    ) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    """For tests that change nothing."""
+    path = tmp_path_factory.mktemp("keys") / "keys.yaml"
+    write(path, *KEYS)
+    with run_server(Config(api_key_file=str(path)), FakeEngineClient(FakeOutput("ok"))) as server:
+        yield server
+
+
+def ask(server: RunningServer, key: str, **fields: Any) -> Any:
+    return server.http.post(CHAT, json={"messages": USER, **fields}, headers=keyed(key))
+
+
+# Who comes in
+
+
+def test_keys_of_both_kinds(server: RunningServer) -> None:
+    assert server.chat().choices[0].message.content == "ok"
+    for key in ("alice", "plain"):
+        assert ask(server, key).status_code == 200
+    accounts = [request.account for request in server.client.submitted]
+    assert accounts == ["alice", "alice", "#1"]
+    alice, _, plain = (request.tenant for request in server.client.submitted)
+    assert alice and plain and alice != plain
+
+
+def test_the_openai_client_is_told_what_is_wrong(server: RunningServer) -> None:
+    def client(key: str) -> openai.OpenAI:
+        return server.openai.with_options(api_key=key)
+
+    with pytest.raises(openai.AuthenticationError, match="not known") as unknown:
+        client("nobody").models.list()
+    assert (
+        unknown.value.code == "invalid_api_key"
+        and unknown.value.response.headers["WWW-Authenticate"] == "Bearer"
+    )
+    with pytest.raises(openai.AuthenticationError, match="has expired") as expired:
+        client("late").models.list()
+    assert expired.value.code == "expired_api_key"
+    with pytest.raises(openai.PermissionDeniedError, match="may not use the model 'fake-model'") as forbidden:
+        client("other").completions.create(model=MODEL, prompt="Hi")
+    assert (forbidden.value.code, forbidden.value.type, forbidden.value.param) == (
+        "forbidden",
+        "permission_error",
+        "model",
+    )
+
+
+def test_models_that_a_key_may_not_use_are_not_there(server: RunningServer) -> None:
+    assert [model.id for model in server.openai.models.list()] == [MODEL]
+    assert list(server.openai.with_options(api_key="other").models.list()) == []
+    headers = keyed("other")
+    assert server.http.get(f"/v1/models/{MODEL}", headers=headers).status_code == 403
+    missing = server.http.get("/v1/models/none", headers=headers)
+    assert missing.status_code == 404 and MODEL not in missing.text
+    for path, body in (
+        ("/v1/completions", {"prompt": "a"}),
+        ("/v1/embeddings", {"input": "a"}),
+        ("/v1/rerank", {"query": "a", "documents": ["b"]}),
+        ("/v1/score", {"text_1": "a", "text_2": "b"}),
+        ("/tokenize", {"prompt": "a"}),
+        ("/detokenize", {"tokens": [1]}),
+    ):
+        for model in ({}, {"model": MODEL}):
+            reply = server.http.post(path, json={**body, **model}, headers=headers)
+            assert (reply.status_code, reply.json()["error"]["param"]) == (403, "model"), path
+    assert server.client.submitted == []
+    assert 'foreword_requests_rejected_total{reason="forbidden"} 13.0' in server.http.get("/metrics").text
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ([("Authorization", "Bearer alice")], 200),
+        ([("authorization", "bEaReR   alice")], 200),
+        ([("x-api-key", "alice")], 200),
+        ([("X-API-Key", "nobody")], 401),
+        ([("Authorization", "Bearer nobody"), ("x-api-key", "alice")], 401),
+        ([("Authorization", "Bearer alice"), ("Authorization", "Bearer alice")], 401),
+        ([("x-api-key", "alice"), ("x-api-key", "nobody")], 401),
+        ([("Authorization", "alice")], 401),
+        ([("Authorization", "Basic YWxpY2U6")], 401),
+        ([("Authorization", "Bearer")], 401),
+        ([("Authorization", "Bearer alice alice")], 401),
+        ([("Authorization", "Bearer " + "alice" * 1000)], 401),
+        ([("Authorization", b"Bearer \xff\xfe\x80")], 401),
+        ([("Cookie", "key=alice")], 401),
+        ([], 401),
+    ],
+)
+def test_headers(shared: RunningServer, headers: list[tuple[str, Any]], status: int) -> None:
+    assert shared.http.get("/v1/models", headers=headers).status_code == status
+
+
+def test_a_key_in_the_address_is_no_key(shared: RunningServer) -> None:
+    for query in ("api_key=alice", "key=alice", "Authorization=Bearer%20alice"):
+        assert shared.http.get(f"/v1/models?{query}").status_code == 401
+
+
+def test_a_key_of_other_letters() -> None:
+    ring = Keyring("schlüssel, ключ", None, False)
+    for key in ("schlüssel", "ключ"):
+        assert ring.identify(key_from_headers([(b"authorization", b"Bearer " + key.encode())])).fairness_key
+    with pytest.raises(Unauthorized):
+        ring.identify(b"schlussel")
+
+
+def test_what_is_too_long_is_not_hashed(monkeypatch: pytest.MonkeyPatch) -> None:
+    ring, hashed = Keyring("a", None, False), list[bytes]()
+
+    def noting(given: bytes, salt: bytes) -> bytes:
+        hashed.append(given)
+        return bytes(32)
+
+    monkeypatch.setattr("foreword.server.auth.keys.hash_key", noting)
+    for given in (b"x" * 512, b"x" * 513):
+        with pytest.raises(Unauthorized):
+            ring.identify(given)
+    assert hashed == [b"x" * 512]
+
+
+def test_every_entry_is_compared(keys_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ring, compared = Keyring("plain", keys_file, False), list[bytes]()
+
+    def noting(given: bytes, known: bytes) -> bool:
+        compared.append(known)
+        return compare_digest(given, known)
+
+    monkeypatch.setattr("foreword.server.auth.keys.compare_digest", noting)
+    assert ring.identify(b"alice").fairness_key == "alice"
+    assert compared == [key.digest for key, _ in ring.entries] and len(compared) == 1 + len(KEYS)
+
+
+def test_expiry_by_the_clock(tmp_path: Path) -> None:
+    now = [1000.0]
+    write(tmp_path / "keys", key_of("a", expires=1060.0))
+    ring = Keyring(None, tmp_path / "keys", False, now=lambda: now[0])
+    now[0] = 1059.9
+    assert ring.identify(b"a").fairness_key == "a"
+    now[0] = 1060.0
+    with pytest.raises(ExpiredKey):
+        ring.identify(b"a")
+    with pytest.raises(Unauthorized) as unknown:
+        ring.identify(b"b")
+    assert unknown.value.code == "invalid_api_key", "only who holds the key learns that it has expired"
+
+
+def test_without_keys_everybody_may() -> None:
+    access = Keyring(None, None, False).identify(None)
+    assert (access.fairness_key, access.cache_salt, access.admin) == ("", "", False)
+    access.check_model("any")
+    assert access.request_context(-3).priority == -3
+
+
+def test_an_empty_file_lets_nobody_in(tmp_path: Path) -> None:
+    write(tmp_path / "keys")
+    ring = Keyring(None, tmp_path / "keys", False)
+    with pytest.raises(Unauthorized):
+        ring.identify(None)
+
+
+def test_a_new_key_of_an_old_name_finds_nothing_of_the_old_one(tmp_path: Path) -> None:
+    path, tenants = tmp_path / "keys", []
+    for secret in ("one", "two"):
+        write(path, Key("a", b"s" * 16, hash_key(secret.encode(), b"s" * 16)))
+        tenants.append(Keyring(None, path, False).identify(secret.encode()).cache_salt)
+    assert tenants[0] != tenants[1]
+    assert Keyring(None, path, True).identify(b"two").cache_salt == ""
+
+
+def test_priorities(server: RunningServer) -> None:
+    for key, wanted, chosen in [
+        ("alice", None, 0),
+        ("alice", 3, 3),
+        ("vip", -5, -5),
+        ("vip", None, 0),
+        ("last", None, 7),
+        ("last", 9, 9),
+        ("plain", -99, -99),
+    ]:
+        assert ask(server, key, priority=wanted).status_code == 200
+        assert server.client.submitted[-1].priority == chosen
+    for key, wanted in (("alice", -1), ("vip", -6), ("last", 0)):
+        reply = ask(server, key, priority=wanted)
+        assert (reply.status_code, reply.json()["error"]["param"]) == (403, "priority")
+
+
+# How often, and how much
+
+
+def test_requests_by_the_minute(server: RunningServer) -> None:
+    client = server.openai.with_options(api_key="slow")
+    reply = client.chat.completions.with_raw_response.create(model=MODEL, messages=USER)  # type: ignore[arg-type]
+    assert reply.headers["x-ratelimit-limit-requests"] == "2"
+    assert reply.headers["x-ratelimit-remaining-requests"] == "1"
+    assert re.fullmatch(r"(29|30)s|[0-9]+ms", reply.headers["x-ratelimit-reset-requests"])
+    client.completions.create(model=MODEL, prompt="Hi")
+    with pytest.raises(openai.RateLimitError, match="2 requests a minute") as caught:
+        client.chat.completions.create(model=MODEL, messages=USER)  # type: ignore[arg-type]
+    assert (caught.value.code, caught.value.type) == ("rate_limit_exceeded", "rate_limit_error")
+    assert 1 <= int(caught.value.response.headers["Retry-After"]) <= 30
+    assert caught.value.response.headers["x-ratelimit-remaining-requests"] == "0"
+    assert client.models.list(), "looking costs nothing"
+    assert len(server.client.submitted) == 2
+    assert 'foreword_requests_rejected_total{reason="rate_requests"} 1.0' in server.http.get("/metrics").text
+
+
+def test_requests_that_fail_count_too(server: RunningServer) -> None:
+    headers = keyed("slow")
+    for path, body in ((CHAT, {}), ("/tokenize", {"prompt": "a"})):
+        reply = server.http.post(path, json=body, headers=headers)
+        assert reply.status_code in (200, 400) and "x-ratelimit-remaining-requests" in reply.headers
+    for path in (
+        CHAT,
+        "/v1/completions",
+        "/v1/embeddings",
+        "/v1/rerank",
+        "/v1/score",
+        "/tokenize",
+        "/detokenize",
+    ):
+        assert server.http.post(path, json={}, headers=headers).status_code == 429
+
+
+def test_tokens_by_the_minute(server: RunningServer) -> None:
+    headers = keyed("poor")
+    first = ask(server, "poor")
+    used = first.json()["usage"]["total_tokens"]
+    assert first.headers["x-ratelimit-limit-tokens"] == "1000"
+    assert int(first.headers["x-ratelimit-remaining-tokens"]) in (1000 - used, 1000 - used + 1)
+    second = server.http.post(
+        "/v1/completions", json={"prompt": "x" * 1200, "n": 3, "max_tokens": 2}, headers=headers
+    )
+    assert second.json()["usage"]["total_tokens"] == 1206, "the prompt counts once"
+    with pytest.raises(openai.RateLimitError, match="1000 tokens a minute") as caught:
+        server.openai.with_options(api_key="poor").completions.create(model=MODEL, prompt="Hi")
+    owed = used + 1206 - 1000
+    assert owed * 0.06 - 10 <= int(caught.value.response.headers["Retry-After"]) <= owed * 0.06 + 2
+    assert server.http.post("/v1/embeddings", json={"input": "a"}, headers=headers).status_code == 429
+    meter = next(meter for key, meter in server.app.state.server.keys.entries if key.name == "poor")
+    assert (meter.prompt_tokens + meter.generated_tokens, meter.open) == (used + 1206, 0)
+
+
+def test_texts_count_as_tokens(server: RunningServer) -> None:
+    headers = keyed("poor")
+    reply = server.http.post("/v1/embeddings", json={"input": ["aaaa"] * 10}, headers=headers)
+    used = reply.json()["usage"]["prompt_tokens"]
+    assert int(reply.headers["x-ratelimit-remaining-tokens"]) == 1000 - used
+    assert all(request.account == "poor" for request in server.client.submitted)
+
+
+def test_open_requests_of_a_key(server: RunningServer) -> None:
+    server.set_output(SLOW)
+    body = {"messages": USER, "stream": True, "n": 2}
+    with server.http.stream("POST", CHAT, json=body, headers=keyed("few")) as stream:
+        lines = stream.iter_lines()
+        next(lines)
+        reply = ask(server, "few")
+        assert reply.status_code == 429 and "2 requests open" in reply.json()["error"]["message"]
+        assert int(reply.headers["Retry-After"]) >= 1
+        server.set_output(FakeOutput("ok"))
+        assert ask(server, "alice").status_code == 200, "others are not concerned"
+    server.wait_until_idle()
+    until(lambda: ask(server, "few", n=2).status_code == 200)
+
+
+# Files that change
+
+
+def test_a_file_that_changes(server: RunningServer, keys_file: Path) -> None:
+    assert ask(server, "slow").status_code == 200
+    server.set_output(SLOW)
+    with server.http.stream(
+        "POST", CHAT, json={"messages": USER, "stream": True}, headers=keyed("alice")
+    ) as stream:
+        lines = stream.iter_lines()
+        next(lines)
+        write(keys_file, key_of("slow", requests_per_minute=2), key_of("new"))
+        until(lambda: server.http.get("/v1/models", headers=keyed("new")).status_code == 200)
+        assert server.http.get("/v1/models", headers=keyed("alice")).status_code == 401
+        server.set_output(FakeOutput("ok"))
+        assert ask(server, "slow").status_code == 200
+        assert ask(server, "slow").status_code == 429, "what was used before stays used"
+        assert [line for line in lines if line][-1] == "data: [DONE]", "what was open ends undisturbed"
+    assert ask(server, "plain").status_code == 200
+
+
+async def test_a_broken_file_keeps_the_keys_and_is_told_of_once(
+    keys_file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    ring = Keyring(None, keys_file, False)
+    keys_file.write_text("keys: [{name: alice}]")
+    for _ in range(3):
+        await ring.refresh()
+    assert ring.identify(b"alice").fairness_key == "alice"
+    (record,) = caplog.records
+    assert record.levelno == logging.ERROR
+    assert "entry 1 (alice): hash is missing; the keys stay as they were" in record.getMessage()
+    keys_file.unlink()
+    for _ in range(3):
+        await ring.refresh()
+    assert len(caplog.records) == 2 and "cannot be read" in caplog.records[1].getMessage()
+    assert len(ring.entries) == len(KEYS)
+    write(keys_file, key_of("bob"))
+    await ring.refresh()
+    assert [key.name for key, _ in ring.entries] == ["bob"]
+
+
+def test_a_broken_file_at_the_start(tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("keys: 3")
+    with pytest.raises(ConfigError, match="must hold a list"):
+        Keyring(None, tmp_path / "keys", False)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        Keyring(None, tmp_path / "none", False)
+
+
+async def test_the_file_is_read_again_only_when_it_changed(
+    keys_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ring, reads = Keyring(None, keys_file, False), list[Path]()
+
+    def reading(path: Path) -> tuple[Key, ...]:
+        reads.append(path)
+        return read_key_file(path)
+
+    monkeypatch.setattr("foreword.server.auth.keys.read_key_file", reading)
+    for _ in range(3):
+        await ring.refresh()
+    assert reads == []
+    os.utime(keys_file, ns=(1, 1))
+    await ring.refresh()
+    await ring.refresh()
+    assert reads == [keys_file]
+
+
+def test_reloading_under_load(server: RunningServer, keys_file: Path) -> None:
+    """Whoever stays in the file is never refused while it is written again and again."""
+    stop, wrong = threading.Event(), list[int]()
+
+    def load() -> None:
+        while not stop.is_set():
+            try:
+                server.openai.completions.create(model=MODEL, prompt="Hi")
+            except openai.APIStatusError as error:
+                wrong.append(error.status_code)
+
+    threads = [threading.Thread(target=load) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    try:
+        for index in range(30):
+            write(keys_file, *KEYS, key_of(f"new{index}"))
+            reply = server.http.post("/admin/keys/reload", headers=keyed("root"))
+            assert reply.json() == {"keys": len(KEYS) + 2}
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+    assert wrong == []
+    meter = next(meter for key, meter in server.app.state.server.keys.entries if key.name == "alice")
+    assert (meter.requests, meter.open) == (len(server.client.submitted), 0)
+
+
+def test_no_key_and_no_hash_in_the_log(
+    server: RunningServer, keys_file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG, "foreword")
+    secrets = ["sesame-right", "sesame-wrong"]
+    write(keys_file, key_of("sesame-right", requests_per_minute=1))
+    until(lambda: server.http.get("/v1/models", headers=keyed("sesame-right")).status_code == 200)
+    for key in (*secrets, "sesame-right"):
+        ask(server, key)
+        server.http.post(f"{CHAT}?key={key}", content=b"{", headers={"x-api-key": key})
+    keys_file.write_text("keys: [{name: a, hash: sesame-wrong}]")
+    until(lambda: "stay as they were" in caplog.text)
+    key = key_of("sesame-right")
+    for hidden in ("sesame-wrong", key.digest.hex(), key.salt.hex(), "Bearer"):
+        assert hidden not in caplog.text

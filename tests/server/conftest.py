@@ -1,0 +1,135 @@
+"""A real uvicorn on a free port of the loopback, with a fake engine behind it (or a real one)."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import uvicorn
+
+from foreword.checkpoint import prepare_checkpoint
+from foreword.config.options import Config
+from foreword.engine_client.client import EngineClient, SubprocessClient
+from foreword.metrics.recorder import MetricsRecorder
+from foreword.multimodal.base import ImageProcessor
+from foreword.server.app import create_app
+from foreword.server.http_protocol import uvicorn_config
+from foreword.tokenizer.tokenizer import Tokenizer
+from tests.support.fakes import FakeEngineClient, FakeOutput, byte_tokenizer
+
+MODEL = "fake-model"
+
+
+@dataclass
+class RunningServer:
+    """A server that runs in a thread."""
+
+    url: str
+    client: Any
+    http: httpx.Client
+    openai: openai.OpenAI
+    app: Any
+
+    def set_output(self, script: FakeOutput | Callable[[Any], FakeOutput]) -> None:
+        self.client.script = script
+
+    def chat(self, **fields: Any) -> Any:
+        fields.setdefault("messages", [{"role": "user", "content": "Hi"}])
+        extra = {name: fields.pop(name) for name in list(fields) if name not in CHAT_FIELDS}
+        return self.openai.chat.completions.create(model=MODEL, extra_body=extra, **fields)
+
+    def complete(self, prompt: Any = "Hi", **fields: Any) -> Any:
+        extra = {name: fields.pop(name) for name in list(fields) if name not in COMPLETION_FIELDS}
+        return self.openai.completions.create(model=MODEL, prompt=prompt, extra_body=extra, **fields)
+
+    def idle(self) -> bool:
+        return not self.client.live and self.app.state.server.admission.open == 0
+
+    def wait_until_idle(self, limit_s: float = 5) -> None:
+        deadline = time.monotonic() + limit_s
+        while not self.idle():
+            assert time.monotonic() < deadline, "something was not freed"
+            time.sleep(0.005)
+
+
+CHAT_FIELDS = frozenset(inspect.signature(openai.resources.chat.Completions.create).parameters)
+COMPLETION_FIELDS = frozenset(inspect.signature(openai.resources.Completions.create).parameters)
+
+
+@contextlib.contextmanager
+def run_server(
+    config: Config | None = None,
+    client: EngineClient | None = None,
+    key: str = "none",
+    tokenizer: Tokenizer | None = None,
+    encoder: Any = None,
+    processor: ImageProcessor | None = None,
+) -> Iterator[RunningServer]:
+    config, client = config or Config(), client or FakeEngineClient()
+    recorder = MetricsRecorder(config.drafter_names())
+    app = create_app(
+        config, client, tokenizer or byte_tokenizer(), recorder, MODEL, encoder, processor=processor
+    )
+    listener = socket.create_server(("127.0.0.1", 0))
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    server = uvicorn.Server(uvicorn_config(app, config))
+
+    async def main() -> None:
+        await client.start()
+        await server.serve(sockets=[listener])
+        await client.close()
+
+    thread = threading.Thread(target=lambda: asyncio.run(main()))
+    thread.start()
+    try:
+        while not server.started:
+            time.sleep(0.005)
+            assert thread.is_alive()
+        with (
+            httpx.Client(base_url=url, timeout=20) as http,
+            openai.OpenAI(base_url=url + "/v1", api_key=key, max_retries=0, timeout=20) as talker,
+        ):
+            yield RunningServer(url, client, http, talker, app)
+    finally:
+        server.should_exit = True
+        thread.join(10)
+        listener.close()
+    assert not thread.is_alive()
+
+
+@pytest.fixture(scope="session")
+def shared() -> Iterator[RunningServer]:
+    with run_server() as server:
+        yield server
+
+
+@pytest.fixture
+def served(shared: RunningServer) -> Iterator[RunningServer]:
+    """The shared server, asked nothing so far; afterwards everything must be free again."""
+    client = shared.client
+    client.script = FakeOutput()
+    for log in (client.submitted, client.finished, client.aborted):
+        log.clear()
+    yield shared
+    shared.wait_until_idle()
+
+
+@pytest.fixture(scope="session")
+def demo() -> Iterator[RunningServer]:
+    """The bundled model, with the drafters that run by default."""
+    prepared = prepare_checkpoint(
+        Config(kv_cache_memory="60000tokens", log_level="warning", threads=1, max_waiting=512)
+    )
+    client = SubprocessClient(prepared.config, prepared.never_sampled_ids, prepared.tokenizer.vocabulary)
+    with run_server(prepared.config, client, tokenizer=prepared.tokenizer) as server:
+        yield server

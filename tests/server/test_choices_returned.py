@@ -1,0 +1,90 @@
+"""How many choices came back is counted when they did: fewer than asked for are an error, never silence."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import openai
+import pytest
+
+from foreword.core.request import Request
+from tests.server.conftest import RunningServer
+from tests.support.fakes import FakeOutput
+
+CHAT = "/v1/chat/completions"
+USER = [{"role": "user", "content": "Hi"}]
+
+
+def returned(server: RunningServer) -> int:
+    match = re.search(
+        r"^foreword_choices_returned_total (\d+)", server.http.get("/metrics").text, re.MULTILINE
+    )
+    assert match is not None
+    return int(match[1])
+
+
+def failing(index: int, others: FakeOutput) -> Callable[[Request], FakeOutput]:
+    return lambda request: FakeOutput(fail_after=2) if request.id.endswith(f"-{index}") else others
+
+
+@pytest.mark.parametrize("n", [1, 8])
+@pytest.mark.parametrize("stream", [False, True])
+def test_all_of_them(served: RunningServer, n: int, stream: bool) -> None:
+    before = returned(served)
+    answer = served.chat(n=n, stream=stream)
+    if stream:
+        assert len({chunk.choices[0].index for chunk in answer}) == n
+    else:
+        assert len(answer.choices) == n
+    assert returned(served) - before == n
+
+
+def test_a_choice_that_fails_is_an_error_of_the_whole_answer(served: RunningServer) -> None:
+    before = returned(served)
+    served.set_output(failing(1, FakeOutput("abc")))
+    with pytest.raises(openai.InternalServerError):
+        served.chat(n=3)
+    assert returned(served) == before
+
+
+def test_in_a_stream_it_is_an_event_behind_the_others(served: RunningServer) -> None:
+    before = returned(served)
+    served.set_output(failing(1, FakeOutput("abc")))
+    reply = served.http.post(
+        CHAT, json={"messages": USER, "n": 3, "stream": True, "stream_options": {"include_usage": True}}
+    )
+    events = [
+        json.loads(line.removeprefix("data: "))
+        for line in reply.text.split("\n\n")
+        if line and not line.endswith("[DONE]")
+    ]
+    ends = [
+        choice["index"] for event in events for choice in event.get("choices", ()) if choice["finish_reason"]
+    ]
+    assert sorted(ends) == [0, 2] and "error" in events[-1]
+    assert not any(event.get("usage") for event in events), "usage would say that all is well"
+    assert returned(served) - before == 2
+    served.set_output(failing(0, FakeOutput("abc")))
+    with pytest.raises(openai.APIError):
+        list(served.chat(n=2, stream=True))
+
+
+def test_who_leaves_got_what_had_ended_before(served: RunningServer) -> None:
+    before = returned(served)
+    served.set_output(
+        lambda request: FakeOutput("abc") if request.id.endswith("-0") else FakeOutput(hang_after=2)
+    )
+    body: Any = json.dumps({"messages": USER, "n": 3, "stream": True}).encode()
+    host, port = served.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as connection:
+        head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        connection.sendall(head.encode() + body)
+        heard = b""
+        while b'"finish_reason":"stop"' not in heard:
+            heard += connection.recv(65_536)
+    served.wait_until_idle()
+    assert returned(served) - before == 1

@@ -1,0 +1,229 @@
+"""Ordinary examples of ordinary clients, unchanged, against the bundled model: its answers may be silly, but they parse."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import json
+from typing import Annotated, Any, Literal
+
+import openai
+import pytest
+from pydantic import BaseModel, ConfigDict, Field
+
+from tests.server.conftest import MODEL, RunningServer
+
+USER = [{"role": "user", "content": "Tell me about a person."}]
+
+
+class Address(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    street: str = Field(max_length=20)
+    number: int = Field(ge=1, le=999)
+
+
+class Person(BaseModel):
+    """Somebody."""
+
+    model_config = ConfigDict(extra="forbid")
+    name: str = Field(max_length=20)
+    age: int = Field(ge=0, le=150)
+    mood: Literal["happy", "sad"]
+    addresses: list[Address] = Field(max_length=2)
+    nickname: Annotated[str, Field(max_length=10)] | None
+
+
+def holds_object(text: str, finish_reason: str) -> bool:
+    """JSON mode bounds no text: a model as small as this may still be within one at the end of its tokens."""
+    return text.lstrip().startswith("{") if finish_reason == "length" else isinstance(json.loads(text), dict)
+
+
+# openai
+
+
+def test_openai_parse(demo: RunningServer) -> None:
+    completion = demo.openai.chat.completions.parse(
+        model=MODEL, messages=USER, response_format=Person, max_tokens=1000, seed=1
+    )
+    message = completion.choices[0].message
+    assert isinstance(message.parsed, Person) and message.refusal is None
+    assert Person.model_validate_json(message.content) == message.parsed
+    assert completion.usage.completion_tokens > 0
+
+
+def test_openai_stream_with_parsing(demo: RunningServer) -> None:
+    options: dict[str, Any] = {
+        "model": MODEL,
+        "messages": USER,
+        "response_format": Person,
+        "max_tokens": 1000,
+        "seed": 1,
+    }
+    with demo.openai.chat.completions.stream(**options) as stream:
+        kinds = {event.type for event in stream}
+        parsed = stream.get_final_completion().choices[0].message.parsed
+    assert {"chunk", "content.delta", "content.done"} <= kinds
+    assert isinstance(parsed, Person)
+    assert (
+        parsed == demo.openai.chat.completions.parse(**options).choices[0].message.parsed
+    )  # streamed or not: the same
+
+
+def test_openai_response_formats(demo: RunningServer) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"n": {"type": "integer", "maximum": 9, "minimum": 0}},
+        "required": ["n"],
+        "additionalProperties": False,
+    }
+    formats: list[Any] = [
+        {"type": "json_schema", "json_schema": {"name": "n", "schema": schema, "strict": True}},
+        {"type": "json_object"},
+        {"type": "text"},
+    ]
+    first, second, third = (
+        demo.openai.chat.completions.create(
+            model=MODEL, messages=USER, response_format=one, max_tokens=300, seed=2
+        )
+        for one in formats
+    )
+    assert 0 <= json.loads(first.choices[0].message.content)["n"] <= 9
+    assert holds_object(second.choices[0].message.content, second.choices[0].finish_reason)
+    assert third.choices[0].message.content
+
+
+def test_openai_refuses_what_is_cut_short(demo: RunningServer) -> None:
+    with pytest.raises(openai.LengthFinishReasonError):
+        demo.openai.chat.completions.parse(model=MODEL, messages=USER, response_format=Person, max_tokens=3)
+
+
+async def test_openai_async(demo: RunningServer) -> None:
+    async with openai.AsyncOpenAI(base_url=demo.url + "/v1", api_key="none", max_retries=0) as client:
+        ask = client.chat.completions.parse
+        parsed = [
+            ask(model=MODEL, messages=USER, response_format=Address, max_tokens=600, seed=seed)
+            for seed in range(4)
+        ]
+        assert all(
+            isinstance(one.choices[0].message.parsed, Address) for one in await asyncio.gather(*parsed)
+        )
+
+
+def test_openai_embeddings(demo: RunningServer) -> None:
+    """The client asks for base64 unless told otherwise."""
+    reply = demo.openai.embeddings.create(model=MODEL, input=["one", "two", "one"])
+    first, second, third = (item.embedding for item in reply.data)
+    assert first == third != second and len(first) == len(second)
+    plain = demo.openai.embeddings.create(model=MODEL, input="one", encoding_format="float").data[0].embedding
+    assert plain == pytest.approx(first, abs=1e-6)
+
+
+# litellm
+
+
+@pytest.fixture(scope="module")
+def litellm() -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")
+        module = importlib.import_module("litellm")
+    module.telemetry = False
+    return module
+
+
+@pytest.fixture
+def asked(demo: RunningServer) -> dict[str, Any]:
+    return {
+        "model": f"openai/{MODEL}",
+        "api_base": demo.url + "/v1",
+        "api_key": "none",
+        "messages": USER,
+        "max_tokens": 40,
+    }
+
+
+def test_litellm_completion(litellm: Any, asked: dict[str, Any]) -> None:
+    reply = litellm.completion(**asked, temperature=0)
+    assert reply.choices[0].message.content and reply.usage.completion_tokens > 0
+    streamed = litellm.completion(**asked, temperature=0, stream=True)
+    assert (
+        "".join(chunk.choices[0].delta.content or "" for chunk in streamed)
+        == reply.choices[0].message.content
+    )
+
+
+async def test_litellm_async(litellm: Any, asked: dict[str, Any]) -> None:
+    reply = await litellm.acompletion(**asked, seed=1)
+    stream = await litellm.acompletion(**asked, seed=1, stream=True)
+    assert (
+        "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+        == reply.choices[0].message.content
+    )
+
+
+def test_litellm_response_format(litellm: Any, asked: dict[str, Any]) -> None:
+    reply = litellm.completion(**asked | {"max_tokens": 1000}, response_format=Person)
+    assert Person.model_validate_json(reply.choices[0].message.content)
+    reply = litellm.completion(**asked | {"max_tokens": 300}, response_format={"type": "json_object"})
+    assert holds_object(reply.choices[0].message.content, reply.choices[0].finish_reason)
+
+
+def test_litellm_embedding_and_errors(litellm: Any, asked: dict[str, Any]) -> None:
+    where = {name: asked[name] for name in ("model", "api_base", "api_key")}
+    reply = litellm.embedding(**where, input=["one", "two"])
+    assert [len(item["embedding"]) for item in reply.data] == [len(reply.data[0]["embedding"])] * 2
+    with pytest.raises(litellm.BadRequestError, match="temperature"):
+        litellm.completion(**asked, temperature=-1)
+
+
+# langchain
+
+
+@pytest.fixture(scope="module")
+def langchain() -> Any:
+    return importlib.import_module("langchain_openai")
+
+
+def chat_model(langchain: Any, demo: RunningServer, **options: Any) -> Any:
+    return langchain.ChatOpenAI(
+        model=MODEL, base_url=demo.url + "/v1", api_key="none", max_retries=0, **{"max_tokens": 40, **options}
+    )
+
+
+def test_langchain_chat(langchain: Any, demo: RunningServer) -> None:
+    model = chat_model(langchain, demo, temperature=0)
+    reply = model.invoke([("system", "You are brief."), ("human", "What is a draft?")])
+    assert reply.content and reply.usage_metadata["output_tokens"] > 0
+    assert (
+        "".join(chunk.content for chunk in model.stream("What is a draft?"))
+        == model.invoke("What is a draft?").content
+    )
+    assert len(model.batch(["One", "Two", "Three"])) == 3
+
+
+def test_langchain_structured_output(langchain: Any, demo: RunningServer) -> None:
+    model = chat_model(langchain, demo, max_tokens=1000)
+    assert isinstance(model.with_structured_output(Person, method="json_schema").invoke("A person."), Person)
+    described = {"title": "town", **Address.model_json_schema()}
+    assert set(model.with_structured_output(described, method="json_schema").invoke("A town.")) == {
+        "street",
+        "number",
+    }
+    sure = chat_model(langchain, demo, max_tokens=200, temperature=0)
+    pilot = sure.with_structured_output(None, method="json_mode").invoke(
+        "Write JSON: name=Paul, age=42, city=Lisbon, job=pilot"
+    )
+    assert pilot == {"name": "Paul", "age": 42, "city": "Lisbon", "job": "pilot"}
+
+
+async def test_langchain_async(langchain: Any, demo: RunningServer) -> None:
+    model = chat_model(langchain, demo, seed=1)
+    whole = await model.ainvoke("Hello")
+    assert "".join([chunk.content async for chunk in model.astream("Hello")]) == whole.content
+
+
+def test_langchain_embeddings(langchain: Any, demo: RunningServer) -> None:
+    embeddings = langchain.OpenAIEmbeddings(
+        model=MODEL, base_url=demo.url + "/v1", api_key="none", check_embedding_ctx_length=False
+    )
+    one, two = embeddings.embed_documents(["one", "two"])
+    assert one == embeddings.embed_query("one") != two

@@ -1,0 +1,212 @@
+import json
+from typing import Any
+
+import openai
+import pytest
+
+from tests.server.conftest import RunningServer
+from tests.support.fakes import BOS, EOS, FakeOutput
+
+
+def test_a_completion(served: RunningServer) -> None:
+    served.set_output(FakeOutput("Hello", (2,)))
+    answer = served.complete("Say")
+    assert answer.object == "text_completion" and answer.id.startswith("cmpl-")
+    assert (answer.choices[0].text, answer.choices[0].finish_reason) == ("Hello", "stop")
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (3, 6)
+
+
+def test_sixteen_tokens_by_default(served: RunningServer) -> None:
+    served.set_output(FakeOutput("abc", (5,)))
+    answer = served.complete(ignore_eos=True)
+    assert (answer.usage.completion_tokens, answer.choices[0].finish_reason) == (16, "length")
+    assert answer.choices[0].text == "abcabcabcabcabca"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "ids"),
+    [
+        ("ab", [[97, 98]]),
+        (["a", "b"], [[97], [98]]),
+        ([97, 98], [[97, 98]]),
+        ([[97], [98, 99]], [[97], [98, 99]]),
+    ],
+)
+@pytest.mark.parametrize("n", [1, 2])
+def test_every_kind_of_prompt(served: RunningServer, prompt: Any, ids: list[list[int]], n: int) -> None:
+    served.set_output(lambda request: FakeOutput(f"<{request.prompt_ids[0]}>{request.seed}"))
+    answer = served.complete(prompt, n=n, seed=1)
+    assert [choice.index for choice in answer.choices] == list(range(n * len(ids)))
+    assert [choice.text for choice in answer.choices] == [
+        f"<{one[0]}>{1 + i}" for one in ids for i in range(n)
+    ]
+    assert answer.usage.prompt_tokens == sum(map(len, ids))
+
+
+def test_a_stream_of_several_prompts(served: RunningServer) -> None:
+    served.set_output(lambda request: FakeOutput(f"answer {request.prompt_ids[0]}", (3,)))
+    chunks = list(served.complete(["a", "b"], stream=True, stream_options={"include_usage": True}))
+    texts = [
+        "".join(c.choices[0].text for c in chunks if c.choices and c.choices[0].index == i) for i in range(2)
+    ]
+    assert texts == ["answer 97", "answer 98"]
+    assert sorted(c.choices[0].index for c in chunks if c.choices and c.choices[0].finish_reason) == [0, 1]
+    assert chunks[-1].usage.prompt_tokens == 2 and chunks[-1].choices == []
+
+
+@pytest.mark.parametrize("prompt", ["Say", [ord("S"), ord("a"), ord("y")]])
+@pytest.mark.parametrize("stream", [False, True])
+def test_echo(served: RunningServer, prompt: Any, stream: bool) -> None:
+    answer = served.complete(prompt, echo=True, stream=stream)
+    text = "".join(chunk.choices[0].text for chunk in answer) if stream else answer.choices[0].text
+    assert text == "SayHello world"
+
+
+def test_logprobs(served: RunningServer) -> None:
+    served.set_output(FakeOutput("hé", (3,)))
+    found = served.complete(logprobs=2).choices[0].logprobs
+    assert found.tokens == ["h", "\ufffd", "\ufffd", "<|eos|>"]
+    assert found.token_logprobs == [-0.5] * 4
+    assert found.text_offset == [0, 1, 1, 2]
+    assert found.top_logprobs[0] == {"h": -0.5, "i": -1.5}
+    assert served.complete(logprobs=0).choices[0].logprobs.top_logprobs[0] == {"h": -0.5}
+    assert served.complete().choices[0].logprobs is None
+
+
+def test_echo_with_logprobs(served: RunningServer) -> None:
+    served.set_output(FakeOutput("ab"))
+    found = (
+        served.complete([BOS, ord("S"), ord("o")], echo=True, logprobs=1, max_tokens=2).choices[0].logprobs
+    )
+    assert found.tokens == ["<|bos|>", "S", "o", "a", "b"]
+    assert found.token_logprobs == [None, -0.5, -0.5, -0.5, -0.5]
+    assert found.text_offset == [0, 0, 1, 2, 3]
+    assert found.top_logprobs[:2] == [None, {"S": -0.5}]
+
+
+def test_streamed_logprobs_are_the_same(served: RunningServer) -> None:
+    served.set_output(FakeOutput("one two three", (4,)))
+    whole = served.complete("So", echo=True, logprobs=1, stop="three").choices[0].logprobs
+    chunks = list(served.complete("So", echo=True, logprobs=1, stop="three", stream=True))
+    for key in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+        streamed = [
+            value for c in chunks if c.choices[0].logprobs for value in getattr(c.choices[0].logprobs, key)
+        ]
+        assert streamed == getattr(whole, key)
+
+
+def test_scoring_a_prompt_without_an_answer(served: RunningServer) -> None:
+    answer = served.complete("Say", echo=True, logprobs=1, max_tokens=0)
+    assert answer.choices[0].text == "Say"
+    assert answer.choices[0].logprobs.token_logprobs == [None, -0.5, -0.5]
+    assert (answer.usage.completion_tokens, answer.choices[0].finish_reason) == (0, "length")
+
+
+def test_best_of_may_equal_n(served: RunningServer) -> None:
+    assert len(served.complete(n=2, best_of=2).choices) == 2
+    assert len(list(served.complete(n=1, best_of=1, stream=True))) > 1
+
+
+def rated(request: Any) -> FakeOutput:
+    """The third choice is the likeliest, then the second; the longer ones are the less likely."""
+    rank = (request.seed - 7) % 4
+    return FakeOutput(f"{chr(request.prompt_ids[0])}{rank}", logprob=(-3.0, -1.0, -0.5, -2.0)[rank])
+
+
+def test_best_of_returns_the_likeliest_and_counts_all(served: RunningServer) -> None:
+    served.set_output(rated)
+    answer = served.complete(["a", "b"], n=2, best_of=4, seed=7)
+    assert [(choice.index, choice.text) for choice in answer.choices] == [
+        (0, "a2"),
+        (1, "a1"),
+        (2, "b2"),
+        (3, "b1"),
+    ]
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (2, 2 * 4 * 3)
+    assert all(choice.logprobs is None for choice in answer.choices)
+    scored = served.complete("a", best_of=3, seed=7, echo=True, logprobs=1).choices
+    assert [(choice.text, choice.logprobs.token_logprobs[-1]) for choice in scored] == [("aa2", -0.5)]
+
+
+def test_log_probabilities_of_chosen_ids(served: RunningServer) -> None:
+    served.set_output(FakeOutput("h"))
+    found = served.complete(logprob_token_ids=[97, 98]).choices[0].logprobs
+    assert found.top_logprobs[0] == {"a": -97.0, "b": -98.0, "h": -0.5}
+    chosen = served.complete(logprobs=1, logprob_token_ids=[97]).choices[0].logprobs
+    assert chosen.top_logprobs[0] == {"h": -0.5, "a": -97.0}
+
+
+def test_a_prompt_is_cut_to_its_end(served: RunningServer) -> None:
+    answer = served.complete("Something", truncate_prompt_tokens=4, echo=True)
+    assert answer.choices[0].text == "hingHello world"
+    assert answer.usage.prompt_tokens == 4
+    assert (
+        served.complete("x" * 5000, truncate_prompt_tokens=-1, max_tokens=100).usage.prompt_tokens
+        == 2048 - 100
+    )
+
+
+def test_other_spellings_are_taken(served: RunningServer) -> None:
+    assert served.complete(n_predict=3, repeat_penalty=1.5).usage.completion_tokens == 3
+    assert served.client.submitted[-1].params.repetition_penalty == 1.5
+
+
+def test_token_ids(served: RunningServer) -> None:
+    served.set_output(FakeOutput("ab", (2,)))
+    chunks = list(served.complete("S", stream=True, return_token_ids=True))
+    assert [i for chunk in chunks for i in chunk.choices[0].token_ids] == [97, 98, EOS]
+    assert chunks[0].choices[0].prompt_token_ids == [ord("S")]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"suffix": "x"}, "suffix"),
+        ({"best_of": 3, "n": 4}, "best_of"),
+        ({"best_of": 129}, "best_of"),
+        ({"best_of": 3, "stream": True}, "best_of"),
+        ({"best_of": 2, "n": 0}, "n"),
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+        ({"logprob_token_ids": [260]}, "logprob_token_ids"),
+        ({"logprob_token_ids": list(range(129))}, "logprob_token_ids"),
+        ({"dry_sequence_breakers": [""]}, "dry_sequence_breakers"),
+        ({"n_predict": 4, "max_tokens": 5}, "n_predict"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"logprobs": 21}, "logprobs"),
+        ({"echo": True, "logprobs": -1}, "logprobs"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [[]]}, "prompt"),
+        ({"prompt": ["a", 1]}, "prompt"),
+        ({"prompt": [1.5]}, "prompt"),
+        ({"prompt": [True]}, "prompt"),
+        ({"prompt": {"a": 1}}, "prompt"),
+        ({"prompt": None}, "prompt"),
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": [260]}, "prompt"),
+        ({"prompt": [-1]}, "prompt"),
+        ({"prompt": "\ud800"}, "prompt"),
+        ({"prompt": "x" * 2048}, "prompt"),
+        ({"stream": True, "prompt_logprobs": 1}, "prompt_logprobs"),
+    ],
+)
+def test_refused(served: RunningServer, fields: dict[str, Any], param: str) -> None:
+    body = '{"prompt": "Hi"' + "".join(f', "{name}": {_json(value)}' for name, value in fields.items()) + "}"
+    reply = served.http.post("/v1/completions", content=body, headers={"Content-Type": "application/json"})
+    assert reply.status_code == 400, reply.text
+    assert reply.json()["error"]["param"] == param
+    assert param.split("[")[0] in reply.json()["error"]["message"]
+    assert not served.client.submitted
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value)
+
+
+def test_a_completion_needs_a_prompt(served: RunningServer) -> None:
+    reply = served.http.post("/v1/completions", json={"model": "fake-model"})
+    assert reply.json()["error"]["message"] == "prompt is required"
+
+
+def test_more_choices_than_may_wait(served: RunningServer) -> None:
+    with pytest.raises(openai.BadRequestError, match="4096"):
+        served.complete(["a"] * 64, n=65)

@@ -1,0 +1,273 @@
+"""Clients that send what is no request, or so slowly that it never is one: refused or cut off, never a 5xx, never a hang."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import socket
+import struct
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from foreword.config.options import Config
+from foreword.server import http_protocol as connections
+from foreword.server import middleware
+from tests.server.conftest import RunningServer, run_server
+from tests.support.fakes import FakeEngineClient, FakeOutput
+
+CHAT = "/v1/chat/completions"
+BODY = json.dumps({"messages": [{"role": "user", "content": "Hi"}]}).encode()
+HEAD = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n".encode()
+
+
+@pytest.fixture(scope="module")
+def edge() -> Iterator[RunningServer]:
+    """A server that waits for no client longer than a second."""
+    with run_server(
+        Config(client_timeout=1, max_connections=40, max_body_mb=1), FakeEngineClient(FakeOutput("ok"))
+    ) as server:
+        yield server
+
+
+@pytest.fixture(autouse=True)
+def no_tracebacks(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """Nothing that a client sends is an error of the server."""
+    with caplog.at_level(logging.WARNING):
+        yield
+    assert not [record for record in caplog.records if record.exc_info or record.levelno >= logging.ERROR]
+
+
+def dial(server: RunningServer) -> socket.socket:
+    host, port = server.url.removeprefix("http://").split(":")
+    return socket.create_connection((host, int(port)), timeout=20)
+
+
+def said(raw: socket.socket) -> bytes:
+    """All that the server sends until it closes."""
+    found = b""
+    try:
+        while part := raw.recv(65536):
+            found += part
+    except ConnectionResetError:
+        pass
+    return found
+
+
+def status_of(answer: bytes) -> int:
+    assert answer.startswith(b"HTTP/1.1 "), answer
+    return int(answer.split()[1])
+
+
+def whole(body: bytes = BODY) -> bytes:
+    return HEAD + b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+
+
+@pytest.mark.parametrize(
+    ("sent", "statuses"),
+    [
+        (b"nonsense\r\n\r\n", {400}),
+        (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"\x00" * 200, {400}),  # TLS
+        (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", {400, 404}),
+        (b"GET / HTTP/1.1\r\n\r\n", {400}),  # no Host
+        (b"GET / HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n", {400}),
+        (b"GET / HTTP/9.9\r\nHost: x\r\n\r\n", {400, 404}),
+        (b"GET /\xff HTTP/1.1\r\nHost: x\r\n\r\n", {400}),
+        (b"GET / HTTP/1.1\r\nHost: x\r\nA : b\r\n\r\n", {400}),
+        (b"GET / HTTP/1.1\r\nHost: x\r\nA: \x00\r\n\r\n", {400}),
+        (b"GET /" + b"x" * 300_000 + b" HTTP/1.1\r\nHost: x\r\n\r\n", {400, 404}),
+        (b"GET / HTTP/1.1\r\nHost: x\r\n" + b"A: b\r\n" * 100_000, {400}),
+        (b"GET / HTTP/1.1\r\nHost: x\r\nA: " + b"b" * 1_000_000, {400}),
+        (b"BREW / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n", {404, 405}),
+        (b"GET http://x/live HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n", {404}),
+        (b"OPTIONS * HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n", {404, 405}),
+        (b"CONNECT x:1 HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n", {404, 405}),
+        (b"GET /live HTTP/1.1\r\nHost: x\r\nConnection: upgrade, close\r\nUpgrade: websocket\r\n\r\n", {200}),
+        (b"GET /%ff%00%2e%2e/ HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n", {404}),
+        (HEAD + b"Content-Length: -1\r\n\r\n", {400}),
+        (HEAD + b"Content-Length: 1e3\r\n\r\n", {400}),
+        (HEAD + b"Content-Length: 99999999999999999999\r\n\r\n", {400, 413}),
+        (HEAD + b"Content-Length: " + b"9" * 5000 + b"\r\n\r\n", {400}),
+        (HEAD + b"Content-Length: 5\r\nContent-Length: 6\r\n\r\nabcdef", {400}),
+        (HEAD + b"Content-Length: 100000\r\n\r\n" + BODY, {408}),  # less than it said
+        (HEAD + b"Connection: close\r\nContent-Length: 3\r\n\r\n" + BODY, {400}),  # more than it said
+        (HEAD + b"Transfer-Encoding: gzip\r\n\r\n", {400, 501}),
+        (HEAD + b"Transfer-Encoding: chunked\r\n\r\nnonsense\r\n", {400}),
+        (HEAD + b"Transfer-Encoding: chunked\r\n\r\n-5\r\nabc\r\n0\r\n\r\n", {400}),
+        (HEAD + b"Transfer-Encoding: chunked\r\n\r\nffffffffffffffffffff\r\nabc", {400, 408}),
+        (HEAD + b"Transfer-Encoding: chunked\r\n\r\n5\r\nabcdefgh\r\n0\r\n\r\n", {400}),
+        (HEAD + b"Transfer-Encoding: chunked\r\n\r\n" + b"1\r\n{\r\n" * 3, {408}),
+        (
+            HEAD
+            + b"Transfer-Encoding: chunked\r\nContent-Length: 3\r\n\r\n%x\r\n%s\r\n0\r\n\r\n"
+            % (len(BODY), BODY),
+            {400},
+        ),
+        (HEAD + b"Content-Length: %d\r\ntransfer-encoding: Chunked\r\n\r\n" % len(BODY) + BODY, {400}),
+    ],
+)
+def test_what_is_no_request(edge: RunningServer, sent: bytes, statuses: set[int]) -> None:
+    with dial(edge) as raw:
+        try:
+            raw.sendall(sent)
+            answer = said(raw)
+        except (BrokenPipeError, ConnectionResetError):
+            answer = b""  # it was cut off while it was still sending
+    assert not answer or status_of(answer) in statuses, answer[:300]
+    assert answer or len(sent) > 100_000
+    assert edge.chat().choices[0].message.content == "ok"
+
+
+def test_a_refusal_has_the_envelope(edge: RunningServer) -> None:
+    with dial(edge) as raw:
+        raw.sendall(b"nonsense\r\n\r\n")
+        head, _, body = said(raw).partition(b"\r\n\r\n")
+    assert b"Connection: close" in head and json.loads(body)["error"]["type"] == "invalid_request_error"
+
+
+def test_two_lengths_smuggle_no_second_request(edge: RunningServer) -> None:
+    with dial(edge) as raw:
+        raw.sendall(
+            HEAD
+            + b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\nGET /live HTTP/1.1\r\nHost: x\r\n\r\n"
+        )
+        answer = said(raw)
+    assert answer.count(b"\r\n\r\n") == 1 and b"Connection: close" in answer
+
+
+def test_garbage_behind_a_request_does_not_harm_it(edge: RunningServer) -> None:
+    with dial(edge) as raw:
+        raw.sendall(whole().replace(b"Connection: close\r\n", b"") + b"\x00garbage\r\n\r\n" * 10)
+        answer = said(raw)
+    assert [int(status) for status in re.findall(rb"HTTP/1\.1 (\d+)", answer)] == [200, 400]
+
+
+def test_requests_in_a_row_are_answered_in_order(edge: RunningServer) -> None:
+    with dial(edge) as raw:
+        raw.sendall(whole().replace(b"Connection: close\r\n", b"") * 20 + whole())
+        assert said(raw).count(b"HTTP/1.1 200") == 21
+
+
+def test_garbage_while_a_body_is_refused(edge: RunningServer) -> None:
+    """The answer has begun: there is nothing more to say."""
+    with dial(edge) as raw:
+        raw.sendall(HEAD + b"Transfer-Encoding: chunked\r\n\r\n" + b"186a0\r\n" + b"x" * 100_000 + b"\r\n")
+        for _ in range(12):
+            raw.sendall(b"186a0\r\n" + b"x" * 100_000 + b"\r\n")
+        time.sleep(0.2)
+        try:
+            raw.sendall(b"nonsense\r\n")
+        except (BrokenPipeError, ConnectionResetError):
+            return
+        assert status_of(said(raw)) == 413
+
+
+# Slow ones
+
+
+def drip(raw: socket.socket, data: bytes, pause_s: float) -> bytes:
+    """Send byte by byte until the server closes; what it said."""
+    raw.settimeout(pause_s)
+    found = b""
+    for place in range(len(data)):
+        try:
+            raw.sendall(data[place : place + 1])
+            part = raw.recv(65536)
+        except TimeoutError:
+            continue
+        except (BrokenPipeError, ConnectionResetError):
+            return found
+        if not part:
+            return found
+        found += part
+    raise AssertionError("it was never cut off")
+
+
+def test_a_head_that_trickles_is_cut_off(edge: RunningServer) -> None:
+    with dial(edge) as raw:
+        assert status_of(drip(raw, b"GET /live HTTP/1.1\r\n" + b"A: b\r\n" * 100, 0.05)) == 408
+
+
+def test_a_body_that_trickles_is_cut_off(edge: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "BODY_TIMEOUT_FACTOR", 2)
+    with dial(edge) as raw:
+        raw.sendall(HEAD + b"Content-Length: 100000\r\n\r\n")
+        assert status_of(drip(raw, b"x" * 100_000, 0.3)) == 408
+
+
+@pytest.mark.parametrize(
+    "sent", [b"", b"GET /live HTTP/1.1\r\nHost: x\r\n\r\n"], ids=["silent from the start", "after an answer"]
+)
+def test_who_says_nothing_is_cut_off(edge: RunningServer, sent: bytes) -> None:
+    with dial(edge) as raw:
+        raw.sendall(sent)
+        answer = said(raw)
+    assert status_of(answer) == 200 if sent else answer == b""
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_the_server_may_take_its_time(edge: RunningServer, stream: bool) -> None:
+    edge.set_output(FakeOutput("slow", delay_s=0.5))
+    body = {"messages": [{"role": "user", "content": "Hi"}], "stream": stream}
+    answer = edge.http.post(CHAT, json=body)
+    assert answer.status_code == 200 and ("[DONE]" if stream else "slow") in answer.text
+    edge.set_output(FakeOutput("ok"))
+
+
+def test_half_closed_sockets_are_no_clients(edge: RunningServer) -> None:
+    edge.set_output(FakeOutput("ok", delay_s=0.05))
+    with dial(edge) as raw:
+        raw.sendall(whole())
+        raw.shutdown(socket.SHUT_WR)
+        said(raw)
+    edge.wait_until_idle()
+    edge.set_output(FakeOutput("ok"))
+
+
+def test_resets_in_the_middle(edge: RunningServer) -> None:
+    for cut in range(1, len(whole()), 17):
+        with dial(edge) as raw:
+            raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            raw.sendall(whole()[:cut])
+    edge.wait_until_idle()
+    assert edge.chat().choices[0].message.content == "ok"
+
+
+def test_connections_are_bounded(edge: RunningServer) -> None:
+    sockets = [dial(edge) for _ in range(60)]
+    try:
+        last = sockets[-1]
+        assert status_of(said(last)) == 429
+        assert sum(map(is_open, sockets)) <= 40
+    finally:
+        for raw in sockets:
+            raw.close()
+    deadline = time.monotonic() + 10
+    while edge.http.get("/live").status_code != 200:
+        assert time.monotonic() < deadline
+
+
+def is_open(raw: socket.socket) -> bool:
+    """Nothing was said, which would be a refusal."""
+    raw.setblocking(False)
+    try:
+        raw.recv(1, socket.MSG_PEEK)
+    except BlockingIOError:
+        return True
+    except ConnectionResetError:
+        pass
+    return False
+
+
+def test_bodies_are_bounded_together(edge: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(middleware, "MAX_BODIES_IN_MEMORY", 1)
+    with dial(edge) as first, dial(edge) as second:
+        for raw in (first, second):
+            raw.sendall(HEAD + b"Content-Length: 900000\r\n\r\n" + b" " * 600_000)
+            time.sleep(0.2)
+        assert b"429" in second.recv(15)
+        first.sendall(b" " * 300_000)
+        assert status_of(first.recv(15)) == 400
+    assert edge.chat().choices[0].message.content == "ok"

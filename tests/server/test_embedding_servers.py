@@ -1,0 +1,150 @@
+"""Whole servers: a generating model with a draft model and an encoder, all at work at once, and none disturbs another."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from foreword.bench.server import ServerProcess
+from foreword.config.options import Config
+from tests.support.checkpoints import write_checkpoint
+from tests.support.embedding_checkpoints import write_encoder
+
+PROMPT = "the thing in the thing in the"
+TEXTS = [f"text {number} of the thing in the {'other ' * (number % 9)}" for number in range(24)]
+GENERATE = {
+    "model": "tiny",
+    "max_tokens": 90,
+    "ignore_eos": True,
+    "temperature": 0.8,
+    "return_token_ids": True,
+}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    folder = tmp_path_factory.mktemp("embedding")
+    tiny = write_checkpoint(folder / "tiny", seed=5)
+    write_encoder(folder / "bert")
+    config = Config(
+        model=str(tiny),
+        draft_model=str(tiny),
+        embedding_model=str(folder / "bert"),
+        speculate="suffix,draft",
+        draft_length="fixed",
+        num_speculative_tokens=3,
+        max_num_batched_tokens=64,
+        max_num_seqs=8,
+        max_model_len=256,
+        threads=1,
+    )
+    with ServerProcess(config) as running:
+        yield running
+        assert running.stop() == 0, running.read_log()[-5:]
+
+
+def vectors(server: ServerProcess, model: str, texts: list[str], **fields: Any) -> list[list[float]]:
+    body = {"model": model, "input": texts, **fields}
+    reply = httpx.post(f"{server.url}/v1/embeddings", json=body, timeout=60)
+    assert reply.status_code == 200, reply.text
+    return [item["embedding"] for item in reply.json()["data"]]
+
+
+def tokens(server: ServerProcess, seed: int) -> list[int]:
+    """Of a stream."""
+    body = {**GENERATE, "prompt": PROMPT, "seed": seed, "stream": True}
+    found: list[int] = []
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as reply:
+        for line in reply.iter_lines():
+            if line.startswith("data: {"):
+                found += json.loads(line.removeprefix("data: "))["choices"][0]["token_ids"]
+    return found
+
+
+def test_all_at_once(server: ServerProcess) -> None:
+    """Streams that are drafted for, vectors of the same model and of the encoder: each the same bits as on a quiet server."""
+    asked: dict[str, Callable[[], Any]] = {
+        **{f"tokens {seed}": lambda seed=seed: tokens(server, seed) for seed in range(4)},
+        **{f"{p}": lambda p=p: vectors(server, "tiny", TEXTS, pooling=p) for p in ("last", "mean", "cls")},
+        **{f"bert {size}": lambda size=size: vectors(server, "bert", TEXTS[:size]) for size in (1, 24)},
+    }
+    quiet = {name: ask() for name, ask in asked.items()}
+    with ThreadPoolExecutor(2 * len(asked)) as pool:
+        busy = {(name, turn): pool.submit(ask) for turn in range(3) for name, ask in asked.items()}
+    for (name, _), answer in busy.items():
+        assert answer.result() == quiet[name], name
+    scraped = httpx.get(f"{server.url}/metrics").text
+    assert 'foreword_spec_drafter_errors_total{drafter="draft"} 0.0' in scraped
+    drafted = next(
+        line
+        for line in scraped.splitlines()
+        if line.startswith('foreword_spec_draft_tokens_total{drafter="draft"}')
+    )
+    assert float(drafted.split()[-1]) > 100
+
+
+def test_openai_with_both_models(server: ServerProcess) -> None:
+    client = openai.OpenAI(base_url=server.url + "/v1", api_key="none")
+    assert [card.id for card in client.models.list().data] == ["tiny", "bert"]
+    for model, size in (("tiny", 64), ("bert", 48)):
+        answer = client.embeddings.create(model=model, input=TEXTS[:3])
+        assert [len(item.embedding) for item in answer.data] == [size] * 3
+        plain = client.embeddings.create(model=model, input=TEXTS[:3], encoding_format="float", dimensions=8)
+        assert [len(item.embedding) for item in plain.data] == [8] * 3
+    with pytest.raises(openai.BadRequestError, match="bert is an encoder"):
+        client.completions.create(model="bert", prompt="a")
+
+
+def test_what_the_server_says_of_the_encoder(server: ServerProcess) -> None:
+    (line,) = [line for line in server.banner_lines if line.startswith("encoder: ")]
+    assert line.startswith("encoder: bert (bert, ") and "48 values" in line
+
+
+def test_clients_that_leave(server: ServerProcess) -> None:
+    """In the middle of long lists; afterwards all blocks are free, and the engine's own check at rest has found nothing."""
+
+    def leave(model: str) -> None:
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(
+                f"{server.url}/v1/embeddings", json={"model": model, "input": TEXTS * 80}, timeout=0.15
+            )
+
+    threads = [threading.Thread(target=leave, args=(model,)) for model in ("tiny", "bert", "tiny", "bert")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    time.sleep(1.5)
+    scraped = httpx.get(f"{server.url}/metrics").text
+    assert "foreword_kv_cache_usage_ratio 0.0" in scraped
+    assert "foreword_requests_running 0.0" in scraped and "foreword_requests_waiting 0.0" in scraped
+    assert vectors(server, "bert", TEXTS[:2]) and vectors(server, "tiny", TEXTS[:2])
+
+
+def test_an_encoder_that_dies_takes_nobody_along(server: ServerProcess) -> None:
+    """It is started again, and who asks meanwhile waits; streams go on."""
+    expected, before = tokens(server, 9), vectors(server, "bert", TEXTS[:2])
+    with ThreadPoolExecutor(1) as pool:
+        stream = pool.submit(tokens, server, 9)
+        os.kill(_pid_of(server, "foreword.embedding.worker"), signal.SIGKILL)
+        assert stream.result() == expected
+    assert vectors(server, "bert", TEXTS[:2]) == before
+
+
+def _pid_of(server: ServerProcess, module: str) -> int:
+    children = Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text().split()
+    (pid,) = [
+        int(child) for child in children if module.encode() in Path(f"/proc/{child}/cmdline").read_bytes()
+    ]
+    return pid

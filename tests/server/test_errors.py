@@ -1,0 +1,256 @@
+"""Whatever is wrong with a request: a 4xx in OpenAI's envelope that names field and limit, before anything is streamed."""
+
+import json
+from typing import Any
+
+import openai
+import pytest
+
+from tests.server.conftest import RunningServer
+
+CHAT = "/v1/chat/completions"
+USER = [{"role": "user", "content": "Hi"}]
+
+
+def post(served: RunningServer, fields: dict[str, Any], path: str = CHAT) -> tuple[int, dict[str, Any]]:
+    body = json.dumps({"messages": USER, **fields})
+    reply = served.http.post(path, content=body, headers={"Content-Type": "application/json"})
+    error = reply.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert "X-Request-Id" in reply.headers
+    assert not served.client.submitted
+    return reply.status_code, error
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "limit"),
+    [
+        ({"temperature": -1}, "temperature", "between 0 and 100"),
+        ({"temperature": "hot"}, "temperature", "valid number"),
+        ({"temperature": True}, "temperature", "valid number"),
+        ({"n": 0}, "n", "between 1 and 128"),
+        ({"n": 129}, "n", "between 1 and 128"),
+        ({"n": 1.5}, "n", "valid integer"),
+        ({"n": "2"}, "n", "valid integer"),
+        ({"top_p": 0}, "top_p", "above 0"),
+        ({"top_p": 1.1}, "top_p", "at most 1"),
+        ({"top_k": -2}, "top_k", "at least -1"),
+        ({"min_p": 2}, "min_p", "between 0 and 1"),
+        ({"typical_p": 0}, "typical_p", "above 0 and at most 1"),
+        ({"top_n_sigma": -2}, "top_n_sigma", "between -1 and 100"),
+        ({"xtc_probability": 1.5}, "xtc_probability", "between 0 and 1"),
+        ({"xtc_threshold": "low"}, "xtc_threshold", "valid number"),
+        ({"dry_multiplier": -1}, "dry_multiplier", "between 0 and 100"),
+        ({"dry_base": 0.9}, "dry_base", "between 1 and 100"),
+        ({"dry_allowed_length": 256}, "dry_allowed_length", "between 0 and 255"),
+        ({"dry_penalty_last_n": -2}, "dry_penalty_last_n", "at least -1"),
+        ({"dry_sequence_breakers": ["x" * 41]}, "dry_sequence_breakers", "at most 40 characters"),
+        ({"dry_sequence_breakers": ["x"] * 65}, "dry_sequence_breakers", "at most 64 texts"),
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "-1 or at least 1"),
+        ({"best_of": 2}, "best_of", "may only be 1"),
+        ({"presence_penalty": 3}, "presence_penalty", "between -2 and 2"),
+        ({"frequency_penalty": -3}, "frequency_penalty", "between -2 and 2"),
+        ({"repetition_penalty": 0}, "repetition_penalty", "between 0.01 and 100"),
+        ({"max_tokens": 0}, "max_tokens", "at least 1"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens", "at least 1"),
+        ({"min_tokens": 5, "max_tokens": 2}, "min_tokens", "above max_tokens 2"),
+        ({"seed": 2**64}, "seed", "between"),
+        ({"seed": 1.0}, "seed", "valid integer"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "between 0 and 20"),
+        ({"logprobs": 5}, "logprobs", "valid boolean"),
+        ({"top_logprobs": 2}, "top_logprobs", "logprobs: true"),
+        ({"logit_bias": {"x": 1}}, "logit_bias", "token id"),
+        ({"logit_bias": {"9" * 5000: 1}}, "logit_bias", "token id"),
+        ({"logit_bias": {"1": 101}}, "logit_bias", "between -100 and 100"),
+        ({"logit_bias": {"300": 1}}, "logit_bias", "ends at 259"),
+        ({"allowed_token_ids": []}, "allowed_token_ids", "empty"),
+        ({"stop": [""]}, "stop", "non-empty"),
+        ({"stop": 5}, "stop", "valid string or must be a valid list"),
+        ({"stop": ["x"] * 65}, "stop", "at most 64"),
+        ({"stop": "x" * 1025}, "stop", "at most 1024"),
+        ({"bad_words": "no"}, "bad_words", "valid list"),
+        ({"stream": "yes"}, "stream", "valid boolean"),
+        ({"stream_options": {"include_usage": True}}, "stream_options", "stream: true"),
+        ({"stream": True, "stream_options": {"nope": 1}}, "stream_options.nope", "unknown field"),
+        (
+            {"speculation": {"method": "medusa"}},
+            "speculation.method",
+            "auto, off, grammar, prediction, suffix",
+        ),
+        ({"speculation": {"max_tokens": -1}}, "speculation.max_tokens", "at least 0"),
+        ({"speculation": "off"}, "speculation", "must be"),
+        ({"messages": []}, "messages", "at least one"),
+        ({"messages": "Hi"}, "messages", "valid list"),
+        ({"messages": [{"content": "x"}]}, "messages[0].role", "required"),
+        (
+            {"messages": [{"role": "robot", "content": "x"}]},
+            "messages[0].role",
+            "one of system, developer, user, assistant",
+        ),
+        ({"messages": [*USER, {"role": "user"}]}, "messages[1].content", "text or a list of parts"),
+        (
+            {"messages": [{"role": "user", "content": "x", "colour": 1}]},
+            "messages[0].colour",
+            "unknown field",
+        ),
+        ({"messages": [{"role": "user", "content": "x" * 3000}]}, "messages", "2048 tokens long"),
+        ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages", "surrogate"),
+        (
+            {"continue_final_message": True, "add_generation_prompt": True},
+            "continue_final_message",
+            "exclude",
+        ),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "must not set"),
+        ({"frobnicate": 1}, "frobnicate", "unknown field"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_impossible_values(
+    served: RunningServer, fields: dict[str, Any], param: str, limit: str, stream: bool
+) -> None:
+    if stream and "stream_options" not in fields:
+        fields = {"stream": True, **fields}
+    status, error = post(served, fields)
+    assert (status, error["type"], error["param"]) == (400, "invalid_request_error", param)
+    assert limit in error["message"], error["message"]
+    assert param.rpartition(".")[2] in error["message"] or error["code"] == "context_length_exceeded"
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("tools", [{"type": "function", "function": {"name": "f"}}]),
+        ("tool_choice", "required"),
+        ("audio", {"voice": "alloy", "format": "wav"}),
+        ("modalities", ["text", "audio"]),
+        ("functions", [{"name": "f"}]),
+        ("logits_processors", ["x"]),
+        ("reasoning_effort", "high"),
+        ("use_beam_search", True),
+        ("web_search_options", {}),
+    ],
+)
+def test_what_is_not_supported_yet_is_named(served: RunningServer, field: str, value: Any) -> None:
+    status, error = post(served, {field: value})
+    assert (status, error["code"], error["param"]) == (400, "unsupported_parameter", field)
+    assert field in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "reason"),
+    [
+        ("mirostat", 2, "state"),
+        ("mirostat_tau", 3.0, "typical_p"),
+        ("use_beam_search", True, "best_of"),
+        ("length_penalty", 1.2, "beam search"),
+        ("early_stopping", True, "beam search"),
+        ("logits_processors", ["x"], "logit_bias"),
+        ("samplers", ["top_k"], "order"),
+        ("repeat_last_n", 64, "dry_penalty_last_n"),
+    ],
+)
+def test_what_is_refused_for_good_has_a_reason(
+    served: RunningServer, field: str, value: Any, reason: str
+) -> None:
+    status, error = post(served, {field: value})
+    assert (status, error["code"], error["param"]) == (400, "unsupported_parameter", field)
+    assert error["message"].startswith(f"{field} is refused: ") and reason in error["message"]
+
+
+def test_values_that_ask_for_nothing_are_taken(served: RunningServer) -> None:
+    neutral = {
+        "mirostat": 0,
+        "mirostat_tau": 5.0,
+        "mirostat_eta": 0.1,
+        "use_beam_search": False,
+        "length_penalty": 1.0,
+    }
+    assert served.chat(**neutral, early_stopping=False, repeat_last_n=-1, logits_processors=[]).choices
+
+
+def test_tools_in_a_conversation_are_named(served: RunningServer) -> None:
+    status, error = post(served, {"messages": [*USER, {"role": "tool", "content": "x"}]})
+    assert (status, error["code"], error["param"]) == (400, "unsupported_parameter", "messages[1].role")
+    part = {"type": "image_url", "image_url": {"url": "data:,"}}
+    status, error = post(served, {"messages": [{"role": "user", "content": [part]}]})
+    assert (status, error["code"], error["param"]) == (400, "unsupported_parameter", "messages[0].content[0]")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b'{"messages": [}',
+        b"[]",
+        b'"text"',
+        b"1",
+        b"null",
+        b"\xff\xfe",
+        b"[" * 100_000,
+        b'{"messages": ' + b"[" * 100_000,
+    ],
+)
+def test_broken_bodies(served: RunningServer, content: bytes) -> None:
+    reply = served.http.post(CHAT, content=content, headers={"Content-Type": "application/json"})
+    assert reply.status_code == 400, reply.text
+    assert reply.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_the_place_of_a_json_error_is_named(served: RunningServer) -> None:
+    reply = served.http.post(CHAT, content=b'{"n": 1,}', headers={"Content-Type": "application/json"})
+    assert (
+        "not valid JSON" in reply.json()["error"]["message"]
+        and "character 8" in reply.json()["error"]["message"]
+    )
+
+
+def test_a_body_that_is_not_declared_as_json(served: RunningServer) -> None:
+    reply = served.http.post(CHAT, content=b"{}", headers={"Content-Type": "text/plain"})
+    assert reply.status_code == 400 and "application/json" in reply.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("value", ["NaN", "Infinity", "1e999"])
+def test_numbers_that_are_none(served: RunningServer, value: str) -> None:
+    body = f'{{"messages": [{{"role": "user", "content": "Hi"}}], "temperature": {value}}}'
+    reply = served.http.post(CHAT, content=body, headers={"Content-Type": "application/json"})
+    assert reply.status_code == 400 and reply.json()["error"]["param"] == "temperature"
+
+
+def test_the_context_limit_has_its_code(served: RunningServer) -> None:
+    with pytest.raises(openai.BadRequestError, match="2048") as caught:
+        served.chat(messages=[{"role": "user", "content": "x" * 100_000}])
+    assert caught.value.code == "context_length_exceeded" and caught.value.param == "messages"
+
+
+def test_an_unknown_model(served: RunningServer) -> None:
+    status, error = post(served, {"model": "gpt-9"})
+    assert (status, error["code"], error["param"]) == (404, "model_not_found", "model")
+    with pytest.raises(openai.NotFoundError):
+        served.openai.models.retrieve("gpt-9")
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"), [("GET", "/nope", 404), ("GET", CHAT, 405), ("DELETE", "/health", 405)]
+)
+def test_routes_that_are_none(served: RunningServer, method: str, path: str, status: int) -> None:
+    reply = served.http.request(method, path)
+    assert reply.status_code == status
+    assert path in reply.json()["error"]["message"] and "X-Request-Id" in reply.headers
+
+
+def test_an_unexpected_exception_is_a_500_in_the_envelope(
+    served: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any) -> None:
+        raise RuntimeError("secret detail")
+
+    monkeypatch.setattr(served.client, "submit", broken)
+    reply = served.http.post(CHAT, json={"messages": USER}, headers={"X-Request-Id": "mine"})
+    assert reply.status_code == 500 and reply.headers["X-Request-Id"] == "mine"
+    assert reply.json()["error"]["type"] == "server_error" and "secret" not in reply.text
+
+
+def test_errors_quote_at_most_a_little(served: RunningServer) -> None:
+    _, error = post(served, {"temperature": "x" * 10_000})
+    assert len(error["message"]) < 300

@@ -1,0 +1,122 @@
+"""Two keys of a real server: one floods it, and the other is served in turn all the same."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from foreword.bench.server import ServerProcess
+from foreword.cli.main import main
+from foreword.config.options import Config
+
+FLOOD, SINGLES = 40, 3
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("keys") / "keys.yaml"
+
+
+def new_key(path: Path, capsys: pytest.CaptureFixture[str], name: str, *flags: str) -> str:
+    assert main(["keys", "new", name, "--file", str(path), *flags]) == 0
+    return capsys.readouterr().out.strip()
+
+
+@pytest.fixture(scope="module")
+def server(path: Path) -> Iterator[ServerProcess]:
+    path.write_text("keys: []")
+    config = Config(
+        api_key_file=str(path), threads=1, max_num_seqs=1, kv_cache_memory="4000tokens", log_level="debug"
+    )
+    with ServerProcess(config) as server:
+        yield server
+
+
+def reload(server: ServerProcess, key: str) -> None:
+    """Wait until the server knows of the key."""
+    for _ in range(200):
+        if httpx.get(f"{server.url}/v1/models", headers={"x-api-key": key}).status_code == 200:
+            return
+        threading.Event().wait(0.05)
+    raise AssertionError("the new key was never read")
+
+
+def test_one_who_floods_holds_up_nobody(
+    server: ServerProcess, path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    greedy, modest = (new_key(path, capsys, name) for name in ("greedy", "modest"))
+    root = new_key(path, capsys, "root", "--admin")
+    reload(server, root)
+    ended: list[str] = []
+
+    def ask(key: str, name: str) -> None:
+        body = {"prompt": name, "max_tokens": 64, "ignore_eos": True}
+        assert client.post("/v1/completions", json=body, headers={"x-api-key": key}).status_code == 200
+        ended.append(name)
+
+    with httpx.Client(base_url=server.url, timeout=120, limits=httpx.Limits(max_connections=None)) as client:
+        flood, singles = (
+            [threading.Thread(target=ask, args=who) for _ in range(count)]
+            for who, count in (((greedy, "greedy"), FLOOD), ((modest, "modest"), SINGLES))
+        )
+        for thread in flood:
+            thread.start()
+        until_open(server, root, FLOOD // 2)
+        before = ended.count("greedy")
+        for thread in singles:
+            thread.start()
+        for thread in singles:
+            thread.join()
+        meanwhile = ended.count("greedy") - before
+        for thread in flood:
+            thread.join()
+    assert (ended.count("greedy"), ended.count("modest")) == (FLOOD, SINGLES)
+    assert meanwhile < FLOOD // 2, f"in order of arrival all that were open would have come before: {ended}"
+
+
+def until_open(server: ServerProcess, key: str, count: int) -> None:
+    for _ in range(2000):
+        if httpx.get(f"{server.url}/admin/requests", headers={"x-api-key": key}).json()["open"] >= count:
+            return
+        threading.Event().wait(0.002)
+    raise AssertionError("so many requests never came")
+
+
+def test_no_key_is_in_what_the_server_says(
+    server: ServerProcess, path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    key = new_key(path, capsys, "quiet")
+    reload(server, key)
+    for wrong in (key, key[:-1]):
+        httpx.post(
+            f"{server.url}/v1/completions?key={key}",
+            headers={"x-api-key": wrong},
+            json={"prompt": "a", "max_tokens": 1},
+        )
+    said = "\n".join(server.read_log())
+    assert "key file read: " in said
+    assert key[:-1] not in said and "sha256" not in said
+
+
+def test_a_request_has_the_time_that_it_asked_for(
+    server: ServerProcess, path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    key = new_key(path, capsys, "hasty")
+    reload(server, key)
+    body = {
+        "prompt": "a",
+        "max_tokens": 3000,
+        "ignore_eos": True,
+        "timeout": 0.05,
+        "speculation": {"method": "off"},
+    }
+    reply = httpx.post(f"{server.url}/v1/completions", headers={"x-api-key": key}, json=body, timeout=60)
+    assert (reply.status_code, reply.json()["error"]["code"]) == (408, "deadline_exceeded")
+    streamed = httpx.post(
+        f"{server.url}/v1/completions", headers={"x-api-key": key}, json={**body, "stream": True}, timeout=60
+    )
+    assert "deadline_exceeded" in streamed.text

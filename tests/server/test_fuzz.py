@@ -1,0 +1,67 @@
+"""No body brings forth anything but an answer or a refusal in the envelope."""
+
+import json
+from typing import Any
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from foreword.server.protocol.chat import ChatBody
+from foreword.server.protocol.completions import CompletionBody
+from tests.server.conftest import RunningServer
+
+SCALARS = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-3, 300),
+    st.integers(),
+    st.floats(),
+    st.text(max_size=4),
+    st.sampled_from(["user", "text"]),
+)
+VALUES = st.recursive(
+    SCALARS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+)
+MESSAGES = st.lists(
+    st.fixed_dictionaries(
+        {"role": st.sampled_from(["user", "assistant", "system", "tool", ""]), "content": VALUES}
+    ),
+    max_size=3,
+)
+
+
+def bodies(schema: Any, required: dict[str, Any]) -> Any:
+    names = [*schema.model_fields, *schema.unsupported, *schema.accepted, "nonsense"]
+    names = [name for name in names if name not in required]
+    return st.builds(
+        lambda fixed, free: fixed | free,
+        st.fixed_dictionaries(required),
+        st.dictionaries(st.sampled_from(names), VALUES, max_size=3),
+    )
+
+
+BODIES = bodies(ChatBody, {"messages": MESSAGES | VALUES}).map(
+    lambda body: ("/v1/chat/completions", body)
+) | bodies(CompletionBody, {"prompt": VALUES | st.text(max_size=8)}).map(
+    lambda body: ("/v1/completions", body)
+)
+
+
+@given(BODIES)
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_an_answer_or_a_refusal(served: RunningServer, case: tuple[str, dict[str, Any]]) -> None:
+    path, body = case
+    reply = served.http.post(path, content=json.dumps(body), headers={"Content-Type": "application/json"})
+    if reply.status_code == 200:
+        assert (
+            reply.text.endswith("data: [DONE]\n\n")
+            if body.get("stream")
+            else len(reply.json()["choices"]) >= 1
+        )
+        return
+    error = reply.json()["error"]
+    assert (reply.status_code, error["type"]) in [(400, "invalid_request_error"), (404, "not_found_error")], (
+        reply.text
+    )
+    assert error["message"]

@@ -1,0 +1,127 @@
+"""The choices of a request, without HTTP around them."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from foreword.config.options import Config
+from foreword.core.params import SamplingParams
+from foreword.errors import EngineDead, Overloaded, RequestFailed
+from foreword.metrics.recorder import MetricsRecorder
+from foreword.server.app import create_app
+from foreword.server.context import RequestContext, ServerContext
+from foreword.server.generation import Generation
+from tests.support.fakes import FakeEngineClient, FakeOutput, byte_tokenizer
+
+
+async def server_of(client: FakeEngineClient, **config: Any) -> ServerContext:
+    await client.start()
+    app = create_app(Config(**config), client, byte_tokenizer(), MetricsRecorder(("ngram",)), "m")
+    server: ServerContext = app.state.server
+    return server
+
+
+def generation(server: ServerContext, n: int = 2) -> Generation:
+    return Generation(server, server.build_requests([1, 2], SamplingParams(n=n), "r", RequestContext("", 0)))
+
+
+async def test_what_never_began_is_freed_too() -> None:
+    client = FakeEngineClient()
+    server = await server_of(client)
+    begun = generation(server)
+    begun.start()
+    begun.close()
+    assert client.aborted == ["r-0", "r-1"] and not client.live
+    assert server.admission.num_open == 0
+    begun.close()
+    assert server.admission.num_open == 0
+
+
+async def test_a_refused_choice_takes_the_others_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    client = FakeEngineClient()
+    server = await server_of(client)
+    submit = client.submit
+
+    def dying(request: Any) -> Any:
+        if request.id == "r-1":
+            raise EngineDead("gone")
+        return submit(request)
+
+    monkeypatch.setattr(client, "submit", dying)
+    with pytest.raises(EngineDead):
+        generation(server).start()
+    assert client.aborted == ["r-0"] and server.admission.num_open == 0
+
+
+async def test_the_queue_is_bounded() -> None:
+    server = await server_of(FakeEngineClient(), max_waiting=3)
+    first, second = generation(server), generation(server)
+    first.start()
+    with pytest.raises(Overloaded):
+        second.start()
+    second.close()
+    assert server.admission.num_open == 2
+    first.close()
+
+
+async def test_an_engine_that_stops_short_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    client = FakeEngineClient(FakeOutput("abc", hang_after=1))
+    begun = generation(await server_of(client), n=1)
+    begun.start()
+    asyncio.get_running_loop().call_later(0.03, client.live.discard, "r-0")
+    with pytest.raises(RequestFailed, match="without an answer"):
+        await begun.collect()
+    begun.close()
+
+
+async def test_a_fault_of_ours_ends_only_that_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    client = FakeEngineClient()
+    begun = generation(await server_of(client))
+
+    def broken(event: Any) -> Any:
+        raise ZeroDivisionError
+
+    class Broken:
+        def __getattr__(self, name: str) -> Any:
+            return broken if name == "feed" else getattr(healthy, name)
+
+    healthy = begun.outputs[0]
+    begun.outputs[0] = Broken()  # type: ignore[call-overload]
+    begun.start()
+    ends = [
+        (index, item)
+        async for index, item in begun.deltas()
+        if isinstance(item, RequestFailed) or item.finish_reason
+    ]
+    assert sorted(index for index, _ in ends) == [0, 1]
+    assert begun.outputs[1].text == "Hello world" and client.aborted == ["r-0"]
+    begun.close()
+
+
+async def test_only_the_first_choice_may_be_late() -> None:
+    """The others wait for it, and that is nobody's fault."""
+    client = FakeEngineClient()
+    begun = generation(await server_of(client, queue_timeout=5.0), n=3)
+    begun.start()
+    assert [request.queue_deadline_s is None for request in client.submitted] == [False, True, True]
+    begun.close()
+
+
+def late(index: int, others: FakeOutput) -> Any:
+    error = Overloaded("it waited too long", retry_after_s=1)
+    return lambda request: (
+        FakeOutput(fail_after=0, error=error) if request.id.endswith(f"-{index}") else others
+    )
+
+
+async def test_what_is_late_takes_with_it_all_that_did_not_begin() -> None:
+    client = FakeEngineClient(late(0, FakeOutput(delay_s=1000)))
+    server = await server_of(client)
+    begun = generation(server, n=3)
+    begun.start()
+    ends = [item async for _, item in begun.deltas()]
+    assert len(ends) == 3 and all(isinstance(item, Overloaded) for item in ends)
+    assert client.aborted == ["r-1", "r-2"] and not client.live
+    assert b'requests_rejected_total{reason="queue_timeout"} 1.0' in server.recorder.render()
+    begun.close()

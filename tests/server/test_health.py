@@ -1,0 +1,259 @@
+"""/health tells a machine by its status code, and a person by its body, whether a step could run now."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import jsonschema
+import pytest
+import uvicorn
+
+from foreword.config.options import Config
+from foreword.core.health import Readiness
+from foreword.core.params import SamplingParams
+from foreword.errors import EngineDead, Overloaded
+from foreword.server.http_protocol import uvicorn_config
+from foreword.server.lifecycle import DrainState, EngineProbe, Health, HealthBody
+from foreword.server.loading_app import loading_app
+from foreword.tokenizer.input_processor import make_requests
+from tests.server.conftest import RunningServer, run_server
+from tests.support.fakes import FakeEngineClient, FakeOutput, byte_tokenizer
+
+CHAT = "/v1/chat/completions"
+USER = [{"role": "user", "content": "Hi"}]
+
+
+class Moody(FakeEngineClient):
+    """Is in whatever state the test says."""
+
+    state = Readiness("ok")
+
+    @property
+    def readiness(self) -> Readiness:
+        return self.state
+
+
+@pytest.fixture(scope="module")
+def moody() -> Iterator[RunningServer]:
+    with run_server(Config(), Moody()) as server:
+        yield server
+
+
+def check(reply: httpx.Response, schema: dict[str, Any]) -> dict[str, Any]:
+    body: dict[str, Any] = reply.json()
+    jsonschema.validate(body, schema)
+    assert set(body) == {"status", "detail", "progress", "restarts", "encoder", "error"}
+    assert (reply.status_code == 200) == (body["status"] == "ok") == (body["error"] is None)
+    return body
+
+
+@pytest.mark.parametrize(
+    ("state", "again"),
+    [
+        (Readiness("ok", restarts=2), False),
+        (Readiness("loading", "weights", 0.25), True),
+        (Readiness("restarting", "it died", 0.5, 3), True),
+        (Readiness("unresponsive", "no sign of life for 5 s"), True),
+        (Readiness("dead", "it will not come back", restarts=4), False),
+    ],
+)
+def test_each_state_has_a_body_of_the_published_schema(
+    moody: RunningServer, state: Readiness, again: bool
+) -> None:
+    api = moody.http.get("/openapi.json").json()
+    answers = api["paths"]["/health"]["get"]["responses"]
+    schemas = {code: answers[code]["content"]["application/json"]["schema"] for code in ("200", "503")}
+    assert schemas["200"] == schemas["503"]
+    moody.client.state = state
+    reply = moody.http.get("/health")
+    body = check(reply, {**schemas["200"], "components": api["components"]})
+    assert Readiness(*(body[name] for name in ("status", "detail", "progress", "restarts"))) == state
+    assert ("Retry-After" in reply.headers) == again
+    if not state.is_ready:
+        assert body["error"]["code"] == "engine_dead" and body["error"]["message"] == state.detail
+    assert moody.http.get("/live").status_code == 200
+    moody.client.state = Readiness("ok")
+
+
+@pytest.mark.parametrize("state", [Readiness("ok"), Readiness("dead", "it will not come back")])
+@pytest.mark.parametrize("path", ["/health", "/live"])
+def test_a_balancer_may_ask_for_the_head_alone(moody: RunningServer, path: str, state: Readiness) -> None:
+    moody.client.state = state
+    whole, head = moody.http.get(path), moody.http.head(path)
+    assert head.status_code == whole.status_code and not head.content
+    assert head.headers["Content-Length"] == str(len(whole.content))
+    moody.client.state = Readiness("ok")
+
+
+async def body_of(health: Health) -> tuple[int, dict[str, Any]]:
+    response = await health.response()
+    body = HealthBody.model_validate_json(bytes(response.body)).model_dump()
+    return response.status_code, body
+
+
+async def test_a_server_that_ends_is_not_healthy() -> None:
+    client, drain = FakeEngineClient(), DrainState()
+    await client.start()
+    health = Health(client, None, drain)
+    assert (await body_of(health))[0] == 200
+    drain.begin()
+    status, body = await body_of(health)
+    assert (status, body["status"], body["error"]["code"]) == (503, "draining", "shutting_down")
+
+
+@pytest.mark.parametrize(("alive", "said"), [(True, "ok"), (False, "down")])
+async def test_the_encoder_is_told_of(alive: bool, said: str) -> None:
+    client, encoder = FakeEngineClient(), SimpleNamespace(alive=alive)
+    await client.start()
+    status, body = await body_of(Health(client, encoder, DrainState()))  # type: ignore[arg-type]
+    assert (status, body["encoder"]) == (200, said)
+
+
+# The probe
+
+
+async def started(
+    script: FakeOutput, idle_s: float = 1e-9, limit_s: float = 0.05
+) -> tuple[FakeEngineClient, EngineProbe]:
+    client = FakeEngineClient(script)
+    await client.start()
+    tokenizer, params = byte_tokenizer(), SamplingParams(max_tokens=1, seed=0)
+    return client, EngineProbe(
+        client, lambda name: make_requests([97], params, tokenizer, name, 2048)[0], idle_s, limit_s
+    )
+
+
+async def test_an_idle_engine_is_asked() -> None:
+    client, probe = await started(FakeOutput("x"))
+    assert await probe.is_responsive() and await probe.is_responsive()
+    assert [request.id for request in client.submitted] == ["health-probe-0-0", "health-probe-1-0"]
+    assert not client.live
+
+
+@pytest.mark.parametrize("idle_s", [0, 3600])
+async def test_an_engine_that_worked_lately_is_not_asked(idle_s: float) -> None:
+    client, probe = await started(FakeOutput("x"), idle_s)
+    assert await probe.is_responsive() and not client.submitted
+
+
+async def test_an_engine_that_gives_no_answer_is_unresponsive_until_it_does() -> None:
+    client, probe = await started(FakeOutput("x", delay_s=0.3))
+    assert not await probe.is_responsive()
+    assert not await probe.is_responsive() and len(client.submitted) == 1  # it is still being asked
+    health = Health(client, None, DrainState(), probe)
+    assert (await health.readiness()).status == "unresponsive"
+    client.script = FakeOutput("x")
+    async with asyncio.timeout(10):
+        while not await probe.is_responsive():
+            await asyncio.sleep(0.01)
+    probe.on_step()
+    assert (await health.readiness()).is_ready
+
+
+@pytest.mark.parametrize(("error", "answers"), [(EngineDead("gone"), False), (Overloaded("full"), True)])
+async def test_a_refusal_is_an_answer_and_a_failure_is_none(error: Any, answers: bool) -> None:
+    _, probe = await started(FakeOutput(fail_after=0, error=error))
+    assert await probe.is_responsive() == answers
+
+
+def test_a_real_request_is_made_for_it() -> None:
+    with run_server(Config(health_probe=0.001)) as server:
+        assert server.http.get("/health").status_code == 200
+        (asked,) = server.client.submitted
+        assert (asked.params.max_tokens, asked.params.speculation.method, len(asked.prompt_ids)) == (
+            1,
+            "off",
+            1,
+        )
+        assert 'requests_finished_total{reason="stop"} 0.0' in server.http.get("/metrics").text
+
+
+# Before the engine is there
+
+
+async def test_while_it_loads_the_server_says_so() -> None:
+    client = Moody()
+    client.state = Readiness("loading", "weights", 0.5)
+    app = loading_app(Health(client, None, DrainState()))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as http:
+        reply = await http.get("/health")
+        assert (reply.status_code, reply.json()["progress"]) == (503, 0.5)
+        assert (await http.get("/live")).status_code == (await http.head("/live")).status_code == 200
+        assert (await http.head("/health")).status_code == 503
+        for method, path in (
+            ("POST", CHAT),
+            ("GET", "/v1/models"),
+            ("GET", "/metrics"),
+            ("DELETE", "/nothing"),
+        ):
+            reply = await http.request(method, path)
+            assert (
+                reply.status_code == 503
+                and reply.headers["Retry-After"] == "1"
+                and "X-Request-Id" in reply.headers
+            )
+            assert reply.json()["error"]["code"] == "engine_dead"
+
+
+def test_the_same_bounds_hold_everywhere() -> None:
+    assert isinstance(
+        uvicorn_config(loading_app(Health(FakeEngineClient(), None, DrainState())), Config()), uvicorn.Config
+    )
+
+
+# What fails before the first token
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("n", [1, 3])
+def test_an_error_before_the_first_token_is_no_stream(served: RunningServer, stream: bool, n: int) -> None:
+    served.set_output(FakeOutput(fail_after=0, error=Overloaded("it waited too long", retry_after_s=2.1)))
+    reply = served.http.post(CHAT, json={"messages": USER, "stream": stream, "n": n})
+    assert (reply.status_code, reply.headers["Retry-After"]) == (429, "3")
+    assert reply.json()["error"]["code"] == "overloaded"
+
+
+def test_an_error_after_it_is_an_event(served: RunningServer) -> None:
+    served.set_output(FakeOutput(fail_after=2, error=Overloaded("it waited too long")))
+    reply = served.http.post(CHAT, json={"messages": USER, "stream": True})
+    assert (
+        reply.status_code == 200
+        and "it waited too long" in reply.text
+        and reply.text.endswith("data: [DONE]\n\n")
+    )
+
+
+def test_one_choice_that_fails_at_once_leaves_the_others(served: RunningServer) -> None:
+    served.set_output(lambda request: FakeOutput("fine", fail_after=0 if request.id.endswith("-0") else None))
+    reply = served.http.post(CHAT, json={"messages": USER, "stream": True, "n": 2})
+    assert (
+        reply.status_code == 200
+        and '"finish_reason":"stop"' in reply.text
+        and "the script says so" in reply.text
+    )
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("body", [{"prompt": "Hi", "n": 3}, {"prompt": ["Hi", "Ho", "Ha"]}])
+def test_a_request_that_waits_too_long_is_refused_as_a_whole(
+    served: RunningServer, body: dict[str, Any], stream: bool
+) -> None:
+    """What the engine says of the first is true of the others, which it leaves in the queue."""
+    refused = FakeOutput(fail_after=0, error=Overloaded("it waited too long", retry_after_s=2))
+    served.set_output(
+        lambda request: refused if request is served.client.submitted[0] else FakeOutput(delay_s=1000)
+    )
+    before = rejections(served)
+    reply = served.http.post("/v1/completions", json={**body, "stream": stream})
+    assert (reply.status_code, reply.headers["Retry-After"]) == (429, "2")
+    assert len(served.client.aborted) == 2
+    assert rejections(served) == before + 1
+
+
+def rejections(served: RunningServer) -> float:
+    text = served.http.get("/metrics").text
+    return float(text.split('requests_rejected_total{reason="queue_timeout"} ')[1].split()[0])

@@ -1,0 +1,98 @@
+"""A server that ends: who is in may finish, nobody new comes in, and what is left is handed back."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import httpx
+import pytest
+
+from foreword.config.options import Config
+from foreword.metrics.recorder import MetricsRecorder
+from foreword.server.app import create_app
+from foreword.server.lifecycle import DrainState
+from tests.support.fakes import FakeEngineClient, FakeOutput, byte_tokenizer
+
+CHAT = "/v1/chat/completions"
+BODY: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}]}
+HANGS = FakeOutput("Hello", hang_after=2)
+
+
+class Ending:
+    """An application that can be told to end; requests run in the same loop."""
+
+    def __init__(self, client: FakeEngineClient) -> None:
+        self.client = client
+        self.drain = DrainState()
+        app = create_app(Config(), client, byte_tokenizer(), MetricsRecorder(()), "m", drain=self.drain)
+        self.admission = app.state.server.admission
+        self.http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x", timeout=20)
+
+    async def ask(self, **fields: Any) -> httpx.Response:
+        return await self.http.post(CHAT, json={**BODY, **fields})
+
+
+async def ending(script: FakeOutput) -> Ending:
+    client = FakeEngineClient(script)
+    await client.start()
+    return Ending(client)
+
+
+async def until(condition: Any) -> None:
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_who_is_in_may_finish_and_nobody_comes_in(stream: bool) -> None:
+    server = await ending(FakeOutput("Hello", delay_s=0.02))
+    open_ = asyncio.create_task(server.ask(stream=stream))
+    await until(lambda: server.client.live)
+    server.drain.begin()
+    refused = await server.ask()
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "shutting_down")
+    assert int(refused.headers["Retry-After"]) >= 1 and refused.headers["Connection"] == "close"
+    assert (await server.http.get("/health")).json()["status"] == "draining"
+    assert (await server.http.get("/metrics")).status_code == 200
+    assert server.drain.num_open == 1
+    await server.drain.wait_empty()
+    answer = await open_
+    assert answer.status_code == 200 and ("[DONE]" if stream else "Hello") in answer.text
+    assert "error" not in answer.text
+
+
+@pytest.mark.parametrize(("stream", "status"), [(False, 503), (True, 200)])
+async def test_what_is_not_finished_is_handed_back(stream: bool, status: int) -> None:
+    server = await ending(HANGS)
+    open_ = [asyncio.create_task(server.ask(stream=stream, n=2)) for _ in range(3)]
+    await until(lambda: len(server.client.live) == 6)
+    await asyncio.sleep(0.05)
+    server.drain.begin()
+    server.drain.cancel_open()
+    await server.drain.wait_empty()
+    for answer in await asyncio.gather(*open_):
+        assert answer.status_code == status and '"code":"shutting_down"' in answer.text
+        assert answer.text.endswith("data: [DONE]\n\n") == stream
+    assert not server.client.live and server.admission.open == 0 and len(server.client.aborted) == 6
+
+
+async def test_other_requests_are_handed_back_too() -> None:
+    server = await ending(HANGS)
+    open_ = asyncio.create_task(server.http.post("/v1/embeddings", json={"input": "text"}))
+    await until(lambda: server.client.live)
+    server.drain.begin()
+    server.drain.cancel_open()
+    assert (await open_).status_code == 503 and not server.client.live
+
+
+async def test_a_time_limit_of_an_application_is_not_the_drains() -> None:
+    server = await ending(FakeOutput("x"))
+
+    def late(_: Any) -> Any:
+        raise TimeoutError
+
+    server.client.submit = late  # type: ignore[method-assign]
+    assert (await server.ask()).status_code == 500
+    assert server.drain.num_open == 0

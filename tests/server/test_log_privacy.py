@@ -1,0 +1,135 @@
+"""No log line below level debug says what a request or an answer said, or with which key."""
+
+from __future__ import annotations
+
+import io
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from foreword.config.options import Config
+from foreword.errors import InvalidRequest, Overloaded
+from foreword.utils.logging import RedactingFormatter, set_up_logging
+from tests.server.conftest import RunningServer, run_server
+from tests.support.fakes import FakeEngineClient, FakeOutput, byte_tokenizer
+
+CHAT = "/v1/chat/completions"
+KEY, WRONG, PROMPT, ANSWER, STOP = (
+    "sentinel-key",
+    "sentinel-wrong",
+    "sentinel-prompt",
+    "sentinel-answer",
+    "sentinel-stop",
+)
+TEMPLATE = "{% for m in messages %}{% if m.role == 'assistant' %}{{ raise_exception(m.content) }}{% endif %}{{ m.content }}{% endfor %}"
+
+
+@pytest.fixture(scope="module")
+def logged() -> Iterator[tuple[RunningServer, io.StringIO]]:
+    """A server, and all that is logged in its process at level info as `foreword serve` would log it."""
+    kept, root, ours = io.StringIO(), logging.getLogger(), logging.getLogger("foreword")
+    handler = logging.StreamHandler(kept)
+    handler.setFormatter(RedactingFormatter("%(levelname)s %(name)s: %(message)s"))
+    level, our_level = root.level, ours.level
+    root.addHandler(handler)
+    root.setLevel(logging.INFO)
+    ours.setLevel(logging.NOTSET)  # a command that ran in this process before may have wanted less
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    try:
+        config = Config(api_key=KEY, max_waiting=4, max_body_mb=1)
+        with run_server(config, FakeEngineClient(), key=KEY, tokenizer=byte_tokenizer(TEMPLATE)) as server:
+            yield server, kept
+    finally:
+        root.removeHandler(handler)
+        root.setLevel(level)
+        ours.setLevel(our_level)
+
+
+def post(server: RunningServer, key: str = KEY, path: str = CHAT, **fields: Any) -> httpx.Response:
+    body = {"messages": [{"role": "user", "content": PROMPT}], **fields}
+    return server.http.post(f"{path}?key={KEY}", json=body, headers={"Authorization": f"Bearer {key}"})
+
+
+def breaks(error: BaseException) -> Callable[[Any], Any]:
+    def submit(_: Any) -> Any:
+        raise error
+
+    return submit
+
+
+def test_nothing_that_was_said_is_logged(
+    logged: tuple[RunningServer, io.StringIO], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, kept = logged
+    server.set_output(FakeOutput(ANSWER))
+    for stream in (False, True):
+        reply = post(
+            server,
+            stream=stream,
+            stop=STOP,
+            bad_words=[PROMPT],
+            prediction={"type": "content", "content": ANSWER},
+        )
+        assert reply.status_code == 200
+    assert post(server, temperature=PROMPT).status_code == 400
+    assert post(server, key=WRONG).status_code == 401
+    assert post(server, n=5).status_code == 400
+    assert post(server, messages=[{"role": "assistant", "content": PROMPT}]).status_code == 400
+    assert (
+        post(
+            server, response_format={"type": "json_schema", "json_schema": {"name": PROMPT, "schema": 5}}
+        ).status_code
+        == 400
+    )
+    assert (
+        server.http.get(f"/nothing?{PROMPT}", headers={"Authorization": f"Bearer {KEY}"}).status_code == 404
+    )
+    for error, status in ((InvalidRequest(PROMPT, "prompt"), 400), (Overloaded(PROMPT), 429)):
+        server.set_output(FakeOutput(ANSWER, fail_after=0, error=error))
+        assert post(server).status_code == status
+        server.set_output(FakeOutput(ANSWER, fail_after=2, error=error))
+        assert post(server, stream=True).status_code == 200
+    with monkeypatch.context() as patch:
+        patch.setattr(server.client, "submit", breaks(RuntimeError(PROMPT)))
+        assert post(server).status_code == 500
+        try:
+            raise ValueError(ANSWER)
+        except ValueError as cause:
+            chained = RuntimeError(PROMPT)
+            chained.__cause__ = cause
+        patch.setattr(server.client, "submit", breaks(chained))
+        assert post(server, stream=True).status_code == 500
+    server.set_output(FakeOutput(ANSWER, hang_after=2))
+    body, headers = (
+        {"messages": [{"role": "user", "content": PROMPT}], "stream": True},
+        {"Authorization": f"Bearer {KEY}"},
+    )
+    with server.http.stream("POST", CHAT, json=body, headers=headers) as left:
+        next(left.iter_lines())
+    server.wait_until_idle()
+    said = kept.getvalue()
+    assert "sentinel" not in said, [line for line in said.splitlines() if "sentinel" in line]
+    assert "Traceback" in said and "RuntimeError" in said and "ValueError" in said, "faults of ours are told"
+    assert "in submit" in said, "and where they were"
+    assert said.count("request chatcmpl-") >= 5 and "stop=..." in said
+
+
+@pytest.mark.parametrize(("level", "told"), [("info", False), ("debug", True)])
+def test_what_exceptions_say_is_for_debugging(
+    level: str, told: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = logging.getLogger()
+    monkeypatch.setattr(root, "handlers", [])
+    monkeypatch.setattr(root, "level", root.level)
+    stream = io.StringIO()
+    monkeypatch.setattr("sys.stderr", stream)
+    set_up_logging(level, "%(message)s")
+    try:
+        raise KeyError(PROMPT)
+    except KeyError:
+        logging.getLogger("foreword.test").exception("it failed")
+    assert "it failed" in stream.getvalue() and "KeyError" in stream.getvalue()
+    assert (PROMPT in stream.getvalue()) == told

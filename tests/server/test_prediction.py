@@ -1,0 +1,162 @@
+"""The `prediction` field: what reaches the engine, and what usage says became of it."""
+
+import json
+from typing import Any
+
+import pytest
+
+from foreword.config.options import Config
+from foreword.core.request import Request
+from tests.server.conftest import RunningServer, run_server
+from tests.support.fakes import FakeEngineClient, FakeOutput
+
+CONTENT = {"type": "content", "content": "Hello there"}
+PARTS = {
+    "type": "content",
+    "content": [{"type": "text", "text": "Hello "}, {"type": "text", "text": "there"}],
+}
+GUESSED = FakeOutput(
+    "abcdefg", (4,), drafter="prediction"
+)  # of two drafts of four tokens, all but the eos come true: 3 and 3
+
+
+def details_of(served: RunningServer, stream: bool, **fields: Any) -> Any:
+    """`completion_tokens_details` of an answer, however it comes, as OpenAI's client reads it."""
+    if not stream:
+        return served.chat(**fields).usage.completion_tokens_details
+    chunks = list(served.chat(stream=True, stream_options={"include_usage": True}, **fields))
+    assert all(chunk.usage is None for chunk in chunks[:-1])
+    return chunks[-1].usage.completion_tokens_details
+
+
+@pytest.mark.parametrize("prediction", [CONTENT, PARTS])
+def test_the_tokens_reach_the_engine_and_the_text_does_not(served: RunningServer, prediction: Any) -> None:
+    served.chat(prediction=prediction, n=2)
+    for request in served.client.submitted:
+        assert bytes(request.prediction_ids) == b"Hello there"
+        assert request.params.prediction is None
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_usage_tells_what_was_accepted(served: RunningServer, stream: bool) -> None:
+    served.set_output(GUESSED)
+    details = details_of(served, stream, prediction=CONTENT)
+    assert (details.accepted_prediction_tokens, details.rejected_prediction_tokens) == (3 + 3, 1 + 1)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_choices_are_added_up(served: RunningServer, stream: bool) -> None:
+    served.set_output(
+        lambda request: FakeOutput(
+            "abcdefg", (4,), drafter="prediction" if request.id.endswith("-1") else "suffix"
+        )
+    )
+    details = details_of(served, stream, prediction=CONTENT, n=3)
+    assert (details.accepted_prediction_tokens, details.rejected_prediction_tokens) == (6, 2)
+    served.set_output(GUESSED)
+    details = details_of(served, stream, prediction=CONTENT, n=3)
+    assert (details.accepted_prediction_tokens, details.rejected_prediction_tokens) == (18, 6)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_without_a_prediction_usage_says_nothing_of_it(served: RunningServer, stream: bool) -> None:
+    served.set_output(GUESSED)
+    assert details_of(served, stream) is None
+    assert details_of(served, stream, prediction=None) is None
+
+
+def test_drafted_tokens_are_no_part_of_completion_tokens(served: RunningServer) -> None:
+    served.set_output(GUESSED)
+    assert served.chat(prediction=CONTENT).usage.completion_tokens == len("abcdefg") + 1
+
+
+def test_what_lies_behind_a_stop_string_was_not_accepted(served: RunningServer) -> None:
+    served.set_output(FakeOutput("abcdefg", (8,), drafter="prediction"))
+    answer = served.chat(prediction=CONTENT, stop="c")
+    assert answer.choices[0].message.content == "ab"
+    details = answer.usage.completion_tokens_details
+    assert (details.accepted_prediction_tokens, details.rejected_prediction_tokens) == (3, 8 - 3)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_others_guessed_does_not_count(served: RunningServer, stream: bool) -> None:
+    served.set_output(FakeOutput("abcdefg", (4,), drafter="suffix"))
+    details = details_of(served, stream, prediction=CONTENT)
+    assert (details.accepted_prediction_tokens, details.rejected_prediction_tokens) == (0, 0)
+
+
+def test_an_empty_prediction_is_one(served: RunningServer) -> None:
+    details = details_of(served, False, prediction={"type": "content", "content": ""})
+    assert (details.accepted_prediction_tokens, details.rejected_prediction_tokens) == (0, 0)
+    assert served.client.submitted[0].prediction_ids == ()
+
+
+def test_where_speculation_is_off_the_field_is_taken() -> None:
+    with run_server(Config(speculate="off"), FakeEngineClient()) as server:
+        details = details_of(server, False, prediction=CONTENT)
+    assert (details.accepted_prediction_tokens, details.rejected_prediction_tokens) == (0, 0)
+
+
+@pytest.mark.parametrize("method", ["off", "auto", "prediction", "suffix"])
+def test_it_goes_with_every_way_to_speculate(served: RunningServer, method: str) -> None:
+    assert (
+        served.chat(prediction=CONTENT, speculation={"method": method}).choices[0].message.content
+        == "Hello world"
+    )
+
+
+def test_completions_have_it_too(served: RunningServer) -> None:
+    served.set_output(lambda request: script_of(request, {97: "prediction", 98: "suffix"}))
+    answer = served.complete(["a", "b"], prediction=CONTENT, n=2)
+    details = answer.usage.completion_tokens_details
+    assert (details.accepted_prediction_tokens, details.rejected_prediction_tokens) == (12, 4)
+    assert {bytes(request.prediction_ids) for request in served.client.submitted} == {b"Hello there"}
+    assert served.complete("a").usage.completion_tokens_details is None
+
+
+def script_of(request: Request, drafters: dict[int, str]) -> FakeOutput:
+    return FakeOutput("abcdefg", (4,), drafter=drafters[request.prompt_ids[0]])
+
+
+def test_scoring_alone_accepts_nothing(served: RunningServer) -> None:
+    answer = served.complete("Say", echo=True, logprobs=1, max_tokens=0, prediction=CONTENT)
+    details = answer.usage.completion_tokens_details
+    assert (details.accepted_prediction_tokens, details.rejected_prediction_tokens) == (0, 0)
+
+
+def test_together_with_everything_else(served: RunningServer) -> None:
+    served.set_output(GUESSED)
+    answer = served.chat(
+        prediction=CONTENT, temperature=0.7, seed=1, logprobs=True, top_logprobs=2, metrics=True, n=2, stop=["zz"],
+        frequency_penalty=0.5, max_completion_tokens=5, return_token_ids=True, logit_bias={"97": 1},
+    )  # fmt: skip
+    assert [choice.message.content for choice in answer.choices] == ["abcde", "abcde"]
+    assert answer.usage.completion_tokens_details.accepted_prediction_tokens == 2 * (3 + 1)
+
+
+@pytest.mark.parametrize(
+    ("prediction", "param", "words"),
+    [
+        ("Hello", "prediction", "must be"),
+        ({"content": "x"}, "prediction.type", "required"),
+        ({"type": "text", "content": "x"}, "prediction.type", "'content'"),
+        ({"type": "content"}, "prediction.content", "required"),
+        ({"type": "content", "content": 3}, "prediction.content", "valid string or must be a valid list"),
+        ({"type": "content", "content": "x", "more": 1}, "prediction.more", "unknown field"),
+        ({"type": "content", "content": [{"type": "image_url"}]}, "prediction.content[0].type", "'text'"),
+        ({"type": "content", "content": ["x"]}, "prediction.content[0]", "must be"),
+        ({"type": "content", "content": "\ud800"}, "prediction", "surrogate at character 0"),
+        ({"type": "content", "content": "x" * 2049}, "prediction", "2049 tokens; the context is 2048"),
+    ],
+)
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_what_is_no_prediction_is_named(
+    served: RunningServer, path: str, prediction: Any, param: str, words: str
+) -> None:
+    asked = {"messages": [{"role": "user", "content": "Hi"}]} if "chat" in path else {"prompt": "Hi"}
+    body = json.dumps({**asked, "prediction": prediction})
+    reply = served.http.post(path, content=body, headers={"Content-Type": "application/json"})
+    error = reply.json()["error"]
+    assert (reply.status_code, error["param"]) == (400, param), error
+    assert words in error["message"] and "prediction" in error["message"]
+    assert not served.client.submitted

@@ -1,0 +1,319 @@
+"""What surrounds the answers: routes for operators, keys, limits, and clients that go away."""
+
+import asyncio
+import json
+import re
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from fastapi import Request
+
+from foreword.config.options import Config
+from foreword.server.context import offload_if_large
+from tests.server.conftest import MODEL, RunningServer, run_server
+from tests.support.fakes import FakeEngineClient, FakeOutput
+
+USER = [{"role": "user", "content": "Hi"}]
+CHAT = "/v1/chat/completions"
+SLOW = FakeOutput("Hello world", (1,), hang_after=3)
+
+
+def test_the_api_process_does_not_import_torch() -> None:
+    code = "import sys, foreword.server.app; assert not {'torch', 'transformers'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_models(served: RunningServer) -> None:
+    cards = served.openai.models.list().data
+    assert [card.id for card in cards] == [MODEL]
+    assert served.openai.models.retrieve(MODEL).max_model_len == 2048
+
+
+def test_live_and_version(served: RunningServer) -> None:
+    assert served.http.get("/live").json() == {"status": "ok"}
+    assert served.http.get("/version").json()["version"]
+
+
+def test_while_the_engine_is_loading(served: RunningServer) -> None:
+    info, served.client.info = served.client.info, None
+    try:
+        assert served.http.post(CHAT, json={"messages": USER}).status_code == 503
+        assert served.http.get("/v1/models").status_code == 200
+    finally:
+        served.client.info = info
+
+
+def test_the_docs_load_nothing_from_elsewhere(served: RunningServer) -> None:
+    page = served.http.get("/docs")
+    assert page.headers["content-type"].startswith("text/html")
+    assert not re.search(r"https?://|//[a-z]+\.[a-z]", page.text)
+    api = served.http.get("/openapi.json").json()
+    assert CHAT in api["paths"] and "ChatBody" in api["components"]["schemas"]
+    assert all(facts.get("description") for path in api["paths"].values() for facts in path.values())
+
+
+def test_metrics(served: RunningServer) -> None:
+    served.chat(n=2)
+    scrape = served.http.get("/metrics")
+    assert scrape.headers["content-type"].startswith("text/plain")
+    assert re.search(r"^foreword_choices_returned_total [1-9]", scrape.text, re.M)
+    assert "nan" not in scrape.text.lower()
+
+
+@pytest.mark.parametrize("special", [True, False])
+def test_tokenize(served: RunningServer, special: bool) -> None:
+    reply = served.http.post(
+        "/tokenize", json={"prompt": "aé<|eos|>", "return_token_strs": True, "add_special_tokens": special}
+    )
+    assert reply.json() == {
+        "count": 4,
+        "max_model_len": 2048,
+        "tokens": [97, 195, 169, 257],
+        "token_strs": ["a", "Ã", "©", "<|eos|>"],
+    }
+    assert served.http.post("/detokenize", json={"tokens": [97, 195, 169, 257]}).json() == {
+        "prompt": "aé<|eos|>"
+    }
+
+
+def test_tokenize_a_conversation(served: RunningServer) -> None:
+    tokens = served.http.post("/tokenize", json={"messages": USER}).json()["tokens"]
+    served.chat()
+    assert tuple(tokens) == served.client.submitted[0].prompt_ids
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/tokenize", {}, "prompt"),
+        ("/tokenize", {"prompt": "a", "messages": USER}, "prompt"),
+        ("/tokenize", {"prompt": 3}, "prompt"),
+        ("/tokenize", {"messages": [{"role": "x"}]}, "messages[0].role"),
+        ("/detokenize", {"tokens": [9999]}, "tokens"),
+        ("/detokenize", {"tokens": ["a"]}, "tokens[0]"),
+        ("/detokenize", {}, "tokens"),
+    ],
+)
+def test_tokenize_refuses(served: RunningServer, path: str, body: Any, param: str) -> None:
+    reply = served.http.post(path, json=body)
+    assert reply.status_code == 400 and reply.json()["error"]["param"] == param
+
+
+def test_request_ids(served: RunningServer) -> None:
+    assert served.http.get("/live", headers={"X-Request-Id": "mine-1"}).headers["X-Request-Id"] == "mine-1"
+    drawn = {served.http.get("/live").headers["X-Request-Id"] for _ in range(2)}
+    assert len(drawn) == 2
+    assert len(served.http.get("/live", headers={"X-Request-Id": "x" * 999}).headers["X-Request-Id"]) == 32
+
+
+# Clients that go away
+
+
+def wait_for(condition: Any) -> None:
+    deadline = time.monotonic() + 5
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_client_that_leaves_a_stream_frees_the_engine(served: RunningServer, n: int) -> None:
+    served.set_output(SLOW)
+    with served.http.stream("POST", CHAT, json={"messages": USER, "stream": True, "n": n}) as stream:
+        lines = stream.iter_lines()
+        next(lines)
+        wait_for(lambda: len(served.client.live) == n)
+    served.wait_until_idle()
+    assert len(served.client.aborted) == n
+
+
+def test_a_client_that_leaves_without_an_answer_frees_the_engine(served: RunningServer) -> None:
+    served.set_output(SLOW)
+    with pytest.raises(httpx.ReadTimeout):
+        served.http.post(CHAT, json={"messages": USER, "n": 2}, timeout=0.3)
+    served.wait_until_idle()
+    assert len(served.client.aborted) == 2
+
+
+def test_neighbours_of_a_failure_go_on(served: RunningServer) -> None:
+    served.set_output(
+        lambda request: FakeOutput(
+            "good answer", (1,), delay_s=0.01, fail_after=2 if request.prompt_ids[0] == ord("x") else None
+        )
+    )
+    with (
+        pytest.raises(openai.InternalServerError),
+        served.http.stream("POST", "/v1/completions", json={"prompt": "y", "stream": True}) as good,
+    ):
+        lines = good.iter_lines()
+        next(lines)
+        try:
+            served.complete("x")
+        finally:
+            rest = list(lines)
+            assert rest[-2] == "data: [DONE]" and '"finish_reason":"stop"' in rest[-4]
+
+
+# Limits
+
+
+@pytest.fixture(scope="module")
+def guarded() -> Iterator[RunningServer]:
+    config = Config(
+        api_key="alpha, beta", cors_origins="https://a.example", max_body_mb=1, max_waiting=3, seed=11
+    )
+    with run_server(config, FakeEngineClient(FakeOutput("ok")), key="beta") as server:
+        yield server
+
+
+def keyed(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+def test_keys(guarded: RunningServer) -> None:
+    assert guarded.chat().choices[0].message.content == "ok"
+    for headers in (
+        {},
+        keyed("gamma"),
+        keyed("alph"),
+        {"Authorization": "Bearer"},
+        {"Authorization": "Basic alpha"},
+    ):
+        reply = guarded.http.post(CHAT, json={"messages": USER}, headers=headers)
+        assert reply.status_code == 401
+        assert reply.json()["error"]["code"] == "invalid_api_key" and "X-Request-Id" in reply.headers
+    for path in ("/health", "/live", "/version", "/metrics"):
+        assert guarded.http.get(path).status_code == 200
+    assert guarded.http.get("/v1/models").status_code == 401
+
+
+def test_each_key_has_its_own_prefix_cache(guarded: RunningServer) -> None:
+    guarded.client.submitted.clear()
+    for key in ("alpha", "beta", "alpha"):
+        assert guarded.http.post(CHAT, json={"messages": USER}, headers=keyed(key)).status_code == 200
+    first, second, third = (request.tenant for request in guarded.client.submitted)
+    assert first == third != second and "alpha" not in first
+
+
+def test_the_seed_of_the_server(guarded: RunningServer) -> None:
+    assert (guarded.chat().seed, guarded.chat(seed=5).seed) == (11, 5)
+
+
+def test_browsers_may_call_from_where_they_are_allowed(guarded: RunningServer) -> None:
+    asking = {
+        "Origin": "https://a.example",
+        "Access-Control-Request-Method": "POST",
+        "Access-Control-Request-Headers": "authorization",
+    }
+    assert (
+        guarded.http.options(CHAT, headers=asking).headers["access-control-allow-origin"]
+        == "https://a.example"
+    )
+    refused = guarded.http.get("/v1/models", headers={"Origin": "https://a.example"})
+    assert (
+        refused.status_code == 401 and refused.headers["access-control-allow-origin"] == "https://a.example"
+    )
+    assert (
+        "access-control-allow-origin"
+        not in guarded.http.get("/live", headers={"Origin": "https://b.example"}).headers
+    )
+
+
+def megabytes(count: int) -> Iterator[bytes]:
+    for _ in range(count):
+        yield b"x" * 1_000_000
+
+
+def test_a_large_body_is_refused_while_it_is_read(guarded: RunningServer) -> None:
+    for content in (b"x" * 50_000_000, megabytes(50)):
+        reply = guarded.http.post(CHAT, content=content, headers=keyed("alpha"))
+        assert reply.status_code == 413
+        assert reply.json()["error"]["message"] == "the body is larger than 1000000 bytes"
+    assert guarded.chat().choices[0].message.content == "ok"
+
+
+def test_a_large_body_is_refused_before_it_is_sent(guarded: RunningServer) -> None:
+    host, port = guarded.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as raw:
+        raw.sendall(
+            f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer beta\r\nContent-Length: 50000000\r\n\r\n".encode()
+        )
+        assert raw.recv(1000).startswith(b"HTTP/1.1 413")
+
+
+@pytest.mark.parametrize("framing", ["Content-Length: 5000000", "Transfer-Encoding: chunked"])
+def test_a_client_that_sends_on_still_gets_the_refusal(guarded: RunningServer, framing: str) -> None:
+    host, port = guarded.url.removeprefix("http://").split(":")
+    part = b"x" * 50_000 if framing.startswith("Content") else b"c350\r\n" + b"x" * 50_000 + b"\r\n"
+    with socket.create_connection((host, int(port)), timeout=10) as raw:
+        raw.sendall(
+            f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer beta\r\n{framing}\r\n\r\n".encode()
+        )
+        for _ in range(100):
+            raw.sendall(part)
+            time.sleep(0.001)
+        raw.sendall(b"" if framing.startswith("Content") else b"0\r\n\r\n")
+        assert raw.recv(1000).startswith(b"HTTP/1.1 413")
+
+
+def test_a_body_below_the_limit_is_read(guarded: RunningServer) -> None:
+    reply = guarded.http.post(
+        CHAT, json={"messages": [{"role": "user", "content": "x" * 200_000}]}, headers=keyed("beta")
+    )
+    assert reply.status_code == 400 and reply.json()["error"]["code"] == "context_length_exceeded"
+
+
+def test_more_requests_than_may_wait(guarded: RunningServer) -> None:
+    guarded.set_output(SLOW)
+    with guarded.http.stream(
+        "POST", CHAT, json={"messages": USER, "stream": True, "n": 2}, headers=keyed("beta")
+    ) as stream:
+        lines = stream.iter_lines()
+        next(lines)
+        reply = guarded.http.post(CHAT, json={"messages": USER, "n": 2}, headers=keyed("beta"))
+        assert reply.status_code == 429 and reply.json()["error"]["type"] == "rate_limit_error"
+        assert int(reply.headers["Retry-After"]) >= 1
+    guarded.wait_until_idle()
+    guarded.set_output(FakeOutput("ok"))
+    assert len(guarded.chat(n=3).choices) == 3
+    with pytest.raises(openai.BadRequestError, match="at most 3"):
+        guarded.chat(n=4)
+
+
+# Together
+
+
+def test_many_at_once(served: RunningServer) -> None:
+    served.set_output(lambda request: FakeOutput(bytes(request.prompt_ids), (3, 1)))
+
+    async def one(client: httpx.AsyncClient, i: int) -> str:
+        stream = bool(i % 2)
+        reply = await client.post(
+            "/v1/completions", json={"prompt": f"text {i}", "stream": stream, "max_tokens": 100}
+        )
+        if not stream:
+            return str(reply.json()["choices"][0]["text"])
+        chunks = [json.loads(line[6:]) for line in reply.text.split("\n\n") if line.startswith("data: {")]
+        return "".join(chunk["choices"][0]["text"] for chunk in chunks)
+
+    async def everyone() -> list[str]:
+        async with httpx.AsyncClient(
+            base_url=served.url, timeout=20, limits=httpx.Limits(max_connections=32)
+        ) as client:
+            return await asyncio.gather(*(one(client, i) for i in range(100)))
+
+    assert asyncio.run(everyone()) == [f"text {i}" for i in range(100)]
+
+
+@pytest.mark.parametrize(("size", "elsewhere"), [(100, False), (100_000, True)])
+async def test_a_big_prompt_is_prepared_in_a_thread(size: int, elsewhere: bool) -> None:
+    request = Request({"type": "http", "state": {"body_bytes": size}})
+    assert (await offload_if_large(request, threading.get_ident) != threading.get_ident()) == elsewhere

@@ -1,0 +1,151 @@
+"""What a request may say about speculation, with a real engine at the other end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from foreword.checkpoint import prepare_checkpoint
+from foreword.config.options import Config
+from foreword.engine_client.client import SubprocessClient
+from tests.server.conftest import RunningServer, run_server
+from tests.support.checkpoints import write_checkpoint
+
+LETTERS = "bcdfgjklm"  # no merge of the tokenizer is made of these: text and tokens are one to one
+LONG = {"max_tokens": 60, "ignore_eos": True, "metrics": True}
+PREDICTION_ONLY = {"speculation": {"method": "prediction"}}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    """Drafts are as long as there is something to guess, so that what is counted does not depend on the clock."""
+    path = write_checkpoint(tmp_path_factory.mktemp("speculation") / "model", "llama", seed=5)
+    config = Config(
+        model=str(path),
+        threads=1,
+        kv_cache_memory="4000tokens",
+        log_level="warning",
+        draft_length="fixed",
+        num_speculative_tokens=8,
+    )
+    prepared = prepare_checkpoint(config)
+    client = SubprocessClient(prepared.config, prepared.never_sampled_ids, prepared.tokenizer.vocabulary)
+    with run_server(prepared.config, client, tokenizer=prepared.tokenizer) as served:
+        ids = prepared.tokenizer.encode(LETTERS, add_special_tokens=False)
+        assert len(ids) == len(LETTERS)
+        served.app.state.letters = ids
+        yield served
+
+
+def ask(server: RunningServer, **fields: Any) -> Any:
+    fields = {"temperature": 0, "allowed_token_ids": server.app.state.letters, **LONG, **fields}
+    return server.complete("bcd", **fields)
+
+
+def predicted(text: str) -> dict[str, str]:
+    return {"type": "content", "content": text}
+
+
+def counters(server: RunningServer) -> dict[str, float]:
+    """Totals of what was drafted, and of what was decided about drafts."""
+    families = text_string_to_metric_families(server.http.get("/metrics").text)
+    samples = [sample for family in families for sample in family.samples]
+    assert all(sample.value == sample.value for sample in samples), "a nan"
+    kept = ("spec_drafts_total", "spec_draft_tokens_total", "spec_no_draft_total", "spec_draft_length_count")
+    return {
+        f"{s.name}{s.labels}": s.value
+        for s in samples
+        if s.name.removeprefix("foreword_") in kept and s.value
+    }
+
+
+def test_a_prediction_that_comes_true_is_accepted_whole(server: RunningServer) -> None:
+    plain = ask(server, speculation={"method": "off"})
+    text = plain.choices[0].text
+    guessed = ask(server, prediction=predicted(text), **PREDICTION_ONLY)
+    assert guessed.choices[0].text == text
+    details = guessed.usage.completion_tokens_details
+    # One token comes of the prompt; then each step verifies eight tokens and yields nine, the last one four of five.
+    assert (details.accepted_prediction_tokens, details.rejected_prediction_tokens) == (6 * 8 + 4, 0)
+    assert guessed.metrics["draft_tokens"] == 52 and guessed.metrics["verify_steps"] == 7
+    assert guessed.usage.completion_tokens == plain.usage.completion_tokens == 60
+
+
+def test_an_edited_prediction_is_found_again(server: RunningServer) -> None:
+    text = ask(server).choices[0].text
+    wrong = text[:20] + "mmmm" + text[23:40] + text[45:]
+    guessed = ask(server, prediction=predicted(wrong), **PREDICTION_ONLY)
+    assert guessed.choices[0].text == text
+    details = guessed.usage.completion_tokens_details
+    assert details.accepted_prediction_tokens >= 35 and details.rejected_prediction_tokens > 0
+
+
+def test_a_stream_has_the_same(server: RunningServer) -> None:
+    text = ask(server).choices[0].text
+    fields = {"prediction": predicted(text[:30] + "zzz" + text[30:]), **PREDICTION_ONLY}
+    whole = ask(server, **fields)
+    chunks = list(ask(server, stream=True, stream_options={"include_usage": True}, **fields))
+    assert "".join(chunk.choices[0].text for chunk in chunks if chunk.choices) == text
+    assert chunks[-1].usage == whole.usage
+    assert whole.usage.completion_tokens_details.accepted_prediction_tokens > 40
+
+
+def test_choices_predict_for_themselves(server: RunningServer) -> None:
+    plain = ask(server, n=3, temperature=1, seed=3, **PREDICTION_ONLY)
+    guessed = ask(
+        server, n=3, temperature=1, seed=3, prediction=predicted(plain.choices[1].text), **PREDICTION_ONLY
+    )
+    assert [choice.text for choice in guessed.choices] == [choice.text for choice in plain.choices]
+    accepted = guessed.usage.completion_tokens_details.accepted_prediction_tokens
+    assert accepted >= 52
+    drafted = [choice.metrics.get("draft_tokens", 0) for choice in guessed.choices]
+    assert accepted + guessed.usage.completion_tokens_details.rejected_prediction_tokens == sum(drafted)
+    assert drafted[1] == 52
+
+
+def test_off_wastes_nothing(server: RunningServer) -> None:
+    text = ask(server).choices[0].text
+    before = counters(server)
+    answer = ask(server, speculation={"method": "off"}, prediction=predicted(text))
+    assert counters(server) == before, "something was drafted, or thought about"
+    assert answer.choices[0].text == text
+    assert "draft_tokens" not in answer.metrics and "verify_steps" not in answer.metrics
+    details = answer.usage.completion_tokens_details
+    assert (details.accepted_prediction_tokens, details.rejected_prediction_tokens) == (0, 0)
+
+
+def test_prediction_without_a_prediction_drafts_nothing(server: RunningServer) -> None:
+    before = counters(server)
+    answer = ask(server, **PREDICTION_ONLY)
+    assert "draft_tokens" not in answer.metrics
+    assert answer.usage.completion_tokens_details is None
+    assert counters(server) == before
+
+
+@pytest.mark.parametrize("bound", [0, 1, 3, 99])
+def test_a_request_may_lower_the_bound_and_not_raise_it(server: RunningServer, bound: int) -> None:
+    text = ask(server).choices[0].text
+    answer = ask(
+        server, prediction=predicted(text), speculation={"method": "prediction", "max_tokens": bound}
+    )
+    assert answer.choices[0].text == text
+    longest = min(bound, 8)
+    assert answer.metrics.get("draft_tokens", 0) <= longest * answer.metrics.get("verify_steps", 0)
+    assert answer.metrics.get("mean_acceptance_length", 1) > longest * 0.8
+
+
+def test_only_the_drafter_that_is_named_drafts(server: RunningServer) -> None:
+    before = counters(server)
+    ask(server, speculation={"method": "suffix"}, prediction=predicted("bcd"))
+    grown = {name for name, value in counters(server).items() if value != before.get(name)}
+    assert grown and not [name for name in grown if "'prediction'" in name]
+
+
+def test_an_unknown_method_names_those_that_run(server: RunningServer) -> None:
+    reply = server.http.post("/v1/completions", json={"prompt": "x", "speculation": {"method": "ngram"}})
+    error = reply.json()["error"]
+    assert (reply.status_code, error["param"]) == (400, "speculation.method")
+    assert "auto, off, grammar, prediction, suffix" in error["message"]

@@ -1,0 +1,388 @@
+"""The controller on simulated machines: what must hold, in simulated time."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import pytest
+
+from foreword.core.outputs import Draft
+from foreword.core.params import SamplingParams, Speculation
+from foreword.core.request import Request, RequestState
+from foreword.speculation.base import DraftRequest
+from foreword.speculation.control.controller import DraftLengthController
+from foreword.speculation.control.cost_model import Calibration, PassCost
+from foreword.speculation.policy import PrefillLoad, Proposal, RequestStep, StepRecord
+from tests.support.controller_simulation import (
+    CPU,
+    GPU,
+    LENGTHS,
+    NOISY,
+    SMALL_CPU,
+    STEP,
+    SimulatedMachine,
+    SimulatedOutput,
+    SimulatedServer,
+    SimulationCase,
+    SimulationResult,
+    constant_acceptance,
+    mixed_acceptance,
+)
+
+
+@pytest.mark.parametrize("concurrency", [1, 16])
+@pytest.mark.parametrize("machine", [GPU, CPU, SMALL_CPU, *NOISY], ids=lambda m: m.name)
+def test_nothing_is_lost_where_nothing_can_be_guessed(machine: SimulatedMachine, concurrency: int) -> None:
+    cell = SimulationCase(
+        machine, [SimulatedOutput(200, constant_acceptance(0.0))] * (2 * concurrency), concurrency
+    )
+    assert cell.gain >= 0.99
+    assert cell.exploring <= 0.003
+    if not machine.noise:
+        assert cell.slowest >= 0.98
+
+
+@pytest.mark.parametrize("chance", [0.3, 0.6, 0.9])
+@pytest.mark.parametrize(
+    ("machine", "concurrency"),
+    [(GPU, 1), (GPU, 16), (CPU, 1), (CPU, 4), (SMALL_CPU, 1), (SMALL_CPU, 16), (NOISY[1], 1), (NOISY[1], 4)],
+    ids=lambda part: str(getattr(part, "name", part)),
+)
+def test_as_good_as_the_best_fixed_length(machine: SimulatedMachine, concurrency: int, chance: float) -> None:
+    cell = SimulationCase(
+        machine, [SimulatedOutput(400, constant_acceptance(chance))] * max(6, concurrency), concurrency
+    )
+    near = [k for k in LENGTHS if concurrency * (k + 1) <= 4 * machine.ridge_rows]
+    assert cell.gain >= 0.97 * cell.best_fixed(near)
+    assert cell.exploring <= 0.003
+
+
+@pytest.mark.parametrize("told", [False, True], ids=["confidence unknown", "confidence told"])
+@pytest.mark.parametrize("machine", [GPU, CPU, SMALL_CPU], ids=lambda m: m.name)
+def test_easy_and_hard_places_in_one_text(machine: SimulatedMachine, told: bool) -> None:
+    cell = SimulationCase(machine, [SimulatedOutput(400, mixed_acceptance(i), told) for i in range(8)], 4)
+    best = cell.best_fixed((1, 2, 3, 4, 6, 8, 16))
+    assert cell.gain >= 0.97 * best
+    if told and machine is CPU:
+        assert cell.gain >= 1.02 * best, "which rows are worth it is known"
+
+
+@pytest.mark.parametrize("together", [True, False], ids=["all at once", "one after the other"])
+def test_mixed_requests_gain_and_nobody_pays(together: bool) -> None:
+    count = 16 if together else 48
+    cell = SimulationCase(
+        GPU, [SimulatedOutput(200, constant_acceptance(0.95 if i % 2 else 0.02)) for i in range(count)], 16
+    )
+    assert cell.gain >= 1.3 or together
+    assert cell.slowest >= 0.97
+
+
+@pytest.mark.parametrize("machine", [CPU, SMALL_CPU], ids=lambda m: m.name)
+@pytest.mark.parametrize("concurrency", [4, 16])
+def test_nobody_pays_where_rows_are_dear(machine: SimulatedMachine, concurrency: int) -> None:
+    cell = SimulationCase(
+        machine,
+        [SimulatedOutput(200, constant_acceptance(0.95 if i % 2 else 0.02)) for i in range(2 * concurrency)],
+        concurrency,
+    )
+    assert cell.gain >= 0.99
+    assert cell.slowest >= 0.97
+
+
+@pytest.mark.parametrize(
+    ("machine", "concurrency", "share"), [(CPU, 8, 0.0), (SMALL_CPU, 2, 0.0), (CPU, 4, 0.15), (GPU, 1, 0.4)]
+)
+def test_rows_that_cost_are_mostly_right(machine: SimulatedMachine, concurrency: int, share: float) -> None:
+    cell = SimulationCase(
+        machine, [SimulatedOutput(300, constant_acceptance(0.7))] * (2 * concurrency), concurrency, 0.0, share
+    )
+    assert cell.gain > 1.05
+    assert cell.auto.efficiency > 0.5
+
+
+def pace(outcome: SimulationResult, start: int, count: int) -> float:
+    """Tokens a step over `count` steps from the one that emits token number `start`."""
+    emitted = 0
+    for index, (_, tokens, _) in enumerate(outcome.steps):
+        if emitted >= start:
+            part = outcome.steps[index : index + count]
+            return sum(step[1] for step in part) / len(part)
+        emitted += tokens
+    raise AssertionError("the text is shorter")
+
+
+@pytest.mark.parametrize("machine", [GPU, CPU, SMALL_CPU], ids=lambda m: m.name)
+def test_it_recovers_within_a_hundred_steps_of_a_switch(machine: SimulatedMachine) -> None:
+    """Nothing can be guessed for 400 tokens, then nearly all."""
+    cell = SimulationCase(machine, [SimulatedOutput(2000, lambda index: 0.0 if index < 400 else 0.9)], 1)
+    steady_pace = pace(cell.auto, 1200, 40)
+    assert pace(cell.auto, 300, 40) == pytest.approx(1.0)
+    emitted = next(i for i, _ in enumerate(cell.auto.steps) if sum(s[1] for s in cell.auto.steps[:i]) >= 400)
+    soon = cell.auto.steps[emitted + 60 : emitted + 100]
+    assert sum(step[1] for step in soon) / len(soon) >= 0.7 * steady_pace
+
+
+@pytest.mark.parametrize("machine", [GPU, CPU, SMALL_CPU], ids=lambda m: m.name)
+def test_it_stops_soon_after_a_switch(machine: SimulatedMachine) -> None:
+    """What nearly always was right is wrong from token 400 on."""
+    cell = SimulationCase(machine, [SimulatedOutput(800, lambda index: 0.9 if index < 400 else 0.0)], 1)
+    lost = sum(seconds - STEP for seconds, tokens, _ in cell.auto.steps if tokens == 1) / STEP
+    assert lost < 0.02 * 400
+    assert cell.gain > 1.5
+
+
+@pytest.mark.parametrize("share", [0.05, 0.15, 0.4])
+@pytest.mark.parametrize("chance", [0.0, 0.8, 0.95])
+def test_a_draft_model_is_priced(share: float, chance: float) -> None:
+    cell = SimulationCase(GPU, [SimulatedOutput(600, constant_acceptance(chance))] * 4, 1, 0.0, share)
+    assert cell.gain >= 0.97 * cell.best_fixed((1, 2, 3, 4, 6, 8, 12, 16))
+    assert cell.gain >= 0.99
+    assert cell.exploring <= 0.003
+
+
+def test_a_draft_model_is_used_again_when_it_pays_again() -> None:
+    cell = SimulationCase(
+        GPU, [SimulatedOutput(2000, lambda index: 0.0 if index < 300 else 0.9)], 1, 0.0, 0.05
+    )
+    assert pace(cell.auto, 500, 100) > 3.0
+
+
+def test_a_wrong_calibration_does_not_lose_for_long() -> None:
+    """Measured: rows are free. In truth four rows cost a step more."""
+    truth = SimulatedMachine("CPU", 4, noise=0.02)
+    texts = [SimulatedOutput(1500, constant_acceptance(0.3))] * 2
+    off = SimulatedServer(truth, texts, 1).run(None)
+    controller = DraftLengthController(SimulatedMachine("GPU", 96).calibration(), 32)
+    auto = SimulatedServer(truth, texts, 1).run(controller)
+    assert auto.rate / off.rate >= 1.15
+
+
+def test_a_calibration_that_was_disturbed_heals() -> None:
+    """Measured: a row more takes six steps. In truth fourteen rows are free."""
+    texts = [SimulatedOutput(3000, constant_acceptance(0.8))]
+    off = SimulatedServer(CPU, texts, 1).run(None)
+    disturbed = Calibration({rows: STEP * (1.0 if rows == 1 else 6.0) for rows in (1, 2, 4, 8, 16)}, {})
+    auto = SimulatedServer(CPU, texts, 1).run(DraftLengthController(disturbed, 32))
+    assert pace(auto, 2000, 100) > 3.0
+    assert auto.rate > off.rate
+
+
+# Single decisions
+
+
+def state_of(name: str = "a", **params: object) -> RequestState:
+    return RequestState(Request(name, (1,) * 8, SamplingParams(temperature=0.0, **params), 0), 0, 10_000)  # type: ignore[arg-type]
+
+
+def controller_of(machine: SimulatedMachine = GPU) -> DraftLengthController:
+    return DraftLengthController(machine.calibration(), 32)
+
+
+def step(
+    controller: DraftLengthController,
+    states: Sequence[RequestState],
+    seconds: float = STEP,
+    drafting: float = 0.0,
+) -> None:
+    """A step without drafts."""
+    served = tuple(RequestStep(s, 1, 0, True, 1, len(s.tokens)) for s in states)
+    controller.record_step(StepRecord(served, {"forward": seconds, "draft": drafting}))
+
+
+def offered(controller: DraftLengthController, state: RequestState, *drafts: Draft) -> Draft | None:
+    """One round for one request."""
+    ask = DraftRequest(state)
+    if not controller.max_draft_len(ask):
+        return controller.select([], PrefillLoad()) and None
+    (draft,) = controller.select([Proposal(ask, list(drafts))], PrefillLoad())
+    return draft
+
+
+def test_the_bound_of_a_request_is_honoured() -> None:
+    controller = controller_of()
+    few, none = (
+        state_of("few", speculation=Speculation(max_tokens=3)),
+        state_of("none", speculation=Speculation(max_tokens=0)),
+    )
+    controller.start(few)
+    controller.start(none)
+    assert controller.max_draft_len(DraftRequest(few)) == 3
+    assert controller.max_draft_len(DraftRequest(none)) == 0
+
+
+def test_the_better_of_two_drafts_is_taken() -> None:
+    controller, state = controller_of(), state_of()
+    controller.start(state)
+    step(controller, [state])
+    sure, unsure = Draft((1,) * 4, "suffix", (0.99,) * 4), Draft((2,) * 4, "ngram", (0.2,) * 4)
+    assert offered(controller, state, unsure, sure) == sure
+    assert offered(controller, state, sure, unsure) == sure
+
+
+def asked_when_nothing_is_offered(
+    controller: DraftLengthController, state: RequestState, drafting: float
+) -> list[bool]:
+    """Whether the request was asked for, step by step, each of which spent `drafting` seconds on it."""
+    asked: list[bool] = []
+    for _ in range(64):
+        asked.append(controller.max_draft_len(DraftRequest(state)) > 0)
+        controller.select([Proposal(DraftRequest(state))] if asked[-1] else [], PrefillLoad())
+        step(controller, [state], drafting=drafting)
+    return asked
+
+
+def test_a_request_without_offers_is_left_alone_for_growing_spells() -> None:
+    controller, state = controller_of(), state_of()
+    controller.start(state)
+    asked = asked_when_nothing_is_offered(controller, state, 0.07 * STEP)
+    assert all(asked[:2])
+    assert sum(asked[-32:]) == 1, "asking takes 7 % of a step, and may take 0.4 %"
+    assert set(controller.stats().no_draft_counts) == {"nothing to guess from", "asleep"}
+
+
+def test_nobody_is_left_alone_where_asking_is_cheap() -> None:
+    controller, state = controller_of(), state_of()
+    controller.start(state)
+    assert all(asked_when_nothing_is_offered(controller, state, 0.003 * STEP))
+
+
+def test_asking_in_vain_costs_what_running_ahead_would_have_saved() -> None:
+    controller, state = controller_of(), state_of()
+    controller.enable_overlap()
+    controller.start(state)
+    assert sum(asked_when_nothing_is_offered(controller, state, 0.003 * STEP)[-32:]) <= 2
+    host, other = controller_of(), state_of(presence_penalty=1.0)
+    host.enable_overlap()
+    host.start(other)
+    assert all(asked_when_nothing_is_offered(host, other, 0.003 * STEP)), "no round could sample for it"
+
+
+def test_a_draft_has_to_beat_a_step_that_is_computed_ahead() -> None:
+    slow = Draft((1,), "suffix", (0.9,))
+    for ahead, taken in ((False, True), (True, False)):
+        controller, state = controller_of(CPU), state_of()
+        if ahead:
+            controller.enable_overlap()
+        controller.start(state)
+        for _ in range(60):
+            step(controller, [state], CPU.calibration().all_rows_sampled[1])
+            if ahead:
+                facts = StepRecord(
+                    (RequestStep(state, 1, 0, True, 1, 8),),
+                    {"forward": CPU.calibration().all_rows_sampled[1] / 2},
+                )
+                controller.record_overlap_step(facts)
+        assert (offered(controller, state, slow) is not None) == taken, (
+            "two tokens a step pay, if no step takes half as long"
+        )
+
+
+def test_the_door_rests_while_everybody_sleeps() -> None:
+    """And no longer: who sleeps for a spell is asked at its end."""
+    controller, state = controller_of(), state_of()
+    controller.start(state)
+    spells = []
+    for _ in range(40):
+        assert controller.max_draft_len(DraftRequest(state))
+        controller.select([Proposal(DraftRequest(state))], PrefillLoad())
+        spells.append(controller.num_steps_to_skip())
+        controller.record_skipped(spells[-1], spells[-1])
+        step(controller, [state], drafting=0.07 * STEP)
+    assert spells[0] == 0 and spells[-1] == 31
+    controller.start(state_of("b"))
+    controller.max_draft_len(DraftRequest(state))
+    controller.select([], PrefillLoad())
+    assert controller.num_steps_to_skip() == 0, "one that has not asked yet could at any time"
+
+
+def test_a_draft_that_pays_wakes_a_request() -> None:
+    controller, state = controller_of(), state_of()
+    controller.start(state)
+    step(controller, [state])
+    for _ in range(64):
+        offered(controller, state)
+    while not offered(controller, state, Draft((1,), "suffix")):
+        pass
+    assert all(controller.max_draft_len(DraftRequest(state)) for _ in range(3))
+
+
+def test_requests_without_speculation_bind_the_others() -> None:
+    """A row more costs a step of eight an eighth; those that get nothing from it bear two hundredths."""
+    controller, state = controller_of(SimulatedMachine("", 1)), state_of()
+    strangers = [state_of(f"off{i}") for i in range(7)]
+    controller.start(state)
+    draft = Draft((1,), "suffix", (0.999,))
+    for drafted in [0, 0, *[1] * 200]:
+        given = drafted and offered(controller, state, draft)
+        served = [RequestStep(state, 1, int(bool(given)), True, 2 if given else 1, 9)]
+        served += [RequestStep(stranger, 1, 0, True, 1, 9) for stranger in strangers]
+        controller.record_step(StepRecord(tuple(served), {"forward": STEP * (9 if given else 8)}))
+    assert 200 / 8 * 0.02 < controller.stats().draft_length_counts["suffix"][1] / 8 < 200 * 0.02 + 0.64
+
+
+def test_reasons_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+    controller, state = controller_of(), state_of("chat-1")
+    controller.start(state)
+    step(controller, [state])
+    with caplog.at_level(logging.DEBUG):
+        offered(controller, state)
+    assert "request chat-1: no draft: nothing to guess from" in caplog.text
+
+
+def test_stats_compare_prediction_and_reality() -> None:
+    cell = SimulationCase(CPU, [SimulatedOutput(300, constant_acceptance(0.8))] * 2, 1)
+    stats = cell.controller.stats()
+    assert stats.predicted_seconds == pytest.approx(stats.realised_seconds, rel=0.05)
+    assert sum(stats.draft_length_counts["suffix"].values()) > 50
+
+
+def test_a_step_that_was_not_measured_leaves_no_drafting_behind() -> None:
+    """As where pictures took part: what the next one drafts is compared with its own price alone."""
+    price = STEP / 20
+    controller, state = (
+        DraftLengthController(GPU.calibration(), 8, {"draft": PassCost.from_seconds({1: price, 100: price})}),
+        state_of(),
+    )
+    controller.start(state)
+    for number in range(40):
+        ask = DraftRequest(state, 8)
+        controller.max_draft_len(ask)
+        ((length, _),) = controller.plan_draft_model([Proposal(ask, [])], PrefillLoad(), "draft", [1])
+        drafts = [Draft((1,) * length, "draft", (0.9,) * length)] if length else []
+        controller.select([Proposal(ask, drafts)], PrefillLoad())
+        assert controller._draft_cost == pytest.approx(length * price)
+        if number < 30:  # some until it has earned a look at the model
+            step(controller, [state], drafting=controller._draft_cost)
+    assert length > 0
+
+
+def test_nothing_is_kept_of_requests_that_are_over() -> None:
+    cell = SimulationCase(GPU, [SimulatedOutput(60, constant_acceptance(0.8))] * 8, 4, 0.01, 0.05)
+    assert (
+        not cell.controller._requests
+        and not cell.controller._sampler_classes
+        and not cell.controller._requests_this_step
+    )
+
+
+def test_a_busy_server_does_not_wait_for_a_plain_step() -> None:
+    """The watchdog begins by asking for one; a step that computes prompts beside is none, and there may be no other."""
+    controller, state = DraftLengthController(SimulatedMachine("GPU", 96).calibration(), 8), state_of("a")
+    controller.start(state)
+    draft = Draft((1,) * 4, "suffix", (0.99,) * 4)
+    controller.max_draft_len(DraftRequest(state))
+    (admitted,) = controller.select([Proposal(DraftRequest(state, 8), [draft])], PrefillLoad(num_rows=20))
+    assert admitted is not None
+
+
+def test_requests_begin_less_patient_where_nobody_is_guessed() -> None:
+    """An answer of sixty tokens is over before it has found out for itself."""
+    controller, early = controller_of(), state_of("early")
+    controller.start(early)
+    asked_when_nothing_is_offered(controller, early, 0.07 * STEP)
+    controller.finish("early")
+    late = state_of("late")
+    controller.start(late)
+    asked = asked_when_nothing_is_offered(controller, late, 0.07 * STEP)
+    assert not all(asked[:4]) and sum(asked) < 10

@@ -1,0 +1,81 @@
+"""What a grammar forces is drafted, and no drafter gets past it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from foreword.core.outputs import Draft
+from foreword.core.params import SamplingParams, Speculation
+from foreword.core.request import Request, RequestState
+from foreword.speculation.base import DraftRequest
+from foreword.speculation.drafters.grammar import GrammarDrafter
+from foreword.speculation.policy import FixedLength
+from foreword.speculation.proposer import Proposer
+from tests.speculation.test_proposer import Scripted
+
+
+class Rising:
+    """A grammar that lets every token only be followed by its successor, and after 7 by nothing."""
+
+    error: str | None = None
+
+    def __init__(self, last: int) -> None:
+        self._last = last
+
+    def accept(self, token_ids: Sequence[int]) -> None:
+        self._last = [self._last, *token_ids][-1]
+
+    def num_legal(self, draft: Sequence[int]) -> int:
+        expected = range(self._last + 1, 8)
+        return next(
+            (i for i, token_id in enumerate(draft) if i >= len(expected) or token_id != expected[i]),
+            len(draft),
+        )
+
+    def forced(self, max_tokens: int) -> tuple[int, ...]:
+        return tuple(range(self._last + 1, 8))[:max_tokens]
+
+    def mask(self, draft: tuple[int, ...]) -> Tensor | None:
+        return None
+
+    def must_end(self, draft: tuple[int, ...]) -> bool:
+        return False
+
+
+def state_of(last: int | None, method: str = "auto") -> RequestState:
+    request = Request("a", (1, 2, 3), SamplingParams(speculation=Speculation(method)), 0)
+    return RequestState(request, 0, 100, None if last is None else Rising(last))
+
+
+def drafts(state: RequestState, *others: Scripted, length: int = 4) -> tuple[Draft | None, ...]:
+    drafting = Proposer((GrammarDrafter(), *others), 10, FixedLength(length))
+    drafting.start(state)
+    found = drafting.propose([state])
+    drafting.check()
+    return found
+
+
+def test_what_is_forced_is_drafted_as_far_as_asked_for() -> None:
+    assert GrammarDrafter().propose([DraftRequest(state_of(3), 2), DraftRequest(state_of(5), 9)]) == [
+        Draft((4, 5), "grammar"),
+        Draft((6, 7), "grammar"),
+    ]
+
+
+def test_nothing_is_forced_without_a_grammar_or_at_its_end() -> None:
+    assert GrammarDrafter().propose([DraftRequest(state_of(None), 4), DraftRequest(state_of(7), 4)]) == [
+        None,
+        None,
+    ]
+
+
+def test_a_draft_ends_before_the_first_token_that_the_grammar_refuses() -> None:
+    assert drafts(state_of(3, "other"), Scripted("other", (4, 5, 9, 6))) == (Draft((4, 5), "other"),)
+    assert drafts(state_of(3, "other"), Scripted("other", (9, 4))) == (None,)
+    assert drafts(state_of(None, "other"), Scripted("other", (9, 4))) == (Draft((9, 4), "other"),)
+
+
+def test_what_is_forced_comes_before_what_is_guessed() -> None:
+    assert drafts(state_of(5), Scripted("other", (6,))) == (Draft((6, 7), "grammar"),)

@@ -1,0 +1,154 @@
+"""Prompt lookup."""
+
+from collections.abc import Sequence
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from foreword.core.params import SamplingParams
+from foreword.core.request import Request, RequestState
+from foreword.speculation.base import DraftRequest
+from foreword.speculation.drafters.ngram import NgramDrafter
+from tests.support.fakes import extended
+
+
+def state_of(tokens: Sequence[int], name: str = "a") -> RequestState:
+    return RequestState(Request(name, tuple(tokens), SamplingParams(), 0), 0, 10_000)
+
+
+def guess(
+    drafter: NgramDrafter, state: RequestState, run: Sequence[int] = (), max_tokens: int = 4
+) -> tuple[int, ...]:
+    (draft,) = drafter.propose([DraftRequest(extended(state, run), max_tokens)])
+    return draft.token_ids if draft else ()
+
+
+def started(state: RequestState, low: int = 2, high: int = 4) -> NgramDrafter:
+    drafter = NgramDrafter(low, high)
+    drafter.start(state)
+    return drafter
+
+
+def test_drafts_what_followed_last_time() -> None:
+    state = state_of([1, 2, 3, 4, 5, 6, 7, 1, 2])
+    assert guess(started(state), state) == (3, 4, 5, 6)
+
+
+def test_nothing_is_proposed_where_nothing_matches() -> None:
+    state = state_of([1, 2, 3, 4])
+    assert guess(started(state), state) == ()
+
+
+def test_the_longest_ngram_wins_over_the_latest() -> None:
+    state = state_of([9, 1, 2, 7, 8, 1, 2, 5, 5, 9, 1, 2])
+    assert guess(started(state), state, max_tokens=1) == (7,)
+    assert guess(started(state, 2, 2), state, max_tokens=1) == (5,)
+
+
+def test_a_period_is_continued_beyond_the_known_text() -> None:
+    state = state_of([7, 1, 2, 3, 1, 2, 3, 1, 2])
+    assert guess(started(state), state, max_tokens=7) == (3, 1, 2, 3, 1, 2, 3)
+
+
+def test_the_newest_tokens_count() -> None:
+    state = state_of([1, 2, 3, 4])
+    drafter = started(state)
+    assert guess(drafter, state, run=[1, 2]) == (3, 4, 1, 2)
+    assert guess(drafter, state, run=[3]) == (4, 1, 2, 3)
+
+
+def test_requests_do_not_see_each_other() -> None:
+    a, b = state_of([1, 2, 3, 1, 2], "a"), state_of([5, 6, 1, 2], "b")
+    drafter = started(a)
+    drafter.start(b)
+    assert guess(drafter, b) == ()
+    drafter.finish("a")
+    drafter.finish("b")
+    assert not drafter._indexes
+
+
+def by_definition(tokens: Sequence[int], low: int, high: int, max_tokens: int) -> tuple[int, ...]:
+    """Search from the end for the longest n-gram, as the docs say."""
+    for size in range(min(high, len(tokens) - 1), low - 1, -1):
+        tail = tuple(tokens[-size:])
+        for start in range(len(tokens) - 1, size - 1, -1):
+            if tuple(tokens[start - size : start]) == tail:
+                text = list(tokens)
+                while len(text) < start + max_tokens:
+                    text.append(text[start + len(text) - len(tokens)])
+                return tuple(text[start : start + max_tokens])
+    return ()
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6), min_size=1, max_size=8),
+    st.integers(1, 3),
+    st.integers(0, 2),
+)
+def test_the_index_equals_a_search(runs: list[list[int]], low: int, more: int) -> None:
+    """Growing the index run by run finds what a scan of the whole text finds."""
+    state = state_of(runs[0])
+    drafter = started(state, low, low + more)
+    for run in runs[1:]:
+        assert guess(drafter, state, run) == by_definition(state.tokens, low, low + more, 4)
+
+
+def test_confidence_grows_with_the_match() -> None:
+    """And so with the guess, which makes the match longer."""
+    drafter = NgramDrafter(1, 4)
+    confidence = []
+    for name, text in (("one", [4, 9, 8, 7, 6, 4]), ("four", [1, 2, 3, 4, 9, 8, 1, 2, 3, 4])):
+        state = state_of(text, name)
+        drafter.start(state)
+        (draft,) = drafter.propose([DraftRequest(state, 20)])
+        assert draft is not None and len(draft.confidence) == len(draft.token_ids) == 20
+        assert list(draft.confidence) == sorted(draft.confidence)
+        confidence.append(draft.confidence[0])
+    assert 0.0 < confidence[0] < confidence[1] < 1.0
+
+
+PICTURE = 260  # stands for pictures: never sampled
+
+
+@given(
+    runs=st.lists(
+        st.lists(st.sampled_from([0, 1, 2, PICTURE, PICTURE]), min_size=1, max_size=6), min_size=1, max_size=8
+    ),
+    low=st.integers(1, 3),
+    more=st.integers(0, 2),
+)
+def test_ids_that_are_never_sampled_are_neither_matched_nor_guessed(
+    runs: list[list[int]], low: int, more: int
+) -> None:
+    """As if each of them were another one, which nothing follows."""
+    state = state_of(runs[0])
+    drafter = NgramDrafter(low, low + more, frozenset({PICTURE}))
+    drafter.start(state)
+    for run in runs[1:]:
+        found = guess(drafter, state, run)
+        assert PICTURE not in found
+        assert found == within(state.tokens, low, low + more)
+
+
+def within(tokens: Sequence[int], low: int, high: int) -> tuple[int, ...]:
+    """What followed the latest place, of the longest n-gram, that goes on with a token of text."""
+    ends = [index for index, token_id in enumerate(tokens) if token_id == PICTURE]
+    for size in range(min(high, len(tokens) - 1 - max(ends, default=-1)), low - 1, -1):
+        tail = list(tokens[-size:])
+        for start in range(len(tokens) - 1, size - 1, -1):
+            if list(tokens[start - size : start]) == tail and tokens[start] != PICTURE:
+                text = list(tokens)
+                while len(text) < start + 4:
+                    text.append(text[start + len(text) - len(tokens)])
+                found = text[start : start + 4]
+                return tuple(found[: found.index(PICTURE)] if PICTURE in found else found)
+    return ()
+
+
+def test_a_run_of_placeholders_is_not_indexed() -> None:
+    state = state_of([1, 2, *[PICTURE] * 2000, 3])
+    drafter = NgramDrafter(2, 4, frozenset({PICTURE}))
+    drafter.start(state)
+    assert guess(drafter, state) == ()
+    assert not drafter._indexes["a"]._continued_at
+    assert guess(drafter, state, [1, 2]) == (), "the picture is what followed"

@@ -1,0 +1,115 @@
+"""The real application over a real engine, all in the process of a test: nothing has to be started."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+from foreword.checkpoint import CheckpointInfo, prepare_checkpoint
+from foreword.config.options import Config
+from foreword.config.resolve import EngineInfo
+from foreword.core.health import Readiness
+from foreword.core.outputs import Event, StepStats, TokenEvent
+from foreword.core.request import Request
+from foreword.engine_client.local import LocalClient
+from foreword.metrics.recorder import MetricsRecorder
+from foreword.server.app import create_app
+
+__all__ = ["ASGIServer", "InProcessEngineClient", "serving"]
+
+
+class InProcessEngineClient:
+    """Implements foreword.engine_client.client.EngineClient; steps are taken in the event loop."""
+
+    def __init__(self, prepared: CheckpointInfo) -> None:
+        self.local = LocalClient(prepared.config, prepared.never_sampled_ids, prepared.tokenizer.vocabulary)
+        self.info: EngineInfo | None = None
+        self.stats = StepStats()
+        self.alive = False
+        self.readiness = Readiness("ok")
+        self.on_step: Callable[[StepStats], None] | None = None
+        self.on_restart: Callable[[str], None] | None = None
+        self._queues: dict[str, asyncio.Queue[Event | None]] = {}
+        self._stepping: asyncio.Task[None] | None = None
+
+    async def start(self) -> EngineInfo:
+        self.info, self.alive = self.local.info, True
+        return self.info
+
+    def submit(self, request: Request) -> AsyncIterator[Event]:
+        self._queues[request.id] = asyncio.Queue()
+        self.local.submit(request)
+        if self._stepping is None or self._stepping.done():
+            self._stepping = asyncio.create_task(self._step())
+        return self._events(request.id)
+
+    def finish(self, request_id: str, num_tokens: int) -> None:
+        self.local.finish(request_id, num_tokens)
+        self._forget(request_id)
+
+    def abort(self, request_id: str) -> None:
+        self.local.abort(request_id)
+        self._forget(request_id)
+
+    async def close(self) -> None:
+        self.alive = False
+
+    def _forget(self, request_id: str) -> None:
+        if (queue := self._queues.pop(request_id, None)) is not None:
+            queue.put_nowait(None)
+
+    async def _events(self, request_id: str) -> AsyncIterator[Event]:
+        queue = self._queues[request_id]
+        while (event := await queue.get()) is not None:
+            yield event
+            if not isinstance(event, TokenEvent) or event.finish_reason is not None:
+                self._queues.pop(request_id, None)
+                return
+
+    async def _step(self) -> None:
+        while not self.local.idle:
+            report = self.local.step()
+            self.stats = report.stats
+            if self.on_step is not None:
+                self.on_step(report.stats)
+            for event in report.events:
+                if event.request_id in self._queues:
+                    self._queues[event.request_id].put_nowait(event)
+            await asyncio.sleep(0)
+
+
+@dataclass
+class ASGIServer:
+    """An application, and a client of it."""
+
+    app: Any
+    client: InProcessEngineClient
+    http: httpx.AsyncClient
+
+    async def metric(self, name: str) -> float:
+        """The sum of a metric over all labels."""
+        text = (await self.http.get("/metrics")).text
+        samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+        return sum(sample.value for sample in samples if sample.name == f"foreword_{name}")
+
+
+@asynccontextmanager
+async def serving(config: Config) -> AsyncIterator[ASGIServer]:
+    """The application of `foreword serve` with this model."""
+    prepared = prepare_checkpoint(config)
+    client = InProcessEngineClient(prepared)
+    info = await client.start()
+    recorder = MetricsRecorder(info.resolved.drafters)
+    app = create_app(prepared.config, client, prepared.tokenizer, recorder, "m", processor=prepared.processor)
+    async with (
+        app.router.lifespan_context(app),
+        httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://m", timeout=60) as http,
+    ):
+        yield ASGIServer(app, client, http)
+    client.local.check()

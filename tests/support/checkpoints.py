@@ -1,0 +1,219 @@
+"""Tiny checkpoints in Hugging Face's format: random weights that do not babble, and a byte-level tokenizer.
+
+Written without transformers, so that a test pays milliseconds. Weights are scaled so that greedy outputs
+vary instead of falling into a loop: a sharp head, strong attention, every position worth something.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
+
+__all__ = ["EOS", "FAMILIES", "VOCAB_SIZE", "write_checkpoint", "write_drafter"]
+
+SPECIAL_TOKENS = ("<bos>", "<eos>", "<|im_start|>", "<|im_end|>")
+MERGES = ("t h", "i n", "th e", "Ġ the", "a n", "e r", "o n", "Ġ a", "in g", "Ġ t")
+EOS = 257  # the 256 bytes come first
+VOCAB_SIZE = 272
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "bos_token_id": 256,
+    "eos_token_id": EOS,
+    "pad_token_id": EOS,
+    "torch_dtype": "float32",
+}
+GEMMA: dict[str, Any] = {
+    "head_dim": 16,
+    "hidden_act": ...,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "query_pre_attn_scalar": 16,
+    "sliding_window": 24,
+    "tie_word_embeddings": True,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"sliding_window": None},
+    "qwen2": {"use_sliding_window": False, "max_window_layers": 2},
+    "qwen3": {"head_dim": 16, "use_sliding_window": False, "max_window_layers": 2},
+    "phi3": {"original_max_position_embeddings": 512, "sliding_window": None},
+    "gemma2": {**GEMMA, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+    "gemma3_text": {
+        **GEMMA,
+        "rope_theta": 1000000.0,
+        "rope_local_base_freq": 10000.0,
+        "sliding_window_pattern": 2,
+    },
+}
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+}
+
+
+def write_checkpoint(
+    path: Path, family: str = "llama", seed: int = 0, dtype: str = "float32", **overrides: Any
+) -> Path:
+    """A checkpoint directory of a family with options of config.json overridden (... removes one, None writes null)."""
+    path.mkdir(parents=True, exist_ok=True)
+    config = {**COMMON, **FAMILIES[family], "torch_dtype": dtype, **overrides}
+    config = {key: value for key, value in config.items() if value is not ...}
+    config |= {"model_type": family, "architectures": [ARCHITECTURES[family]]}
+    _write_json(path / "config.json", config)
+    kind = getattr(torch, dtype)
+    tensors = {name: tensor.to(kind) for name, tensor in random_weights(config, seed).items()}
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    write_tokenizer(path)
+    return path
+
+
+def write_drafter(path: Path, seed: int = 1, **overrides: Any) -> Path:
+    """A smaller Llama with the same tokenizer."""
+    shape = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+    }
+    return write_checkpoint(path, "llama", seed, **{**shape, **overrides})
+
+
+def write_tokenizer(path: Path) -> None:
+    """tokenizer.json, tokenizer_config.json with a chat template, generation_config.json."""
+    tokenizer().save(str(path / "tokenizer.json"))
+    special = {
+        "bos_token": "<bos>",
+        "eos_token": "<eos>",
+        "chat_template": CHAT_TEMPLATE,
+        "add_bos_token": False,
+    }
+    _write_json(path / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", **special})
+    _write_json(path / "generation_config.json", {"bos_token_id": 256, "eos_token_id": EOS})
+
+
+def tokenizer() -> Tokenizer:
+    """Ids 0..255 are the bytes (in ByteLevel's alphabet, sorted), then the special tokens, then a few merges."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {text: index for index, text in enumerate([*alphabet, *SPECIAL_TOKENS])}
+    merges = [(left, right) for left, right in (merge.split() for merge in MERGES)]
+    for left, right in merges:
+        vocab[left + right] = len(vocab)
+    result = Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    result.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    result.decoder = decoders.ByteLevel()
+    result.add_special_tokens(list(SPECIAL_TOKENS))
+    return result
+
+
+def random_weights(config: dict[str, Any], seed: int) -> dict[str, Tensor]:
+    """Tensors of a checkpoint with this config, by name, float32."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: _scaled(name, torch.randn(shape, generator=generator), config)
+        for name, shape in shapes(config).items()
+    }
+
+
+def _scaled(name: str, value: Tensor, config: dict[str, Any]) -> Tensor:
+    """Layers must outweigh the embedding where it is the head too, or every token would repeat itself."""
+    gemma = config["model_type"].startswith("gemma")
+    if name.endswith("norm.weight"):
+        return 0.2 * value + _norm_center(name, gemma)
+    if name.endswith("bias"):
+        return 0.3 * value
+    if "embed_tokens" in name or "lm_head" in name:
+        return value * (0.3 if config["tie_word_embeddings"] else 1.0)
+    return value * (1.6 / math.sqrt(value.shape[-1]))
+
+
+def _norm_center(name: str, gemma: bool) -> float:
+    if not gemma:
+        return 1.0
+    if "post_" in name:
+        return 40.0 if "attention" in name else 20.0
+    return 1.0 if "q_norm" in name or "k_norm" in name else 0.0
+
+
+def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of a checkpoint's tensors."""
+    hidden, vocab = config["hidden_size"], config["vocab_size"]
+    result: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (vocab, hidden),
+        "model.norm.weight": (hidden,),
+    }
+    if not config["tie_word_embeddings"]:
+        result["lm_head.weight"] = (vocab, hidden)
+    for index in range(config["num_hidden_layers"]):
+        prefix = f"model.layers.{index}."
+        layer = {**_norm_shapes(config), **_attention_shapes(config), **_mlp_shapes(config)}
+        result |= {prefix + name: shape for name, shape in layer.items()}
+    return result
+
+
+def _norm_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    names = ["input_layernorm", "post_attention_layernorm"]
+    if config["model_type"].startswith("gemma"):
+        names += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
+    return {f"{name}.weight": (config["hidden_size"],) for name in names}
+
+
+def _attention_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    family, hidden, heads = config["model_type"], config["hidden_size"], config["num_attention_heads"]
+    head_dim = config.get("head_dim", hidden // heads)
+    q, kv = heads * head_dim, (config["num_key_value_heads"] or heads) * head_dim
+    outputs = {"qkv_proj": q + 2 * kv} if family == "phi3" else {"q_proj": q, "k_proj": kv, "v_proj": kv}
+    result: dict[str, tuple[int, ...]] = {
+        f"self_attn.{name}.weight": (size, hidden) for name, size in outputs.items()
+    }
+    result["self_attn.o_proj.weight"] = (hidden, q)
+    if family == "qwen2" or config.get("attention_bias"):
+        result |= {f"self_attn.{name}.bias": (size,) for name, size in outputs.items()}
+    if config.get("attention_bias"):
+        result["self_attn.o_proj.bias"] = (hidden,)
+    if family in ("qwen3", "gemma3_text"):
+        result |= {f"self_attn.{name}.weight": (head_dim,) for name in ("q_norm", "k_norm")}
+    return result
+
+
+def _mlp_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    hidden, size = config["hidden_size"], config["intermediate_size"]
+    outputs = (
+        {"gate_up_proj": 2 * size} if config["model_type"] == "phi3" else {"gate_proj": size, "up_proj": size}
+    )
+    result: dict[str, tuple[int, ...]] = {
+        f"mlp.{name}.weight": (width, hidden) for name, width in outputs.items()
+    }
+    result["mlp.down_proj.weight"] = (hidden, size)
+    if config.get("mlp_bias"):
+        result |= {f"mlp.{name}.bias": (width,) for name, width in {**outputs, "down_proj": hidden}.items()}
+    return result
+
+
+def _write_json(path: Path, values: Any) -> None:
+    path.write_text(json.dumps(values, indent=1), encoding="utf-8")

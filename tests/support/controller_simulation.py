@@ -1,0 +1,413 @@
+"""A simulated engine: machines with ridges, drafters with known acceptance, and time that only costs move.
+
+The text of every answer is the token 1 over and over; a guess is right if it is 1 and wrong if it is 0. Which places of
+an answer can be guessed is fixed by its seed, so that two policies are tried on the same luck.
+
+`python -m tests.support.controller_simulation` prints the tables of docs/lab/controller.md.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Container, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+
+from foreword.core.outputs import Draft
+from foreword.core.params import SamplingParams
+from foreword.core.request import Request, RequestState
+from foreword.speculation.base import DraftRequest
+from foreword.speculation.control.controller import DraftLengthController
+from foreword.speculation.control.cost_model import Calibration, PassCost
+from foreword.speculation.policy import FixedLength, Policy, PrefillLoad, RequestStep, StepRecord
+from foreword.speculation.proposer import Proposer
+
+ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048)
+STEP = 0.01  # seconds of a step of one row
+
+
+@dataclass(frozen=True)
+class SimulatedMachine:
+    """A roofline: steps take the same up to `ridge` rows, then grow with the rows.
+
+    speed  how fast it is at a time, 1 as calibrated; noise: relative deviation of a step
+    """
+
+    name: str
+    ridge_rows: int
+    speed: Callable[[float], float] = lambda now: 1.0
+    noise: float = 0.0
+
+    def seconds(self, rows: int) -> float:
+        return STEP * max(rows / self.ridge_rows, 1.0)
+
+    def calibration(self) -> Calibration:
+        seconds = {rows: self.seconds(rows) for rows in ROWS}
+        return Calibration(seconds, seconds)
+
+
+def swinging_bandwidth(now: float) -> float:
+    """Bandwidth that halves and recovers every 200 steps of the calibrated speed."""
+    return 0.5 if int(now / (100 * STEP)) % 2 else 1.0
+
+
+@dataclass(frozen=True)
+class SimulatedOutput:
+    """One answer.
+
+    chance  that a guess of the token at an output index is right
+    told    the drafter's confidence is that chance; otherwise it has none
+    offers  share of the places where the drafter has a guess at all
+    """
+
+    num_tokens: int
+    acceptance: Callable[[int], float]
+    has_confidence: bool = False
+    draft_share: float = 1.0
+    num_prompt_tokens: int = 8
+
+
+def constant_acceptance(chance: float) -> Callable[[int], float]:
+    return lambda index: chance
+
+
+def mixed_acceptance(
+    seed: int, good: float = 0.97, bad: float = 0.15, share: float = 0.5
+) -> Callable[[int], float]:
+    """Places that are easy and places that are hard, about a dozen of one sort in a row."""
+
+    def chance(index: int) -> float:
+        return good if random.Random(seed * 7919 + index // 12).random() < share else bad
+
+    return chance
+
+
+@dataclass
+class DraftablePositions:
+    """Which places of one answer can be guessed, and what a drafter knows of it."""
+
+    right: list[bool]
+    chance: list[float]
+    offered: list[bool]
+
+    @classmethod
+    def sample(cls, text: SimulatedOutput, seed: int) -> DraftablePositions:
+        luck = random.Random(seed)
+        chance = [text.acceptance(index) for index in range(text.num_tokens + 64)]
+        return cls(
+            [luck.random() < p for p in chance], chance, [luck.random() < text.draft_share for _ in chance]
+        )
+
+
+class SimulatedHostDrafter:
+    """Looks things up: each ask takes `seconds`."""
+
+    def __init__(self, name: str, world: SimulatedServer, seconds: float) -> None:
+        self.name = name
+        self.world = world
+        self.seconds = seconds
+
+    def start(self, state: RequestState) -> None: ...
+
+    def finish(self, request_id: str, output: Sequence[int] = ()) -> None: ...
+
+    def check(self, live: Container[str]) -> None: ...
+
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Draft | None]:
+        self.world.now += self.seconds * len(requests)
+        return [self._propose(ask) for ask in requests]
+
+    def _propose(self, request: DraftRequest) -> Draft | None:
+        text, places = self.world.texts[request.state.id], self.world.places[self.name, request.state.id]
+        start = request.num_tokens - request.state.num_prompt
+        if not places.offered[start]:
+            return None
+        part = slice(start, start + request.max_tokens)
+        confidence = tuple(places.chance[part]) if text.has_confidence else ()
+        return Draft(tuple(map(int, places.right[part])), self.name, confidence)
+
+
+class SimulatedModelDrafter(SimulatedHostDrafter):
+    """Runs a model whose pass takes `share` of a step of as many rows."""
+
+    def __init__(self, name: str, world: SimulatedServer, share: float) -> None:
+        super().__init__(name, world, 0.0)
+        self.share = share
+        self.computed: dict[str, int] = {}
+
+    def finish(self, request_id: str, output: Sequence[int] = ()) -> None:
+        self.computed.pop(request_id, None)
+
+    def num_pending_rows(self, request: DraftRequest) -> int:
+        return max(request.num_tokens - self.computed.get(request.state.id, 0), 1)
+
+    def pass_seconds(self, num_rows: int, num_sampled: int) -> float:
+        return self.share * self.world.machine.seconds(num_rows)
+
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Draft | None]:
+        self._pass(sum(map(self.num_pending_rows, requests)))
+        drafts = [self._propose(ask) for ask in requests]
+        kept = [self._truncated(ask, draft) for ask, draft in zip(requests, drafts, strict=True)]
+        for length in range(1, max(len(draft.token_ids) for draft in kept)):
+            self._pass(sum(len(draft.token_ids) > length for draft in kept))
+        for ask in requests:
+            self.computed[ask.state.id] = ask.num_tokens
+        return list(kept)
+
+    def _pass(self, rows: int) -> None:
+        self.world.now += self.share * self.world.machine.seconds(rows) * self.world.slowdown()
+
+    def _truncated(self, request: DraftRequest, draft: Draft | None) -> Draft:
+        assert draft is not None
+        product = 1.0
+        for index, confidence in enumerate(draft.confidence):
+            product *= confidence
+            if product < request.min_prob:
+                return Draft(draft.token_ids[: index + 1], draft.drafter, draft.confidence[: index + 1])
+        return draft
+
+
+@dataclass
+class SimulationResult:
+    """What a run showed. Seconds of each request by its place in the list of texts, from its start to its end."""
+
+    seconds: float = 0.0
+    tokens: int = 0
+    latencies: dict[int, float] = field(default_factory=dict)
+    rows: int = 0
+    emitted: int = 0
+    steps: list[tuple[float, int, int]] = field(default_factory=list)
+
+    @property
+    def rate(self) -> float:
+        return self.tokens / self.seconds
+
+    @property
+    def efficiency(self) -> float:
+        """Emitted tokens by verified rows, over the steps that verified a draft."""
+        return self.emitted / self.rows if self.rows else 1.0
+
+
+class SimulatedServer:
+    """A machine that serves texts, `concurrency` at once; the next begins when one ends."""
+
+    def __init__(
+        self,
+        machine: SimulatedMachine,
+        texts: Sequence[SimulatedOutput],
+        concurrency: int,
+        asking: float = 0.0,
+        share: float = 0.0,
+    ) -> None:
+        self.machine = machine
+        self.outputs = list(texts)
+        self.concurrency = concurrency
+        self.now = 0.0
+        self.texts: dict[str, SimulatedOutput] = {}
+        self.places: dict[tuple[str, str], DraftablePositions] = {}
+        self.hosts = [SimulatedHostDrafter("suffix", self, asking * STEP / concurrency)]
+        self.models = [SimulatedModelDrafter("draft", self, share)] if share else []
+        self._rng = random.Random(5)
+
+    def slowdown(self) -> float:
+        return 1.0 / self.machine.speed(self.now)
+
+    def passes(self) -> dict[str, PassCost]:
+        return {
+            model.name: PassCost.from_seconds({rows: model.pass_seconds(rows, rows) for rows in ROWS})
+            for model in self.models
+        }
+
+    def run(self, policy: Policy | None, hosts: bool = True) -> SimulationResult:
+        """Serve all texts; policy None: speculation is off."""
+        names = [*self.hosts] if hosts else []
+        door = Proposer(names, 2, policy, self.models) if policy else None
+        outcome = SimulationResult()
+        live: dict[str, tuple[RequestState, float]] = {}
+        waiting = count()
+        while live or len(outcome.latencies) < len(self.outputs):
+            while len(live) < self.concurrency and (index := next(waiting)) < len(self.outputs):
+                self._start(index, live, door)
+            self._step(live, door, outcome)
+        outcome.seconds = self.now
+        return outcome
+
+    def _start(
+        self, index: int, live: dict[str, tuple[RequestState, float]], drafting: Proposer | None
+    ) -> None:
+        text, name = self.outputs[index], str(index)
+        self.texts[name] = text
+        self.places["suffix", name] = DraftablePositions.sample(text, index)
+        self.places["draft", name] = DraftablePositions.sample(text, index + 10_000)
+        params = SamplingParams(temperature=0.0, max_tokens=text.num_tokens)
+        state = RequestState(Request(name, (1,) * text.num_prompt_tokens, params, 0), index, 1 << 20)
+        live[name] = state, self.now
+        if drafting:
+            drafting.start(state)
+
+    def _step(
+        self,
+        live: dict[str, tuple[RequestState, float]],
+        drafting: Proposer | None,
+        outcome: SimulationResult,
+    ) -> None:
+        begin = self.now
+        states = [state for state, _ in live.values()]
+        self._draft(states, drafting)
+        drafted = self.now
+        runs = [_run(state) for state in states]
+        rows = sum(state.num_uncomputed + len(state.draft) for state in states)
+        self.now += (
+            self.machine.seconds(rows) * self.slowdown() * (1 + self.machine.noise * self._rng.gauss(0, 1))
+        )
+        served = tuple(
+            RequestStep(s, s.num_uncomputed, len(s.draft), True, len(run), len(s.tokens))
+            for s, run in zip(states, runs, strict=True)
+        )
+        self._count(outcome, served)
+        if drafting and not drafting.is_skipping:
+            drafting.record_step(
+                StepRecord(served, {"forward": self.now - drafted, "draft": drafted - begin})
+            )
+        for state, run in zip(states, runs, strict=True):
+            state.num_computed = len(state.tokens) + len(run) - 1
+            state.append(run)
+            state.set_draft((), "")
+            if len(state.tokens) == state.max_len:
+                outcome.latencies[int(state.id)] = self.now - live.pop(state.id)[1]
+                if drafting:
+                    drafting.finish(state.id)
+        outcome.steps.append((self.now - begin, sum(map(len, runs)), rows))
+
+    def _draft(self, states: Sequence[RequestState], drafting: Proposer | None) -> None:
+        """Ask for those that have one token left to compute."""
+        if drafting is None:
+            return
+        ready = [state for state in states if state.num_uncomputed == 1]
+        prompts = [state.num_uncomputed for state in states if state.num_uncomputed > 1]
+        for state, draft in zip(
+            ready, drafting.propose(ready, PrefillLoad(sum(prompts), sum(prompts))), strict=True
+        ):
+            if draft:
+                state.set_draft(draft.token_ids, draft.drafter)
+        assert not drafting.errors, drafting.errors
+
+    def _count(self, outcome: SimulationResult, served: Sequence[RequestStep]) -> None:
+        outcome.tokens += sum(one.num_emitted for one in served)
+        drafted = [one for one in served if one.num_draft_tokens]
+        outcome.rows += sum(one.num_draft_tokens + 1 for one in drafted)
+        outcome.emitted += sum(one.num_emitted for one in drafted)
+
+
+def _run(state: RequestState) -> tuple[int, ...]:
+    """What a step emits: the right guesses and one token more, within the limit."""
+    wrong = state.draft.index(0) if 0 in state.draft else len(state.draft)
+    return (1,) * min(wrong + 1, state.max_len - len(state.tokens))
+
+
+GPU, CPU, SMALL_CPU = (
+    SimulatedMachine("ridge at 96", 96),
+    SimulatedMachine("ridge at 14", 14),
+    SimulatedMachine("ridge at 4", 4),
+)
+NOISY = [
+    SimulatedMachine(f"{m.name}, swinging", m.ridge_rows, swinging_bandwidth, 0.05)
+    for m in (GPU, CPU, SMALL_CPU)
+]
+LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+
+
+class SimulationCase:
+    """One machine, its texts and how many run at once: plain, adaptive, and with fixed lengths."""
+
+    def __init__(
+        self,
+        machine: SimulatedMachine,
+        texts: Sequence[SimulatedOutput],
+        concurrency: int,
+        asking: float = 0.01,
+        share: float = 0.0,
+    ):
+        self._parts = machine, texts, concurrency, asking, share
+        self.off = self._new_server().run(None)
+        world = self._new_server()
+        self.controller = DraftLengthController(machine.calibration(), 32, world.passes())
+        self.hosts = not share
+        self.auto = world.run(self.controller, self.hosts)
+
+    def _new_server(self) -> SimulatedServer:
+        return SimulatedServer(*self._parts)
+
+    @property
+    def gain(self) -> float:
+        return self.auto.rate / self.off.rate
+
+    def best_fixed(self, lengths: Sequence[int] = LENGTHS) -> float:
+        """The best gain that any one length has, not drafting at all among them."""
+        rates = [self._new_server().run(FixedLength(length), self.hosts).rate for length in lengths]
+        return max([*rates, self.off.rate]) / self.off.rate
+
+    @property
+    def slowest(self) -> float:
+        """Of all requests, the least time off by the time with drafts."""
+        return min(self.off.latencies[i] / self.auto.latencies[i] for i in self.off.latencies)
+
+    @property
+    def exploring(self) -> float:
+        return self.controller.stats().exploring_seconds / self.auto.seconds
+
+    def row(self, name: str) -> str:
+        """A line of a table."""
+        machine, _, concurrency, _, _ = self._parts
+        gain, best = self.gain, self.best_fixed()
+        ratios = f"{gain:.2f} | {best:.2f} | {gain / best:.2f} | {self.slowest:.2f}"
+        return f"| {machine.name} | {concurrency} | {name} | {ratios} | {self.auto.efficiency:.0%} | {self.exploring:.2%} |"
+
+
+def tables() -> None:
+    """The grid: drafts that cost nothing, then those of a model."""
+    title = (
+        "| machine | at once | {} | auto | best fixed | of best | slowest request | efficiency | exploring |\n"
+        + 9 * "|---"
+        + "|"
+    )
+    print(title.format("guesses right"))
+    for machine in (GPU, CPU, SMALL_CPU, *NOISY):
+        for concurrency in (1, 4, 16, 64):
+            count = concurrency * max(2, 6 // concurrency)
+            for name, texts in _kinds_of_texts(count).items():
+                print(SimulationCase(machine, texts, concurrency).row(name), flush=True)
+    print("\n" + title.format("a pass; guesses right"))
+    for machine in (GPU, CPU):
+        for concurrency in (1, 4, 16):
+            for share in (0.05, 0.15, 0.4):
+                for chance in (0.0, 0.6, 0.8, 0.95):
+                    texts = [SimulatedOutput(300, constant_acceptance(chance), num_prompt_tokens=64)] * (
+                        concurrency * max(2, 6 // concurrency)
+                    )
+                    print(
+                        SimulationCase(machine, texts, concurrency, 0.0, share).row(
+                            f"{share:.0%}; {chance:.0%}"
+                        ),
+                        flush=True,
+                    )
+
+
+def _kinds_of_texts(count: int) -> dict[str, list[SimulatedOutput]]:
+    return {
+        "0 %": [SimulatedOutput(300, constant_acceptance(0.0))] * count,
+        "30 %": [SimulatedOutput(300, constant_acceptance(0.3))] * count,
+        "60 %": [SimulatedOutput(300, constant_acceptance(0.6))] * count,
+        "90 %": [SimulatedOutput(300, constant_acceptance(0.9))] * count,
+        "95 or 2 %, by request": [
+            SimulatedOutput(300, constant_acceptance(0.95 if i % 2 else 0.02)) for i in range(count)
+        ],
+        "97 or 15 %, by place": [SimulatedOutput(300, mixed_acceptance(i)) for i in range(count)],
+        "the same, told": [
+            SimulatedOutput(300, mixed_acceptance(i), has_confidence=True) for i in range(count)
+        ],
+    }
+
+
+if __name__ == "__main__":
+    tables()

@@ -1,0 +1,33 @@
+"""Native backends and values for tests."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from foreword.kernels.cpu.backend import CpuOps
+
+__all__ = ["cpu_ops_by_threads", "randn", "same_bits"]
+
+
+@functools.cache
+def cpu_ops_by_threads(isa: str) -> tuple[CpuOps, ...]:
+    """With one, two and three threads."""
+    return tuple(CpuOps(isa, threads) for threads in (1, 2, 3))
+
+
+def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def same_bits(left: Tensor, right: Tensor) -> bool:
+    """NaN, whose bits nothing promises, counts as one value; 0.0 does not equal -0.0."""
+    ints = torch.int32 if left.dtype == torch.float32 else torch.int16
+    left, right = (
+        torch.where(values.isnan(), torch.full_like(values, torch.nan), values) for values in (left, right)
+    )
+    return left.dtype == right.dtype and torch.equal(
+        left.contiguous().view(ints), right.contiguous().view(ints)
+    )

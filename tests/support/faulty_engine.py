@@ -1,0 +1,23 @@
+"""An engine process with faults, run by tests as the `entry` of a ProcessClient: those that the environment names, as JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Final
+
+from foreword.engine.engine import Engine
+from foreword.engine_client import worker as process
+from tests.support.fault_injection import Fault, FaultInjector
+
+__all__ = ["FAULTS_VARIABLE", "main"]
+
+FAULTS_VARIABLE: Final = "FOREWORD_TEST_FAULTS"
+
+
+def main(fd: int) -> int:
+    return process.main(fd, _install_faults)
+
+
+def _install_faults(engine: Engine) -> None:
+    FaultInjector(engine, *(Fault(**fields) for fields in json.loads(os.environ.get(FAULTS_VARIABLE, "[]"))))

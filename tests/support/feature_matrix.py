@@ -1,0 +1,175 @@
+"""Every feature of a request, by name: what the tests run with each drafter, and the table in docs/features.md.
+
+`python -m tests.support.feature_matrix` writes the page. A cell exists because tests/test_feature_matrix.py runs it, for these very entries.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from foreword import StructuredOutput
+from foreword.config.options import DRAFTERS
+
+PAGE = Path(__file__).parent.parent / "docs" / "features.md"
+DRAFTER_COLUMNS = (*DRAFTERS, "auto")
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "identifier": {"type": "integer", "minimum": 0, "maximum": 999},
+        "category": {"enum": ["alpha", "beta", "gamma"]},
+        "tags": {"type": "array", "items": {"type": "boolean"}, "maxItems": 3},
+    },
+    "required": ["identifier", "category", "tags"],
+    "additionalProperties": False,
+}
+TAG = {
+    "structures": [
+        {
+            "begin": "<call>",
+            "schema": {"type": "object", "properties": {"a": {"type": "integer"}}},
+            "end": "</call>",
+        }
+    ],
+    "triggers": ["<call>"],
+}
+LARK = 'start: "sum(" NUMBER ("," NUMBER)* ")"\nNUMBER: /[0-9]{1,3}/'
+GBNF = 'root ::= "list:" item+ "end"\nitem ::= " " [a-f]+ ";"'
+THINK_END = "the"  # a token of the tiny checkpoints: their reasoning ends where they first say it
+
+
+def structured(kind: str, text: str = "", **options: Any) -> dict[str, Any]:
+    return {"structured": StructuredOutput(kind, text, **options)}
+
+
+def structured_with_bias(word: str) -> dict[str, Any]:
+    """A constraint that begins behind a word, and a bias that lets it come soon."""
+    return structured("regex", "[a-c]{3,40}x", after=word) | {"logit_bias": {262: 6.0}}
+
+
+SAMPLING: Mapping[str, dict[str, Any]] = {
+    "greedy (temperature 0)": {"temperature": 0.0},
+    "temperature, seed": {"temperature": 1.3},
+    "top_k": {"top_k": 7},
+    "top_p": {"top_p": 0.8},
+    "min_p": {"min_p": 0.05},
+    "top_n_sigma": {"top_n_sigma": 1.0},
+    "typical_p": {"typical_p": 0.7},
+    "xtc_probability, xtc_threshold": {"xtc_probability": 0.5, "xtc_threshold": 0.05},
+    "dry_multiplier and its kind": {"dry_multiplier": 0.8, "dry_base": 1.75, "dry_allowed_length": 1},
+    "presence_penalty, frequency_penalty": {"presence_penalty": 1.5, "frequency_penalty": 0.7},
+    "repetition_penalty": {"repetition_penalty": 1.3},
+    "logit_bias": {"logit_bias": {65: 4.0, 66: -100.0}},
+    "allowed_token_ids": {"allowed_token_ids": tuple(range(40, 140))},
+    "bad_words": {"bad_words": ("e", "th")},
+}
+FINISH_OPTIONS: Mapping[str, dict[str, Any]] = {
+    "max_tokens": {"max_tokens": 5},
+    "min_tokens": {"min_tokens": 12, "stop_token_ids": tuple(range(70, 78))},
+    "stop": {"stop": ("a", "Q"), "include_stop_str_in_output": True},
+    "stop_token_ids": {"stop_token_ids": tuple(range(70, 90))},
+    "ignore_eos": {"ignore_eos": True, "max_tokens": 60},
+}
+OUTPUT_OPTIONS: Mapping[str, dict[str, Any]] = {
+    "n": {"n": 3},
+    "logprobs": {"logprobs": 3},
+    "logprob_token_ids": {"logprob_token_ids": (65, 66, 70)},
+    "prompt_logprobs": {"prompt_logprobs": 2},
+    "skip_special_tokens": {"skip_special_tokens": False},
+    "truncate_prompt_tokens": {"truncate_prompt_tokens": 9},
+    "prediction": {"prediction": "the thing in the an the er on"},
+}
+STRUCTURED: Mapping[str, dict[str, Any]] = {
+    "JSON schema": structured("json_schema", json.dumps(SCHEMA)),
+    "JSON schema without whitespace": structured("json_schema", json.dumps(SCHEMA), whitespace=False),
+    "JSON object": structured("json_object"),
+    "regex": structured("regex", "(ab|cd){2,9}[0-9]+(th|in)*z"),
+    "choice": structured("choice", json.dumps(["the first choice", "the second choice", "another"])),
+    "Lark grammar": structured("lark", LARK),
+    "GBNF grammar": structured("gbnf", GBNF),
+    "structural tag": structured("structural_tag", json.dumps(TAG)),
+    "constraint behind reasoning": structured_with_bias(THINK_END),
+}
+IMAGES: Mapping[str, dict[str, Any]] = {  # tests/test_feature_matrix.py runs them with a model that sees
+    "pictures": {"temperature": 0.0},
+    "pictures, sampled": {"temperature": 1.0, "top_p": 0.9, "repetition_penalty": 1.05},
+    "pictures, n": {"temperature": 0.7, "n": 3},
+    "pictures, logprobs, prompt_logprobs": {"logprobs": 2, "prompt_logprobs": 1},
+    "pictures, JSON schema": structured("json_schema", json.dumps(SCHEMA)),
+    "pictures, choice": structured(
+        "choice", json.dumps(["the thing in the house", "the thing in a box", "nothing"])
+    ),
+    "pictures, on_runaway: stop": {"on_runaway": "stop", "frequency_penalty": -2.0, "max_tokens": 160},
+}
+REPETITION: Mapping[str, dict[str, Any]] = {  # tests/test_repetition.py runs them: they take long answers
+    "on_runaway: stop": {"on_runaway": "stop", "frequency_penalty": -2.0},
+    "on_runaway: stop, sampled": {
+        "on_runaway": "stop",
+        "frequency_penalty": -2.0,
+        "temperature": 0.9,
+        "n": 2,
+    },
+    "on_runaway: stop, behind a preamble": {
+        "on_runaway": "stop",
+        **structured("regex", "[a-z]{20,40}(0123456789){90}z"),
+    },
+    "on_runaway: warn": {"on_runaway": "warn", "frequency_penalty": -2.0},
+}
+GROUPS: Mapping[str, Mapping[str, dict[str, Any]]] = {
+    "Sampling": SAMPLING,
+    "Ending": FINISH_OPTIONS,
+    "Showing": OUTPUT_OPTIONS,
+    "Structured output": STRUCTURED,
+}
+FEATURES: Mapping[str, dict[str, Any]] = {
+    name: params for group in GROUPS.values() for name, params in group.items()
+}
+
+# Of the HTTP API: fields of the body, beside what is above.
+HTTP: Mapping[str, dict[str, Any]] = {
+    "stream": {"stream": True},
+    "stream, n": {"stream": True, "n": 3},
+    "best_of": {"best_of": 3, "n": 2},
+    "echo": {"echo": True, "logprobs": 1},
+    "return_token_ids": {"return_token_ids": True},
+    "response_format": {
+        "response_format": {"type": "json_schema", "json_schema": {"name": "thing", "schema": SCHEMA}}
+    },
+}
+EMBEDDINGS_ALONGSIDE = "embeddings beside"
+
+PAGE_HEADER = """# Features and drafters
+
+Generated by `python -m tests.support.feature_matrix` from the entries that the tests run; do not edit.
+
+Each cell is a test: requests with the feature of its line, speculated for by the drafter of its column, are compared with
+the same requests while speculation is off. *exact* means that token ids, 64-bit hashes of the raw logits, log-probabilities,
+texts, finish reasons and counts are equal; over HTTP texts, token ids, reasons and usage; beside embeddings texts and
+vectors. Random pairs of lines are tested too, but not of the last four tables. There is no feature that turns a drafter
+off, and none that is refused beside one. How it is done: [exactness.md](exactness.md).
+"""
+
+
+def render_page() -> str:
+    """The table as Markdown."""
+    lines = [PAGE_HEADER]
+    for title, names in (
+        *GROUPS.items(),
+        ("Pictures", IMAGES),
+        ("Runaways", REPETITION),
+        ("Over HTTP", HTTP),
+        ("Other work", {EMBEDDINGS_ALONGSIDE: {}}),
+    ):
+        lines.append(
+            f"\n## {title}\n\n| | {' | '.join(f'`{column}`' for column in DRAFTER_COLUMNS)} |\n|---|{'---|' * len(DRAFTER_COLUMNS)}"
+        )
+        lines += [f"\n| {name} | {' | '.join(['exact'] * len(DRAFTER_COLUMNS))} |" for name in names]
+        lines.append("\n")
+    return "".join(lines)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(render_page())

@@ -1,0 +1,87 @@
+"""Drives a model without an engine."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from foreword.core.batch import Chunk, build_batch
+from foreword.core.images import MRopePositions, PromptImage
+from foreword.kernels.ops import Ops
+from foreword.kernels.reference.backend import ReferenceOps
+from foreword.kv_cache.storage import KVStorage
+from foreword.models.base import Precision
+from foreword.models.loader import load_model
+
+__all__ = ["ForwardHelper"]
+
+
+class ForwardHelper:
+    """One request at a time, in blocks that are not in order."""
+
+    def __init__(
+        self,
+        path: Path,
+        max_len: int = 512,
+        dtype: str = "float32",
+        ops: Ops | None = None,
+        block_size: int = 16,
+        weight_dtype: str | None = None,
+        quantization: str | None = None,
+        kv_dtype: str | None = None,
+    ):
+        self.model = load_model(
+            path,
+            ops or ReferenceOps(),
+            Precision.from_dtypes(dtype, weight_dtype, quantization),
+            "cpu",
+            max_len,
+        )
+        self.block_size = block_size
+        num_blocks = -(-max_len // block_size)
+        self.kv = KVStorage(num_blocks, block_size, self.model.kv_layer_shapes, kv_dtype or dtype)
+        self.compiled = self.model.compile_logits(self.kv)
+        self.features: dict[bytes, Tensor] = {}
+        self.blocks = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(0)).add(1).tolist()
+
+    def logits(self, token_ids: Sequence[int], start: int = 0, images: Sequence[PromptImage] = ()) -> Tensor:
+        """float32 [len(token_ids), V]; the positions before `start` are in the cache; `pictures` are all of the request."""
+        end = start + len(token_ids)
+        features = self._features(images, start, end)
+        chunk = Chunk(token_ids, start, self.blocks, len(token_ids), MRopePositions(images), features)
+        batch = build_batch([chunk], self.block_size, self.model.ops.row_tile, "cpu", self.model.uses_mrope)
+        with torch.inference_mode():
+            return self.compiled(batch).clone()
+
+    def greedy(self, prompt: Sequence[int], count: int, images: Sequence[PromptImage] = ()) -> list[int]:
+        """The next `count` tokens."""
+        output = [int(self.logits(prompt, 0, images)[-1].argmax())]
+        while len(output) < count:
+            output.append(int(self.logits(output[-1:], len(prompt) + len(output) - 1, images)[0].argmax()))
+        return output
+
+    def encode(self, image: PromptImage) -> Tensor:
+        """Its features [num_tokens, width]."""
+        assert self.model.vision_encoder is not None
+        work = self.model.vision_encoder.encode(image)
+        with torch.inference_mode():
+            while True:
+                try:
+                    assert next(work) > 0, "a piece that costs nothing"
+                except StopIteration as done:
+                    return done.value
+
+    def _features(self, images: Sequence[PromptImage], start: int, end: int) -> list[tuple[int, Tensor]]:
+        """Of the pictures' tokens from `start` to `end`: (row within, features)."""
+        seen = [one for one in images if one.start < end and one.end > start]
+        return [
+            (max(one.start - start, 0), self._encode_cached(one)[max(start - one.start, 0) : end - one.start])
+            for one in seen
+        ]
+
+    def _encode_cached(self, image: PromptImage) -> Tensor:
+        """Its features, computed once."""
+        if image.digest not in self.features:
+            self.features[image.digest] = self.encode(image)
+        return self.features[image.digest]

@@ -1,0 +1,266 @@
+"""Writes GGUF files for tests: checkpoints and tokenizers as llama.cpp's converter would, and raw bytes by hand.
+
+The `gguf` package writes what is well formed; `Raw` writes anything.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import numpy.typing as npt
+import tokenizers
+import torch
+from gguf import GGMLQuantizationType as Kind
+from gguf import TokenType
+from safetensors.torch import load_file
+from torch import Tensor
+
+from foreword.models.gguf.weights import gguf_name
+from tests.support.gguf_k_quants import K_QUANTS
+
+__all__ = ["RawGGUF", "quantize", "write_byte_level", "write_gguf", "write_sentencepiece"]
+
+ARCHITECTURES = {"mistral": "llama", "gemma3_text": "gemma3"}
+Array = npt.NDArray[Any]
+Write = Callable[[gguf.GGUFWriter], None]
+
+
+def write_gguf(
+    checkpoint: Path,
+    path: Path,
+    tensor_type: Kind | Callable[[str], Kind] = Kind.F32,
+    more: Write | None = None,
+    **metadata: Any,
+) -> Path:
+    """A checkpoint of tests/support/checkpoints.py as one file; its matrices become `kind`, or what it says of their names.
+
+    more      writes further keys and tensors
+    metadata  keys of the architecture by name, dots as two underscores; None leaves one out
+    """
+    config = json.loads((checkpoint / "config.json").read_text())
+    architecture = ARCHITECTURES.get(config["model_type"], config["model_type"])
+    writer = gguf.GGUFWriter(path, architecture)
+    keys = _keys(config) | {key.replace("__", "."): value for key, value in metadata.items()}
+    for key, value in keys.items():
+        _add(writer, f"{architecture}.{key}", value)
+    backend = tokenizers.Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
+    files = json.loads((checkpoint / "tokenizer_config.json").read_text())
+    template, size = files["chat_template"], config["vocab_size"]
+    write_byte_level(
+        writer, backend, "gpt-2", bos="<bos>", eos="<eos>", add_bos=False, template=template, size=size
+    )
+    for name, tensor in load_file(checkpoint / "model.safetensors").items():
+        called = gguf_name(name, architecture)
+        _add_tensor(
+            writer,
+            called,
+            to_gguf_layout(name, tensor, config),
+            tensor_type(called) if callable(tensor_type) else tensor_type,
+        )
+    if more is not None:
+        more(writer)
+    finish(writer)
+    return path
+
+
+def finish(writer: gguf.GGUFWriter) -> None:
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _keys(config: dict[str, Any]) -> dict[str, Any]:
+    heads = config["num_attention_heads"]
+    head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    keys = {
+        "context_length": config["max_position_embeddings"],
+        "embedding_length": config["hidden_size"],
+        "feed_forward_length": config["intermediate_size"],
+        "block_count": config["num_hidden_layers"],
+        "attention.head_count": heads,
+        "attention.head_count_kv": config["num_key_value_heads"] or heads,
+        "attention.layer_norm_rms_epsilon": config["rms_norm_eps"],
+        "attention.key_length": head_dim,
+        "attention.value_length": head_dim,
+        "rope.dimension_count": int(head_dim * config.get("partial_rotary_factor", 1.0)),
+        "rope.freq_base": config.get("rope_theta"),
+        "vocab_size": config["vocab_size"],
+    }
+    if config["model_type"].startswith("gemma") or config["model_type"] == "phi3":
+        keys["attention.sliding_window"] = config["sliding_window"] or 0
+    if config["model_type"] == "gemma2":
+        keys["attn_logit_softcapping"] = config["attn_logit_softcapping"]
+        keys["final_logit_softcapping"] = config["final_logit_softcapping"]
+    return keys
+
+
+def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+    adders = {
+        bool: writer.add_bool,
+        int: writer.add_uint32,
+        float: writer.add_float32,
+        str: writer.add_string,
+        list: writer.add_array,
+    }
+    if value is not None:
+        adders[type(value)](key, value)
+
+
+def to_gguf_layout(name: str, tensor: Tensor, config: dict[str, Any]) -> Array:
+    """As the converter changes some tensors: rows of q and k stand in another order, Gemma's norms have 1 added."""
+    value = tensor.to(torch.float32)
+    family = config["model_type"]
+    if family.startswith("gemma") and name.endswith("norm.weight"):
+        value = value + 1
+    if family in ("llama", "mistral") and (".q_proj." in name or ".k_proj." in name):
+        heads = (
+            config["num_attention_heads" if ".q_proj." in name else "num_key_value_heads"]
+            or config["num_attention_heads"]
+        )
+        value = value.reshape(heads, 2, -1, *value.shape[1:]).swapaxes(1, 2).reshape(value.shape)
+    return value.numpy()
+
+
+def _add_tensor(writer: gguf.GGUFWriter, name: str, value: Array, tensor_type: Kind) -> None:
+    """Vectors stay float32."""
+    wanted = tensor_type if value.ndim == 2 else Kind.F32
+    writer.add_tensor(name, quantize(value, wanted), raw_dtype=wanted)
+
+
+def quantize(value: Array, tensor_type: Kind) -> Array:
+    """[N, K] in the blocks of `kind`, as bytes [N, bytes of a row] (floats as such)."""
+    if tensor_type in K_QUANTS:
+        return K_QUANTS[tensor_type](value).reshape(value.shape[0], -1)
+    return gguf.quantize(np.ascontiguousarray(value), tensor_type)
+
+
+def write_byte_level(
+    writer: gguf.GGUFWriter,
+    backend: tokenizers.Tokenizer,
+    pre: str,
+    *,
+    bos: str | None = None,
+    eos: str | None = None,
+    add_bos: bool | None = None,
+    template: str | None = None,
+    size: int | None = None,
+) -> None:
+    """A byte-level BPE as the converter writes it; ids without a token are unused ones."""
+    model = json.loads(backend.to_str())["model"]
+    tokens = {index: token for token, index in backend.get_vocab(with_added_tokens=True).items()}
+    added = backend.get_added_tokens_decoder()
+    total = size or max(tokens) + 1
+    kinds = [_token_type(added.get(index)) if index in tokens else TokenType.UNUSED for index in range(total)]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pre)
+    writer.add_token_list([tokens.get(index, f"[PAD{index}]") for index in range(total)])
+    writer.add_token_types(kinds)
+    writer.add_token_merges([" ".join(merge) for merge in model["merges"]])
+    _write_specials(writer, backend, bos, eos, add_bos, template)
+
+
+def write_sentencepiece(
+    writer: gguf.GGUFWriter,
+    pieces: list[tuple[str, float, TokenType]],
+    *,
+    bos: int | None = 1,
+    eos: int | None = 2,
+    unknown: int | None = 0,
+    add_space_prefix: bool | None = None,
+    template: str | None = None,
+) -> None:
+    """A SentencePiece model as the converter writes it."""
+    tokens, scores, kinds = zip(*pieces, strict=True)
+    writer.add_tokenizer_model("llama")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list(list(tokens))
+    writer.add_token_scores(list(scores))
+    writer.add_token_types(list(kinds))
+    for index, add in (
+        (bos, writer.add_bos_token_id),
+        (eos, writer.add_eos_token_id),
+        (unknown, writer.add_unk_token_id),
+    ):
+        if index is not None:
+            add(index)
+    if add_space_prefix is not None:
+        writer.add_add_space_prefix(add_space_prefix)
+    if template is not None:
+        writer.add_chat_template(template)
+
+
+def _token_type(added: Any) -> TokenType:
+    if added is None:
+        return TokenType.NORMAL
+    return TokenType.CONTROL if added.special else TokenType.USER_DEFINED
+
+
+def _write_specials(
+    writer: gguf.GGUFWriter,
+    backend: tokenizers.Tokenizer,
+    bos: str | None,
+    eos: str | None,
+    add_bos: bool | None,
+    template: str | None,
+) -> None:
+    for token, add in ((bos, writer.add_bos_token_id), (eos, writer.add_eos_token_id)):
+        if token is not None:
+            add(backend.token_to_id(token))
+    if add_bos is not None:
+        writer.add_add_bos_token(add_bos)
+    if template is not None:
+        writer.add_chat_template(template)
+
+
+class RawGGUF:
+    """A GGUF file's bytes, put together by hand. `text` and `pair` and `tensor` give their pieces."""
+
+    def __init__(self, pairs: list[bytes], tensors: list[bytes], data: bytes = b"") -> None:
+        self.pairs, self.tensors, self.data = pairs, tensors, data
+        self.magic, self.version, self.alignment = b"GGUF", 3, 32
+
+    def bytes(self, num_tensors: int | None = None, num_pairs: int | None = None) -> bytes:
+        counts = (
+            len(self.tensors) if num_tensors is None else num_tensors,
+            len(self.pairs) if num_pairs is None else num_pairs,
+        )
+        head = (
+            self.magic
+            + struct.pack("<IQQ", self.version, *counts)
+            + b"".join(self.pairs)
+            + b"".join(self.tensors)
+        )
+        return head + bytes(-len(head) % self.alignment) + self.data
+
+    @staticmethod
+    def text(value: str) -> bytes:
+        return struct.pack("<Q", len(value.encode())) + value.encode()
+
+    @classmethod
+    def pair(cls, key: str, value_type: int, value: bytes) -> bytes:
+        return cls.text(key) + struct.pack("<I", value_type) + value
+
+    @classmethod
+    def tensor(cls, name: str, dims: tuple[int, ...], tensor_type: int = 0, offset: int = 0) -> bytes:
+        """dims as in the file: those of a row first"""
+        return cls.text(name) + struct.pack(f"<I{len(dims)}QIQ", len(dims), *dims, tensor_type, offset)
+
+    @classmethod
+    def sample(cls, metadata: Mapping[str, str] | None = None) -> RawGGUF:
+        """A sound file with two texts, a list of each kind and two tensors."""
+        pairs = [
+            cls.pair(key, 8, cls.text(value))
+            for key, value in (metadata or {"general.architecture": "llama", "b": "ü"}).items()
+        ]
+        pairs.append(cls.pair("texts", 9, struct.pack("<IQ", 8, 2) + cls.text("x") + cls.text("yz")))
+        pairs.append(cls.pair("numbers", 9, struct.pack("<IQ3f", 6, 3, 0.5, 1, 2)))
+        pairs.append(cls.pair("flag", 7, b"\x01"))
+        tensors = [cls.tensor("one", (4, 2)), cls.tensor("two", (32, 3), 8, 32)]
+        return cls(pairs, tensors, np.arange(8, dtype=np.float32).tobytes() + bytes(3 * 34))

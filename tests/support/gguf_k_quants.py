@@ -1,0 +1,88 @@
+"""Writes the K-quants that the `gguf` package can only read: simple rounding, for tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from gguf import GGMLQuantizationType as Kind
+
+__all__ = ["K_QUANTS"]
+
+Array = npt.NDArray[Any]
+SUPER_BLOCK = 256  # values of a block
+
+
+def _ratio(a: Array, b: Array) -> Array:
+    """0 where b is."""
+    return np.divide(a, b, out=np.zeros(np.broadcast(a, b).shape, np.float32), where=b != 0)
+
+
+def _half(values: Array) -> tuple[Array, Array]:
+    """As bytes, and as the float32 that they stand for."""
+    halves = values.astype(np.float16)
+    return halves.view(np.uint8), halves.astype(np.float32)
+
+
+def _with_minimum(value: Array, levels: int) -> tuple[Array, Array]:
+    """d, dmin and packed scales as bytes [G, 16]; values 0..levels as [G, 8, 32]"""
+    groups = value.reshape(-1, 8, 32).astype(np.float32)
+    minimum = np.maximum(-groups.min(2), 0)
+    scale = (groups.max(2) + minimum) / levels
+    d_bytes, d = _half(scale.max(1, keepdims=True) / 63)
+    m_bytes, dmin = _half(minimum.max(1, keepdims=True) / 63)
+    scales, minima = np.rint(_ratio(scale, d)).clip(0, 63), np.rint(_ratio(minimum, dmin)).clip(0, 63)
+    shifted = groups + (dmin * minima)[..., None]
+    codes = np.rint(_ratio(shifted, (d * scales)[..., None])).clip(0, levels).astype(np.uint8)
+    packed = _six_bits(scales.astype(np.uint8), minima.astype(np.uint8))
+    return np.concatenate((d_bytes, m_bytes, packed), 1), codes
+
+
+def _six_bits(scales: Array, minima: Array) -> Array:
+    """Eight scales and eight minima of six bits in twelve bytes."""
+    low = scales[:, :4] | scales[:, 4:] >> 4 << 6
+    middle = minima[:, :4] | minima[:, 4:] >> 4 << 6
+    return np.concatenate((low, middle, scales[:, 4:] & 15 | minima[:, 4:] << 4), 1)
+
+
+def _nibbles(codes: Array) -> Array:
+    """[G, 8, 32] -> [G, 128]: the low halves of bytes hold one group, the high halves the next."""
+    return (codes[:, ::2] & 15 | codes[:, 1::2] << 4).reshape(len(codes), -1)
+
+
+def _q4_k(value: Array) -> Array:
+    head, codes = _with_minimum(value, 15)
+    return np.concatenate((head, _nibbles(codes)), 1)
+
+
+def _q5_k(value: Array) -> Array:
+    head, codes = _with_minimum(value, 31)
+    fifth = np.bitwise_or.reduce(codes >> 4 << np.arange(8, dtype=np.uint8)[:, None], axis=1)
+    return np.concatenate((head, fifth, _nibbles(codes)), 1)
+
+
+def _q6_k(value: Array) -> Array:
+    groups = value.reshape(-1, 16, 16).astype(np.float32)
+    scale = np.abs(groups).max(2) / 31
+    d_bytes, d = _half(scale.max(1, keepdims=True) / 127)
+    scales = np.rint(_ratio(scale, d)).clip(0, 127)
+    codes = np.rint(_ratio(groups, (d * scales)[..., None])).clip(-32, 31).astype(np.int8) + 32
+    quarters = codes.astype(np.uint8).reshape(-1, 2, 4, 32)
+    low = quarters[:, :, :2] & 15 | quarters[:, :, 2:] << 4
+    high = np.bitwise_or.reduce(quarters >> 4 << np.array([0, 2, 4, 6], np.uint8)[:, None], axis=2)
+    pieces = (
+        low.reshape(len(codes), -1),
+        high.reshape(len(codes), -1),
+        scales.astype(np.int8).view(np.uint8),
+        d_bytes,
+    )
+    return np.concatenate(pieces, 1)
+
+
+# float32 [N, K], K a multiple of 256 -> uint8 [K * N / 256, bytes of a block]
+K_QUANTS: Mapping[Kind, Callable[[Array], Array]] = MappingProxyType(
+    {Kind.Q4_K: _q4_k, Kind.Q5_K: _q5_k, Kind.Q6_K: _q6_k}
+)

@@ -1,0 +1,96 @@
+"""Outputs that a grammar permits, drawn at random, token by token."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from foreword.core.params import SamplingParams
+from foreword.core.request import Request
+from foreword.core.structured import RequestGrammar, StructuredOutput
+from foreword.demo import MODEL
+from foreword.grammar.manager import GrammarManager
+from foreword.tokenizer.tokenizer import Tokenizer
+
+PADDING = 13  # ids of the model that no token has
+
+
+@cache
+def tokenizer() -> Tokenizer:
+    return Tokenizer.from_directory(MODEL)
+
+
+def vocab_size() -> int:
+    return tokenizer().vocab_size + PADDING
+
+
+@contextmanager
+def open_grammar_manager() -> Iterator[GrammarManager]:
+    grammars = GrammarManager(vocab_size(), num_threads=2)
+    grammars.set_vocabulary(tokenizer().vocabulary())
+    try:
+        yield grammars
+    finally:
+        grammars.close()
+
+
+def request(structured: StructuredOutput, **fields: object) -> Request:
+    eos = tokenizer().eos_token_ids
+    values = {
+        "prompt_ids": (5, 6, 7),
+        "seed": 0,
+        "eos_token_ids": eos,
+        "params": SamplingParams(structured=structured),
+    }
+    return Request("r", **{**values, **fields})  # type: ignore[arg-type]
+
+
+def begin_request(grammars: GrammarManager, structured: StructuredOutput, **fields: object) -> RequestGrammar:
+    return grammars.compile(request(structured, **fields)).result(30)
+
+
+def encode(text: str) -> tuple[int, ...]:
+    return tuple(tokenizer().encode(text, add_special_tokens=False))
+
+
+def legal_ids(mask: Tensor | None) -> list[int]:
+    assert mask is not None
+    bits = (mask[:, None] >> torch.arange(32, dtype=torch.int32)) & 1
+    return bits.flatten().nonzero().flatten().tolist()
+
+
+def random_walk(
+    grammar: RequestGrammar, draw: random.Random, max_tokens: int = 300, end_soon: float = 0.5
+) -> list[int]:
+    """Tokens up to and with the one that ends the answer; fewer than all if max_tokens are drawn.
+
+    Mostly short tokens are drawn: the longer an answer, the sooner it takes what brings it to its end.
+    """
+    output: list[int] = []
+    eos = set(tokenizer().eos_token_ids)
+    while len(output) < max_tokens:
+        legal = legal_ids(grammar.mask(()))
+        assert legal, f"stuck behind {tokenizer().decode(output)!r}: {grammar.error}"
+        ends = [token_id for token_id in legal if token_id in eos]
+        if ends and draw.random() < end_soon:
+            token_id = draw.choice(ends)
+        else:
+            token_id = (
+                _closing(legal, draw) if draw.random() < len(output) / max_tokens else draw.choice(legal)
+            )
+        output.append(token_id)
+        grammar.accept([token_id])
+        if token_id in eos:
+            break
+    return output
+
+
+def _closing(legal: list[int], draw: random.Random) -> int:
+    """A token that closes something, if there is one."""
+    closing = [i for i in legal if tokenizer().token_text(i) in ('"', "}", "]", '"}', '"]', "</f>")]
+    return draw.choice(closing or legal)

@@ -1,0 +1,184 @@
+"""A recordable backend that needs no GPU, and graphs that are captured and launched again without one.
+
+`Recordable` is the reference, but that nothing in it looks at values on the host. `Tape` notes every operation of torch that
+is dispatched, and refuses those that a CUDA graph could not hold: so whatever is replayed depends on tensors at fixed addresses
+alone, as on a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from foreword.core.batch import Batch, KVLayer
+from foreword.executor.cuda_graphs import CudaGraphPool
+from foreword.executor.graph_runner import GraphRunner
+from foreword.kernels.ops import Ops
+from foreword.kernels.reference.backend import ReferenceOps
+from foreword.kernels.reference.sampling import gumbel
+from foreword.kv_cache.storage import KVStorage
+from foreword.models.base import Precision
+from foreword.models.loader import load_model
+
+__all__ = ["GraphCapturableOps", "GraphTestBed", "OpTape", "TapedGraphPool"]
+
+BLOCK_SIZE, MAX_BLOCKS = 4, 16
+CONTEXT_LEN = BLOCK_SIZE * MAX_BLOCKS
+HOST_READS = (
+    torch.ops.aten._local_scalar_dense.default,
+    torch.ops.aten.nonzero.default,
+    torch.ops.aten.lift_fresh.default,
+)
+
+
+class GraphCapturableOps(ReferenceOps):
+    """Every row attends alone to CONTEXT positions, of which it sees some: one shape, whatever the batch."""
+
+    name = "recordable"
+    supports_graphs = True
+
+    def __init__(self) -> None:
+        super().__init__(row_tile=1)
+
+    def compile(self, forward: Callable[[Batch], Tensor]) -> GraphRunner:
+        return GraphRunner(self, forward)
+
+    def build_attention_metadata(self, batch: Batch, window: int | None = None) -> int | None:  # type: ignore[override]
+        """The window: all else is in the batch."""
+        assert batch.request_index is not None
+        return window
+
+    def attention(  # type: ignore[override]
+        self,
+        q: Tensor,
+        cache: KVLayer,
+        batch: Batch,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        metadata: int | None = None,
+    ) -> Tensor:
+        assert batch.request_index is not None and softcap is None
+        tables = batch.block_tables
+        tables = torch.cat((tables, tables.new_zeros(len(tables), MAX_BLOCKS - tables.shape[1])), 1)
+        at = torch.arange(CONTEXT_LEN, device=q.device)
+        slots = (
+            tables.index_select(0, batch.request_index)[:, at // batch.block_size] * batch.block_size
+            + at % batch.block_size
+        )
+        position = batch.positions[:, None]
+        seen = (at <= position) & (at > position - (window or CONTEXT_LEN))
+        owned = batch.request_index < len(tables) - 1
+        rows = [_attend(q[t], cache, slots[t], seen[t], scale) for t in range(len(q))]
+        return torch.where(owned[:, None, None], torch.stack(rows), 0.0).to(q.dtype)
+
+    def sample(self, logits: Tensor, seeds: Tensor, positions: Tensor, greedy: Tensor) -> Tensor:
+        noise = gumbel(seeds, positions, logits.shape[1])
+        best = (logits + torch.where(greedy[:, None], 0.0, noise)).argmax(dim=1)
+        return torch.where(logits.amax(dim=1).isfinite(), best, -1)
+
+
+def _attend(q: Tensor, cache: KVLayer, slots: Tensor, seen: Tensor, scale: float) -> Tensor:
+    """q [Hq, D], slots and seen [CONTEXT] -> [Hq, D]"""
+    group = q.shape[0] // cache.k.shape[1]
+    keys, values = (part.index_select(0, slots).float() for part in (cache.k, cache.v))
+    keys, values = (
+        torch.where(seen[:, None, None], part, 0.0).repeat_interleave(group, 1).transpose(0, 1)
+        for part in (keys, values)
+    )
+    scores = torch.where(seen, (keys @ q.float()[:, :, None])[..., 0] * scale, -torch.inf)
+    return (torch.softmax(scores, -1)[:, None] @ values)[:, 0]
+
+
+@dataclass(frozen=True, slots=True)
+class _RecordedCall:
+    """func(*args, **kwargs) whose results lie in `outs`, but for those that are views of what it got."""
+
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    outs: tuple[Tensor, ...]
+
+
+class OpTape(TorchDispatchMode):
+    """What was dispatched, to be done again with the same tensors in the same memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[_RecordedCall] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        assert func not in HOST_READS, f"{func} cannot be part of a graph"
+        result = func(*args, **(kwargs or {}))
+        given = {
+            one.untyped_storage().data_ptr() for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)
+        }
+        outs = tuple(one for one in tree_leaves(result) if isinstance(one, Tensor))
+        new = outs if not any(one.untyped_storage().data_ptr() in given for one in outs) else ()
+        self.calls.append(_RecordedCall(func, args, kwargs or {}, new))
+        return result
+
+    def record_call(self, run: Callable[[], None]) -> None:
+        """What does its work beside torch: done again as it is."""
+        self.calls.append(_RecordedCall(run, (), {}, ()))
+
+    def replay(self) -> None:
+        """Memory of results may have held anything meanwhile."""
+        for call in self.calls:
+            for out in call.outs:
+                out.fill_(True if out.dtype == torch.bool else -77)
+        for call in self.calls:
+            found = [
+                one for one in tree_leaves(call.func(*call.args, **call.kwargs)) if isinstance(one, Tensor)
+            ]
+            for out, again in zip(call.outs, found, strict=False):
+                out.copy_(again)
+
+
+class TapedGraphPool(CudaGraphPool):
+    """Warms up, captures and replays as on a GPU."""
+
+    def capture(self, run: Callable[[], None]) -> Callable[[], None]:
+        run()
+        run()
+        with OpTape() as tape:
+            run()
+        self.count += 1
+        return tape.replay
+
+
+class GraphTestBed:
+    """A checkpoint on a recordable backend, its KV and its forward pass, which is captured once reserve() was called."""
+
+    def __init__(self, path: Path, ops: Ops | None = None) -> None:
+        self.ops = GraphCapturableOps() if ops is None else ops
+        self.model = load_model(path, self.ops, Precision.from_dtypes("float32"), "cpu", CONTEXT_LEN)
+        self.kv = KVStorage(6 * MAX_BLOCKS, BLOCK_SIZE, self.model.kv_layer_shapes, "float32")
+        forward = self.model.compile_logits(self.kv)
+        assert isinstance(forward, GraphRunner)
+        self.forward = forward
+
+    def reserve(self, rows: int) -> None:
+        self.forward.reserve(rows, MAX_BLOCKS, self.model.uses_mrope, "cpu", BLOCK_SIZE)
+
+    def clear_cache(self) -> None:
+        """Nothing is in the cache; a value that nobody wrote is no number."""
+        for part in self._parts():
+            part.fill_(torch.nan)
+
+    def copy_cache(self) -> list[Tensor]:
+        """K and V of all layers but for the scratch block, a copy."""
+        return [part[BLOCK_SIZE:].clone() for part in self._parts()]
+
+    def _parts(self) -> Sequence[Tensor]:
+        layers = [self.kv.layer(index) for index in range(len(self.model.kv_layer_shapes))]
+        return [part for layer in layers for part in (layer.k, layer.v)]

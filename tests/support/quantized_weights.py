@@ -1,0 +1,57 @@
+"""Random quantized weights for tests, and the values that the native products multiply with."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from foreword.kernels.ops import Matrix, QuantizedBlocks
+from foreword.kernels.quantization import QUANT_BLOCKS, dequantize, fake_quantize
+
+SCALE_OFFSETS = {
+    "q6_k": (208,),
+    "q4_k": (0, 2),
+    "q5_k": (0, 2),
+}  # bytes of a block where float16 scales stand; (0,) elsewhere
+WEIGHT_FORMATS = ("int8", "int4", *QUANT_BLOCKS)
+
+
+def random_weight(rows: int, columns: int, seed: int = 0) -> Tensor:
+    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed))
+
+
+def random_blocks(
+    weight_format: str, rows: int, columns: int, seed: int = 0, scale: float = 0.01
+) -> QuantizedBlocks:
+    """Any bytes for values, normally distributed float16 scales."""
+    block = QUANT_BLOCKS[weight_format]
+    generator = torch.Generator().manual_seed(seed)
+    shape = (rows, columns // block.num_values)
+    data = torch.randint(0, 256, (*shape, block.num_bytes), dtype=torch.uint8, generator=generator)
+    for place in SCALE_OFFSETS.get(weight_format, (0,)):
+        halves = (torch.randn(*shape, 1, generator=generator) * scale).to(torch.float16)
+        data[..., place : place + 2] = halves.view(torch.uint8)
+    return QuantizedBlocks(weight_format, data.reshape(rows, -1), columns)
+
+
+def random_matrix(weight_format: str, rows: int, columns: int, seed: int = 0) -> Matrix:
+    return (
+        random_weight(rows, columns, seed)
+        if weight_format in ("int8", "int4")
+        else random_blocks(weight_format, rows, columns, seed)
+    )
+
+
+def weight_values(matrix: Matrix, weight_format: str) -> Tensor:
+    return dequantize(matrix) if isinstance(matrix, QuantizedBlocks) else fake_quantize(matrix, weight_format)
+
+
+def fake_quantize_activations(x: Tensor, weight_format: str) -> Tensor:
+    """x [T, K] as products with weights of `kind` take it: int8 values with a scale for each row, 32 or 256 values."""
+    columns = x.shape[1]
+    run = {"int8": columns, "q4_k": 256, "q5_k": 256, "q6_k": 256}.get(weight_format, 32)
+    runs = F.pad(x.float(), (0, -columns % run)).reshape(x.shape[0], -1, run)
+    largest = runs.abs().amax(-1, keepdim=True)
+    steps = torch.round(runs * torch.where(largest == 0, 0.0, torch.full_like(largest, 127) / largest))
+    return (steps.double() * (largest / 127).double()).reshape(x.shape[0], -1)[:, :columns]

@@ -1,0 +1,158 @@
+"""Kernels compiled for GPUs that need not be here: what the compiler made of them can be read and tested.
+
+A process without the interpreter compiles them, one and the same for all tests of a session.
+"""
+
+from __future__ import annotations
+
+import atexit
+import importlib
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import traceback
+from collections.abc import Mapping, Sequence
+from contextlib import redirect_stdout
+from dataclasses import asdict, dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+__all__ = ["MAX_SHARED", "KernelBinary", "KernelSource", "compile_all"]
+
+MAX_SHARED = {80: 163 * 1024, 90: 227 * 1024}  # bytes that one program can have, by compute capability
+
+
+@dataclass(frozen=True, slots=True)
+class KernelSource:
+    """A kernel as it would be launched.
+
+    kernel      "foreword.kernels.triton.linear:product"
+    arguments   name -> type ("*bf16", "i32", "fp32"), in the order of the kernel; constants are left out
+    constants   name -> value of each constexpr; None for a pointer that is not there
+    capability  80, 90, ...
+    divisible   arguments that are multiples of 16, as Triton finds when it launches: all pointers unless said otherwise
+    """
+
+    kernel: str
+    arguments: Mapping[str, str]
+    constants: Mapping[str, Any]
+    capability: int = 90
+    num_warps: int = 4
+    num_stages: int = 3
+    enable_fp_fusion: bool = True
+    divisible: Sequence[str] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class KernelBinary:
+    """ptx        as text
+    shared     bytes of shared memory
+    registers  of a thread
+    stack      bytes of a thread: above 0 where registers were spilled
+    """
+
+    ptx: str
+    shared: int
+    registers: int
+    stack: int
+    spills: int
+    products: list[str] = field(default_factory=list)
+
+    def count(self, pattern: str) -> int:
+        """How often a regular expression occurs in the PTX."""
+        return len(re.findall(pattern, self.ptx))
+
+
+def compile_all(sources: Sequence[KernelSource]) -> list[KernelBinary]:
+    """Compiled in the other process; what its compiler said is raised."""
+    worker = _worker()
+    assert worker.stdin is not None and worker.stdout is not None
+    worker.stdin.write(json.dumps([asdict(source) for source in sources]) + "\n")
+    worker.stdin.flush()
+    answer = worker.stdout.readline()
+    assert answer, f"the compiler's process ended: {worker.wait()}"
+    told = json.loads(answer)
+    assert isinstance(told, list), told[-6000:]
+    return [KernelBinary(**each) for each in told]
+
+
+@cache
+def _worker() -> subprocess.Popen[str]:
+    """It answers each line, and ends when there are no more."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join(
+        filter(None, (str(Path(__file__).parents[3]), environment.get("PYTHONPATH")))
+    )
+    worker = subprocess.Popen(
+        [sys.executable, "-m", "tests.support.triton_compile"],
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    atexit.register(worker.communicate)
+    return worker
+
+
+def _compile_all_json(line: str) -> str:
+    """Of lists of Source: of Compiled, or what went wrong."""
+    with redirect_stdout(sys.stderr):
+        try:
+            return json.dumps([asdict(_compile(KernelSource(**each))) for each in json.loads(line)])
+        except Exception:
+            return json.dumps(traceback.format_exc())
+
+
+def _compile(source: KernelSource) -> KernelBinary:
+    triton = importlib.import_module("triton")
+    compiler = importlib.import_module("triton.compiler")
+    backends = importlib.import_module("triton.backends.compiler")
+    module, name = source.kernel.split(":")
+    kernel = getattr(importlib.import_module(module), name)
+    places = {argument: place for place, argument in enumerate(kernel.arg_names)}
+    divisible = source.divisible
+    if divisible is None:
+        divisible = [argument for argument, kind in source.arguments.items() if kind.startswith("*")]
+    signature = {argument: source.arguments.get(argument, "constexpr") for argument in kernel.arg_names}
+    constants = {(places[argument],): value for argument, value in source.constants.items()}
+    attributes = {(places[argument],): [["tt.divisibility", 16]] for argument in divisible}
+    options = {
+        "num_warps": source.num_warps,
+        "num_stages": source.num_stages,
+        "enable_fp_fusion": source.enable_fp_fusion,
+    }
+    target = backends.GPUTarget("cuda", source.capability, 32)
+    made = triton.compile(
+        compiler.ASTSource(kernel, signature, constants, attributes), target=target, options=options
+    )
+    usage, machine_code = _disassemble(Path(triton.__file__).parent, made.asm["cubin"])
+    ptx = made.asm["ptx"]
+    return KernelBinary(
+        ptx=ptx,
+        shared=made.metadata.shared,
+        registers=usage["REG"],
+        stack=usage["STACK"],
+        spills=len(re.findall(r"\b(?:LDL|STL)\b", machine_code)),
+        products=sorted(set(re.findall(r"wgmma\.mma_async\S+|mma\.sync\S+", ptx))),
+    )
+
+
+def _disassemble(package: Path, cubin: bytes) -> tuple[dict[str, int], str]:
+    """What a thread uses, and the machine code."""
+    tool = str(package / "backends" / "nvidia" / "bin" / "cuobjdump")
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        told = subprocess.run(
+            [tool, "-res-usage", "-sass", file.name], capture_output=True, text=True, check=True
+        ).stdout
+    return {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", told)}, told
+
+
+if __name__ == "__main__":
+    for request in sys.stdin:
+        print(_compile_all_json(request), flush=True)

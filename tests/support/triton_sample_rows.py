@@ -1,0 +1,54 @@
+"""Rows and comparisons for the tests of sampling on the device."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from foreword.kernels.reference.sampling import ReferenceSampling
+from foreword.kernels.triton.sampling import TritonSampling
+from tests.support import kernel_rows as rows
+from tests.support.device import DEVICE
+from tests.support.kernel_rows import NON_FINITE_KINDS, ROW_KINDS, make_row, same_bits
+
+BLOCK = 32
+EXTREMES = (3.4e38, -3.4e38, 1e-45, -1e-45, 0.0, -0.0, 2.0**-126, 1.0, -1.0)
+REFERENCE = ReferenceSampling()
+
+
+class SmallBlockSampling(TritonSampling):
+    """Rows of a few dozen ids are shared by several programs."""
+
+    sampling_block = BLOCK
+
+
+OPS = SmallBlockSampling()
+
+
+def mixed_rows(width: int) -> Tensor:
+    """float32 [R, width]: a row of each kind, and one of the largest and the smallest values that there are."""
+    extreme = torch.tensor([EXTREMES[i * 7 % len(EXTREMES)] for i in range(width)])
+    return torch.stack([*(make_row(kind, width, width) for kind in ROW_KINDS + NON_FINITE_KINDS), extreme])
+
+
+def random_few_rows() -> st.SearchStrategy[Tensor]:
+    """float32 [1..2, 1..100]"""
+    return rows.random_rows(ROW_KINDS + NON_FINITE_KINDS, max_width=100).map(
+        lambda logits: logits[:2].contiguous()
+    )
+
+
+def repeat_to(values: tuple[float, ...], count: int, dtype: torch.dtype) -> Tensor:
+    return torch.tensor([values[i % len(values)] for i in range(count)], dtype=dtype)
+
+
+def assert_same(operation: str, logits: Tensor, *operands: Tensor | int, ops: TritonSampling = OPS) -> None:
+    """What the device makes of rows equals what the reference makes of them, in place or returned."""
+    ours, theirs = logits.to(DEVICE, copy=True), logits.clone()
+    here = [operand.to(DEVICE) if isinstance(operand, Tensor) else operand for operand in operands]
+    found, wanted = getattr(ops, operation)(ours, *here), getattr(REFERENCE, operation)(theirs, *operands)
+    assert same_bits(ours.cpu(), theirs), operation
+    assert (found is None) == (wanted is None)
+    if wanted is not None:
+        assert found.dtype == wanted.dtype and same_bits(found.cpu(), wanted), operation

@@ -1,0 +1,104 @@
+"""LLaVA in transformers, to compare with."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+from foreword.core.images import PromptImage, expand_placeholders
+from foreword.kernels.cpu.backend import CpuOps
+from foreword.kernels.cpu.library import supported_isas
+from foreword.kernels.ops import Ops
+from foreword.kernels.reference.backend import ReferenceOps
+from tests.support.forward_helpers import ForwardHelper
+from tests.support.vision_checkpoints import IMAGE_TOKEN_ID, random_image
+
+__all__ = ["SIZES", "TransformersReference", "backends", "check_chunked_prefill", "prompt_of"]
+
+SIZES = ((33, 77), (90, 20), (50, 50))  # of pictures, before they are prepared
+
+
+class TransformersReference:
+    """The model of transformers in `path`, float32, that gets pictures as ours does."""
+
+    def __init__(self, path: Path) -> None:
+        transformers.utils.logging.disable_progress_bar()
+        self.model: Any = transformers.AutoModelForImageTextToText.from_pretrained(
+            path, dtype=torch.float32, attn_implementation="eager"
+        ).eval()
+        values = json.loads((path / "preprocessor_config.json").read_text(encoding="utf-8"))
+        self._mean, self._std = (
+            torch.tensor(values[key])[:, None, None] for key in ("image_mean", "image_std")
+        )
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(item.numel() for item in self.model.parameters())
+
+    def features(self, images: Sequence[PromptImage]) -> list[Tensor]:
+        with torch.inference_mode():
+            return list(self.model.get_image_features(**self._inputs(images)).pooler_output)
+
+    def logits(self, ids: Sequence[int], images: Sequence[PromptImage]) -> Tensor:
+        with torch.inference_mode():
+            return self.model(torch.tensor([ids]), **self._inputs(images)).logits[0]
+
+    def greedy(self, ids: Sequence[int], count: int, images: Sequence[PromptImage]) -> list[int]:
+        known = torch.tensor([ids])
+        with torch.inference_mode():
+            made = self.model.generate(
+                known,
+                attention_mask=torch.ones_like(known),
+                max_new_tokens=count,
+                do_sample=False,
+                eos_token_id=None,
+                **self._inputs(images),
+            )
+        return made[0, len(ids) :].tolist()
+
+    def _inputs(self, images: Sequence[PromptImage]) -> dict[str, Tensor]:
+        """Tiles beyond those of a picture are zeros, as transformers' own processor fills them up."""
+        each = [self._normalize(picture) for picture in images]
+        if self.model.config.model_type == "llava":
+            return {"pixel_values": torch.cat(each)}
+        most = max(map(len, each))
+        full = [torch.cat((one, one.new_zeros(most - len(one), *one.shape[1:]))) for one in each]
+        return {
+            "pixel_values": torch.stack(full),
+            "image_sizes": torch.tensor([picture.original_size for picture in images]),
+        }
+
+    def _normalize(self, image: PromptImage) -> Tensor:
+        assert image.pixels is not None
+        pixels = torch.frombuffer(bytearray(image.pixels), dtype=torch.uint8).view(image.shape)
+        return (pixels / 255 - self._mean) / self._std
+
+
+def backends() -> list[Ops]:
+    """The specification, and the best native kernels that this processor runs, if there are any."""
+    return [ReferenceOps(), *(CpuOps(isa, threads=1) for isa in supported_isas()[-1:])]
+
+
+def prompt_of(path: Path, seed: int = 0) -> tuple[tuple[int, ...], tuple[PromptImage, ...]]:
+    """Three pictures of odd sizes within a text, two of them side by side."""
+    text = [1, 2, 3, IMAGE_TOKEN_ID, 7, 8, 9, IMAGE_TOKEN_ID, IMAGE_TOKEN_ID, 10, 11, 12]
+    return expand_placeholders(
+        text, IMAGE_TOKEN_ID, [random_image(path, seed + index, *size) for index, size in enumerate(SIZES)]
+    )
+
+
+def check_chunked_prefill(ours: ForwardHelper, path: Path) -> None:
+    """Chunks that end within pictures, and rows one by one, have the bits of the whole."""
+    ids, pictures = prompt_of(path)
+    whole = ours.logits(ids, 0, pictures)
+    cuts = [0, 1, 10, 28, len(ids) - 5, *range(len(ids) - 4, len(ids) + 1)]
+    pieces = [ours.logits(ids[left:right], left, pictures) for left, right in pairwise(cuts)]
+    assert whole.isfinite().all()
+    assert torch.equal(torch.cat(pieces).view(torch.int32), whole.view(torch.int32))

@@ -1,0 +1,257 @@
+"""Every feature with every drafter: the cells of docs/features.md, one test each.
+
+All drafters run in one crowded engine (little cache, short chunks, sixteen at once); a request names the one that guesses
+for it. What it must equal was answered without speculation, one request at a time, with ample cache and whole prompts.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from foreword import LLM, SamplingParams, Speculation
+from foreword.config.options import DRAFTERS
+from foreword.errors import InvalidRequest
+from tests.support.checkpoints import write_checkpoint
+from tests.support.feature_matrix import DRAFTER_COLUMNS, FEATURES, IMAGES, PAGE, render_page
+from tests.support.images import png
+from tests.support.vision_checkpoints import IMAGE_TOKEN_ID, write_vision_checkpoint
+from tests.test_exact import fingerprint
+
+MAX_MODEL_LEN = 127
+NUM_PROMPTS = 3
+PARTS = 8
+PAIRS = 120  # of features, drawn at random; --full-product takes them all
+
+
+def prompts() -> list[dict[str, list[int]]]:
+    """They repeat themselves, and share a beginning."""
+    chance = random.Random(11)
+    common = [chance.randrange(3, 250) for _ in range(20)]
+    own = [[chance.randrange(3, 250) for _ in range(chance.randint(2, 9))] for _ in range(NUM_PROMPTS)]
+    return [{"prompt_token_ids": common[: 10 * i] + part * 3} for i, part in enumerate(own)]
+
+
+def params_of(settings: Mapping[str, Any]) -> list[SamplingParams]:
+    return [SamplingParams(**{"max_tokens": 40, "seed": 100 * i, **settings}) for i in range(NUM_PROMPTS)]
+
+
+def prompts_with_pictures() -> list[dict[str, Any]]:
+    """The same ones, with pictures before, within and behind the text; one of them twice."""
+    shown = [[], [picture(1)], [picture(2), picture(3), picture(1)]]
+    found = []
+    for prompt, pictures in zip(prompts(), shown, strict=True):
+        ids = prompt["prompt_token_ids"]
+        for number in range(len(pictures)):
+            ids = [*ids[: 9 * number], IMAGE_TOKEN_ID, *ids[9 * number :]]
+        found.append({"prompt_token_ids": ids, "images": pictures})
+    return found
+
+
+def picture(number: int) -> bytes:
+    return png(("red", "lime", "blue")[number % 3], (20 + 17 * number, 40 - 9 * number))
+
+
+@dataclass
+class Engines:
+    """The crowded engine, the plain one, what they are asked, and what the plain one has answered so far."""
+
+    crowded: LLM
+    plain: LLM
+    prompts: Sequence[Mapping[str, Any]]
+    known: dict[str, Any] = field(default_factory=dict)
+
+    def expected(self, settings: Mapping[str, Any]) -> Any:
+        key = repr(settings)
+        if key not in self.known:
+            self.known[key] = answers(self.plain, self.prompts, params_of(settings))
+        return self.known[key]
+
+    def found(self, settings: Mapping[str, Any], drafter: str) -> Any:
+        return answers(
+            self.crowded, self.prompts, [speculated(params, drafter) for params in params_of(settings)]
+        )
+
+
+def speculated(params: SamplingParams, drafter: str) -> SamplingParams:
+    """With something to expect where nothing is: the drafter of predictions must have a text."""
+    expected = params.prediction or "the thing in the an the er on a the"
+    return replace(params, speculation=Speculation(drafter), prediction=expected)
+
+
+def answers(llm: LLM, asked: Sequence[Mapping[str, Any]], params: Sequence[SamplingParams]) -> list[Any]:
+    """Everything about the answers; where a request contradicts itself, what it is told."""
+    try:
+        return [fingerprint(output) for output in llm.generate(list(asked), params)]
+    except InvalidRequest:
+        return [_answer(llm, prompt, one) for prompt, one in zip(asked, params, strict=True)]
+
+
+def _answer(llm: LLM, prompt: Any, params: SamplingParams) -> Any:
+    try:
+        return fingerprint(llm.generate([prompt], params)[0])
+    except InvalidRequest as error:
+        return type(error), str(error)
+
+
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
+    path = tmp_path_factory.mktemp("features")
+    write_checkpoint(path / "model", "llama", seed=1)
+    write_checkpoint(path / "drafter", "llama", seed=1, dtype="bfloat16")  # rounded: agrees often, not always
+    made = engines_of(path, prompts(), FEATURES, max_model_len=MAX_MODEL_LEN, kv_cache_memory="240tokens")
+    yield made
+    made.crowded.check()
+
+
+@pytest.fixture(scope="module")
+def seeing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
+    """Of a model that sees, with a draft model that sees."""
+    path = tmp_path_factory.mktemp("seeing")
+    write_vision_checkpoint(path / "model", "qwen2_5_vl", seed=1)
+    write_vision_checkpoint(path / "drafter", "qwen2_5_vl", seed=1, dtype="bfloat16")
+    asked = prompts_with_pictures()
+    made = engines_of(
+        path, asked, IMAGES, max_model_len=255, kv_cache_memory="256tokens", image_cache_memory="2kb"
+    )
+    yield made
+    made.crowded.check()
+
+
+def engines_of(
+    path: Path, asked: Sequence[Mapping[str, Any]], features: Mapping[str, Any], **options: Any
+) -> Engines:
+    """Of the checkpoints `model` and `drafter` in a directory."""
+    options |= {"threads": 1, "test_mode": True}
+    ample = {**options, "kv_cache_memory": "8000tokens"}
+    plain = LLM(str(path / "model"), speculate="off", max_num_seqs=1, prefix_caching=False, **ample)
+    recording = path / "recording.jsonl"
+    recording.write_text("".join(recorded(plain, asked, features)))
+    crowded = LLM(
+        str(path / "model"),
+        speculate=",".join(DRAFTERS),
+        draft_model=str(path / "drafter"),
+        draft_length="fixed",
+        replay_file=str(recording),
+        replay_error_rate=0.3,
+        max_num_seqs=16,
+        max_num_batched_tokens=24,
+        **options,
+    )
+    return Engines(crowded, plain, asked)
+
+
+def recorded(plain: LLM, asked: Sequence[Mapping[str, Any]], features: Mapping[str, Any]) -> Iterator[str]:
+    """Answers for the replay drafter, of every feature."""
+    for settings in features.values():
+        for prompt, params in zip(asked, params_of(settings), strict=True):
+            (output,) = plain.generate([prompt], [params])
+            for choice in output.outputs:
+                line = {
+                    "prompt_token_ids": output.prompt_token_ids,
+                    "seed": choice.seed,
+                    "token_ids": choice.token_ids,
+                }
+                yield json.dumps(line) + "\n"
+
+
+@pytest.mark.parametrize("drafter", DRAFTER_COLUMNS)
+@pytest.mark.parametrize("feature", FEATURES)
+def test_cell(engines: Engines, feature: str, drafter: str) -> None:
+    assert engines.found(FEATURES[feature], drafter) == engines.expected(FEATURES[feature])
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_every_drafter_is_right_and_wrong(engines: Engines, drafter: str) -> None:
+    """A table of drafters that never guess, or always guess wrong, would say little."""
+    check_guesses(engines, FEATURES, drafter)
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_every_drafter_is_right_and_wrong_about_pictures(seeing: Engines, drafter: str) -> None:
+    check_guesses(seeing, IMAGES, drafter)
+
+
+def check_guesses(engines: Engines, features: Mapping[str, Any], drafter: str) -> None:
+    for settings in features.values():
+        engines.found(settings, drafter)
+    samples = {
+        (sample.name, sample.labels.get("drafter")): sample.value
+        for metric in text_string_to_metric_families(engines.crowded.render_metrics().decode())
+        for sample in metric.samples
+    }
+    if drafter == "grammar":  # no guess, and so without figures of acceptance
+        assert samples["foreword_spec_forced_tokens_total", None] > 0
+        assert ("foreword_spec_draft_tokens_total", drafter) not in samples
+        return
+    drafted, accepted = (
+        samples[f"foreword_spec_{kind}_tokens_total", drafter] for kind in ("draft", "accepted")
+    )
+    assert 0 < accepted < drafted
+
+
+@pytest.mark.parametrize("drafter", DRAFTER_COLUMNS)
+@pytest.mark.parametrize("feature", IMAGES)
+def test_cell_with_pictures(seeing: Engines, feature: str, drafter: str) -> None:
+    assert seeing.found(IMAGES[feature], drafter) == seeing.expected(IMAGES[feature])
+
+
+def compatible(pair: tuple[str, str]) -> bool:
+    """Whether the two ask for different things that a request may ask for at once."""
+    first, second = (FEATURES[name] for name in pair)
+    return not first.keys() & second.keys() and {"min_tokens", "max_tokens"} > {*first, *second} & {
+        "min_tokens",
+        "max_tokens",
+    }
+
+
+def pairs() -> list[tuple[str, str, str]]:
+    """Pairs of features, each with a drafter, in an order of chance."""
+    found = [pair for pair in itertools.combinations(FEATURES, 2) if compatible(pair)]
+    random.Random(5).shuffle(found)
+    return [(*pair, DRAFTER_COLUMNS[i % len(DRAFTER_COLUMNS)]) for i, pair in enumerate(found)]
+
+
+@pytest.mark.parametrize("number", range(PARTS))
+def test_random_pairs(engines: Engines, number: int, request: pytest.FixtureRequest) -> None:
+    """Features that never met while they were written."""
+    everything = pairs()
+    taken = everything if request.config.getoption("--full-product") else everything[:PAIRS]
+    for first, second, drafter in taken[number::PARTS]:
+        settings = {**FEATURES[first], **FEATURES[second]}
+        assert engines.found(settings, drafter) == engines.expected(settings), (
+            f"{first} with {second}, drafter {drafter}"
+        )
+
+
+@pytest.mark.parametrize("drafter", DRAFTER_COLUMNS)
+def test_embeddings_beside(engines: Engines, drafter: str) -> None:
+    """Prompts become vectors between the bursts of answers that are drafted for; neither changes."""
+    params = [speculated(one, drafter) for one in params_of({"temperature": 0.7})]
+    texts = ["the thing", "an answer on the thing in the " * 3, "x"]
+    streams = [engines.crowded.stream(prompt, one) for prompt, one in zip(prompts(), params, strict=True)]
+    pieces: list[list[str]] = [[] for _ in streams]
+    vectors = []
+    for round_ in itertools.zip_longest(*streams):
+        for own, piece in zip(pieces, round_, strict=True):
+            own.append("" if piece is None else piece.text)
+        vectors.append([output.vector for output in engines.crowded.embed(texts, pooling="mean")])
+    expected = [
+        engines.plain.generate([prompt], one)[0].text
+        for prompt, one in zip(prompts(), params_of({"temperature": 0.7}), strict=True)
+    ]
+    assert ["".join(own) for own in pieces] == expected
+    alone = [engines.plain.embed(text, pooling="mean")[0].vector for text in texts]
+    assert len(vectors) > 5 and all(found == alone for found in vectors)
+
+
+def test_the_page_is_what_is_tested() -> None:
+    assert PAGE.read_text() == render_page(), "run python -m tests.support.feature_matrix"

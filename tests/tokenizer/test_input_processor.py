@@ -1,0 +1,198 @@
+from typing import Any
+
+import pytest
+
+from foreword.core.params import SamplingParams
+from foreword.core.structured import StructuredOutput
+from foreword.errors import ContextLengthExceeded, InvalidRequest
+from foreword.tokenizer.input_processor import (
+    SamplingDefaults,
+    encode_bad_words,
+    encode_dry_breakers,
+    encode_prediction,
+    encode_reasoning_end,
+    make_requests,
+    resolve_seed,
+)
+from foreword.tokenizer.tokenizer import Tokenizer
+from tests.support.fakes import EOS, byte_tokenizer
+from tests.support.tokenizer_builders import byte_level_backend
+
+TOKENIZER = byte_tokenizer()
+
+
+def test_choices_are_requests_of_their_own() -> None:
+    params = SamplingParams(n=3, seed=2**64 - 2, temperature=0.5)
+    requests = make_requests([1, 2], params, TOKENIZER, "x", 100, cache_salt="t", priority=3)
+    assert [request.id for request in requests] == ["x-0", "x-1", "x-2"]
+    assert [request.seed for request in requests] == [2**64 - 2, 2**64 - 1, 0]
+    for request in requests:
+        assert (
+            request.params.n == 1
+            and request.params.seed == request.seed
+            and request.params.temperature == 0.5
+        )
+        assert (request.prompt_ids, request.cache_salt, request.priority, request.eos_token_ids[0]) == (
+            (1, 2),
+            "t",
+            3,
+            EOS,
+        )
+        assert request.arrival_s > 0
+
+
+def test_seeds() -> None:
+    assert resolve_seed(5, 7) == 5
+    assert resolve_seed(None, 7) == 7
+    assert resolve_seed(-1) == 2**64 - 1
+    drawn = {resolve_seed(None) for _ in range(8)}
+    assert len(drawn) == 8 and max(drawn) < 2**64
+
+
+def test_a_prompt_must_leave_room_for_an_answer() -> None:
+    assert make_requests([1] * 99, SamplingParams(), TOKENIZER, "x", 100)
+    with pytest.raises(ContextLengthExceeded, match=r"100 tokens.*100 tokens long.*at most 99"):
+        make_requests([1] * 100, SamplingParams(), TOKENIZER, "x", 100)
+
+
+def test_an_empty_prompt_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="empty"):
+        make_requests([], SamplingParams(), TOKENIZER, "x", 100)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "name"),
+    [
+        ([260], {}, "prompt"),
+        ([-1], {}, "prompt"),
+        ([True], {}, "prompt"),
+        ([1], {"logit_bias": {260: 1}}, "logit_bias"),
+        ([1], {"allowed_token_ids": [260]}, "allowed_token_ids"),
+        ([1], {"stop_token_ids": [260]}, "stop_token_ids"),
+    ],
+)
+def test_ids_outside_the_vocabulary_are_refused(prompt: list[int], params: dict[str, Any], name: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        make_requests(prompt, SamplingParams(**params), TOKENIZER, "x", 100)
+    assert caught.value.param == name
+
+
+def test_the_smaller_vocabulary_counts() -> None:
+    with pytest.raises(InvalidRequest, match="ends at 199"):
+        make_requests([200], SamplingParams(), TOKENIZER, "x", 100, vocab_size=200)
+
+
+def test_bad_words_with_and_without_a_space() -> None:
+    trained = Tokenizer(byte_level_backend())
+    token = trained.encode(" the", add_special_tokens=False)
+    assert len(token) == 1
+    assert encode_bad_words(["the"], trained) == (
+        tuple(trained.encode("the", add_special_tokens=False)),
+        *([tuple(token)] if len(trained.encode("the", add_special_tokens=False)) == 1 else []),
+    )
+    assert encode_bad_words([" ab", "ab"], TOKENIZER) == ((97, 98),)
+
+
+def test_a_bad_word_of_spaces_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="bad_words"):
+        encode_bad_words([" "], TOKENIZER)
+
+
+def test_breakers_are_tokens_that_hold_them_or_begin_them() -> None:
+    tokenizer = Tokenizer(byte_level_backend())
+    texts = {token_id: tokenizer.token_bytes(token_id) for token_id in range(tokenizer.vocab_size)}
+    found = encode_dry_breakers((":", "b:"), tokenizer)
+    single = [token_id for token_id, raw in texts.items() if b":" in raw]
+    begun = [token_id for token_id, raw in texts.items() if raw.endswith(b"b")]
+    rest = tokenizer.encode(":", add_special_tokens=False)
+    assert set(found) == {*((token_id,) for token_id in single), *((token_id, *rest) for token_id in begun)}
+    assert len(found) == len(set(found)) and single and begun
+
+
+def test_breakers_are_looked_for_only_where_they_matter() -> None:
+    (plain,) = make_requests([1], SamplingParams(), TOKENIZER, "x", 100)
+    (dry,) = make_requests(
+        [1], SamplingParams(dry_multiplier=1.0, dry_sequence_breakers=["ab"]), TOKENIZER, "x", 100
+    )
+    assert (plain.dry_breakers, dry.dry_breakers) == ((), ((97, 98),))
+
+
+@pytest.mark.parametrize(
+    ("wanted", "max_tokens", "kept"),
+    [(3, None, 3), (50, None, 10), (-1, None, 10), (-1, 95, 5), (-1, 500, 1)],
+)
+def test_a_prompt_is_cut_to_its_end(wanted: int, max_tokens: int | None, kept: int) -> None:
+    params = SamplingParams(truncate_prompt_tokens=wanted, max_tokens=max_tokens)
+    (request,) = make_requests(list(range(10)), params, TOKENIZER, "x", 100)
+    assert request.prompt_ids == tuple(range(10 - kept, 10))
+
+
+@pytest.mark.parametrize(
+    ("asked", "defaults", "max_tokens", "on_runaway"),
+    [
+        ({}, SamplingDefaults(), None, None),
+        ({}, SamplingDefaults(max_tokens=40, on_runaway="warn"), 40, "warn"),
+        (
+            {"max_tokens": 90, "on_runaway": "off"},
+            SamplingDefaults(max_tokens=40, on_runaway="warn"),
+            90,
+            "off",
+        ),
+        ({"min_tokens": 60}, SamplingDefaults(max_tokens=40), 60, None),
+        ({"on_runaway": "stop"}, SamplingDefaults(max_tokens=0, on_runaway="off"), None, "stop"),
+    ],
+)
+def test_defaults_hold_for_parameters_that_are_silent(
+    asked: dict[str, Any], defaults: SamplingDefaults, max_tokens: int | None, on_runaway: str | None
+) -> None:
+    for request in make_requests([1], SamplingParams(n=2, **asked), TOKENIZER, "x", 100, defaults):
+        assert (request.params.max_tokens, request.params.on_runaway) == (max_tokens, on_runaway)
+
+
+def test_a_default_takes_no_room_from_the_prompt() -> None:
+    """What is cut for the sake of max_tokens is cut for a caller who named them."""
+    params = SamplingParams(truncate_prompt_tokens=-1)
+    (request,) = make_requests([1] * 200, params, TOKENIZER, "x", 100, SamplingDefaults(max_tokens=1000))
+    assert (len(request.prompt_ids), request.params.max_tokens) == (99, 1000)
+
+
+def test_the_default_seed() -> None:
+    assert make_requests([1], SamplingParams(), TOKENIZER, "x", 100, SamplingDefaults(seed=5))[0].seed == 5
+    assert (
+        make_requests([1], SamplingParams(seed=6), TOKENIZER, "x", 100, SamplingDefaults(seed=5))[0].seed == 6
+    )
+
+
+def test_a_prediction_becomes_tokens_of_every_choice() -> None:
+    requests = make_requests([1], SamplingParams(n=2, prediction="ab"), TOKENIZER, "x", 100)
+    assert [request.prediction_ids for request in requests] == [(97, 98)] * 2
+    assert "prediction" not in requests[0].params.non_default_fields(), "its text would stand in the log"
+    assert make_requests([1], SamplingParams(), TOKENIZER, "x", 100)[0].prediction_ids == ()
+
+
+def test_no_answer_is_longer_than_the_context() -> None:
+    assert len(encode_prediction("x" * 100, TOKENIZER, 100)) == 100
+    with pytest.raises(InvalidRequest, match="the prediction has 101 tokens; the context is 100") as caught:
+        encode_prediction("x" * 101, TOKENIZER, 100)
+    assert caught.value.param == "prediction"
+    with pytest.raises(InvalidRequest, match="prediction is not valid Unicode"):
+        encode_prediction("\ud800", TOKENIZER, 100)
+
+
+def test_the_end_of_reasoning_in_each_of_its_spellings() -> None:
+    assert encode_reasoning_end(None, byte_tokenizer()) == ()
+    # Bytes spell it alike beside whitespace; merges do not.
+    assert encode_reasoning_end("<e>", byte_tokenizer()) == ((60, 101, 62),)
+    merged = Tokenizer(byte_level_backend())
+    spellings = encode_reasoning_end("return", merged)
+    assert len(spellings) > 1
+    for text in ("So return[]", "So\nreturn\n[]", "!return\n\n[]"):
+        ids = tuple(merged.encode(text, add_special_tokens=False))
+        assert any(one == ids[i : i + len(one)] for one in spellings for i in range(len(ids))), text
+    (request,) = make_requests(
+        [1], SamplingParams(structured=StructuredOutput.regex("a", after="<e>")), byte_tokenizer(), "r", 9
+    )
+    assert request.reasoning_end_ids == ((60, 101, 62),)
+    with pytest.raises(InvalidRequest, match="surrogate") as caught:
+        encode_reasoning_end("\ud800", byte_tokenizer())
+    assert caught.value.param == "structured_outputs.after"

@@ -1,0 +1,156 @@
+from itertools import cycle
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from foreword.core.outputs import DraftResult, TokenEvent
+from foreword.core.params import SamplingParams
+from foreword.tokenizer.input_processor import make_requests
+from foreword.tokenizer.output_processor import ChoiceOutput, OutputDelta
+from tests.support.fakes import END, EOS, byte_tokenizer, logprob_of
+
+TOKENIZER = byte_tokenizer()
+
+
+def answer(**params: Any) -> ChoiceOutput:
+    return ChoiceOutput(TOKENIZER, make_requests([1], SamplingParams(**params), TOKENIZER, "r", 4096)[0])
+
+
+def feed(
+    to: ChoiceOutput,
+    text: str | bytes,
+    bursts: tuple[int, ...] = (1,),
+    finish: str | None = None,
+    stop_id: int | None = None,
+) -> list[OutputDelta]:
+    """Feed a text in bursts until the answer is finished; all but the last of a burst were guessed."""
+    raw = list(text.encode() if isinstance(text, str) else text) + ([] if stop_id is None else [stop_id])
+    deltas, start = [], 0
+    for size in cycle(bursts):
+        ids = tuple(raw[start : start + size])
+        last = start + size >= len(raw)
+        marks = logprobs_of(to, ids)
+        use = DraftResult("ngram", size, min(size - 1, len(ids)))
+        deltas.append(
+            to.feed(
+                TokenEvent(
+                    "r-0",
+                    start,
+                    ids,
+                    marks,
+                    draft=use,
+                    finish_reason=finish if last else None,
+                    stop_id=stop_id if last else None,
+                )
+            )
+        )
+        start += size
+        if last or to.finished:
+            return deltas
+    raise AssertionError
+
+
+def logprobs_of(to: ChoiceOutput, ids: tuple[int, ...]) -> tuple[Any, ...]:
+    count = to.request.params.logprobs
+    return () if count is None else tuple(logprob_of(i, count) for i in ids)
+
+
+BURSTS = st.lists(st.integers(1, 5), min_size=1, max_size=4).map(tuple)
+
+
+@given(
+    st.text(alphabet="abé😀", max_size=12),
+    st.lists(st.text(alphabet="abé", min_size=1, max_size=3), max_size=2),
+    BURSTS,
+    st.booleans(),
+)
+@settings(max_examples=150)
+def test_bursts_change_nothing(text: str, stops: list[str], bursts: tuple[int, ...], include: bool) -> None:
+    one, many = (answer(stop=tuple(stops), include_stop_str_in_output=include) for _ in range(2))
+    single, burst = feed(one, text, (1,), "length"), feed(many, text, bursts, "length")
+    assert (one.text, one.token_ids, one.finish_reason, one.stop_reason) == (
+        many.text,
+        many.token_ids,
+        many.finish_reason,
+        many.stop_reason,
+    )
+    for to, deltas in ((one, single), (many, burst)):
+        assert "".join(delta.text for delta in deltas) == to.text
+        assert [i for delta in deltas for i in delta.event.token_ids] == to.token_ids
+        assert all("".join(text for text, _ in delta.pieces) == delta.text for delta in deltas)
+
+
+def test_the_text_is_that_of_all_tokens() -> None:
+    to = answer()
+    feed(to, "naïve 😀", (3,), "length")
+    assert to.text == "naïve 😀" and to.finish_reason == "length" and to.stop_reason is None
+
+
+def test_a_stop_string_ends_the_answer_at_its_token() -> None:
+    to = answer(stop=("STOP",), logprobs=2)
+    deltas = feed(to, "ab STOP and more", (5,))
+    assert to.text == "ab "
+    assert to.num_tokens == 7 and bytes(to.token_ids) == b"ab STOP"
+    assert (to.finish_reason, to.stop_reason, deltas[-1].hit_stop_string) == ("stop", "STOP", True)
+    assert len(to.logprobs) == 7
+    assert deltas[-1].event.draft is not None and deltas[-1].event.draft.num_accepted == 2
+    assert [delta.text for delta in deltas] == ["ab ", ""]
+
+
+def test_a_stop_string_before_the_stop_token_wins() -> None:
+    to = answer(stop=("b",))
+    deltas = feed(to, "abc", (4,), "stop", EOS)
+    assert (to.text, to.num_tokens, to.stop_reason) == ("a", 2, "b")
+    assert deltas[-1].event.stop_id is None
+
+
+def test_eos_is_counted_and_not_shown() -> None:
+    to = answer(skip_special_tokens=False)
+    deltas = feed(to, "ab", (3,), "stop", EOS)
+    assert (to.text, to.num_tokens, to.finish_reason, to.stop_reason) == ("ab", 3, "stop", None)
+    assert not deltas[-1].hit_stop_string
+
+
+def test_a_stop_token_is_shown_on_request() -> None:
+    hidden, shown = (
+        answer(stop_token_ids=(ord("!"),)),
+        answer(stop_token_ids=(ord("!"),), include_stop_str_in_output=True),
+    )
+    for to in (hidden, shown):
+        feed(to, "ab", (2,), "stop", ord("!"))
+    assert (hidden.text, hidden.stop_reason) == ("ab", ord("!"))
+    assert (shown.text, shown.stop_reason) == ("ab!", ord("!"))
+
+
+def test_what_was_held_back_comes_at_the_end() -> None:
+    to = answer(stop=("STOP",))
+    deltas = feed(to, "ab ST", (5,), "length")
+    assert deltas[-1].text == "ab ST"
+
+
+def test_stop_strings_are_not_looked_for_before_min_tokens() -> None:
+    to = answer(stop=("a",), min_tokens=2)
+    feed(to, "aaaa", (4,), "length")
+    assert (to.text, to.num_tokens) == ("aa", 3)
+
+
+def test_pieces_mark_what_was_guessed() -> None:
+    to = answer(stop=("XY",))
+    deltas = feed(to, "abcX", (2, 1, 1), "length")
+    assert [delta.pieces for delta in deltas] == [
+        (("a", True), ("b", False)),
+        (("c", False),),
+        (("X", False),),
+    ]
+
+
+def test_offsets_and_bytes_of_logprobs() -> None:
+    to = answer(logprobs=1)
+    feed(to, "aé", (3,), "stop", END)
+    assert [(token.text, token.raw, token.offset) for token in to.logprobs] == [
+        ("a", b"a", 0),
+        ("\ufffd", b"\xc3", 1),
+        ("\ufffd", b"\xa9", 1),
+        ("<|im_end|>", b"<|im_end|>", 2),
+    ]

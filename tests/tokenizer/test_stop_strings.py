@@ -1,0 +1,58 @@
+from hypothesis import given
+from hypothesis import strategies as st
+
+from foreword.tokenizer.stop_strings import StopStrings
+
+WORDS = st.text(alphabet="ab", min_size=1, max_size=4)
+
+
+def expected(text: str, stops: list[str], include: bool) -> tuple[str, str | None]:
+    """By definition: the first end at which some stop string ends, the longest of those that do."""
+    for end in range(1, len(text) + 1):
+        found = [stop for stop in stops if text[:end].endswith(stop)]
+        if found:
+            stop = max(found, key=len)
+            return text[: end if include else end - len(stop)], stop
+    return text, None
+
+
+@given(st.lists(WORDS, max_size=3), st.lists(st.text(alphabet="abc", max_size=5), max_size=8), st.booleans())
+def test_any_cut_into_pieces_gives_the_definition(stops: list[str], pieces: list[str], include: bool) -> None:
+    matcher = StopStrings(tuple(stops), include)
+    shown, stop = "", None
+    for piece in pieces:
+        text, stop = matcher.feed(piece)
+        shown += text
+        if stop is not None:
+            break
+    assert (shown + matcher.flush(), stop) == expected("".join(pieces), stops, include)
+
+
+@given(st.lists(WORDS, min_size=1, max_size=3), st.text(alphabet="abc", max_size=12))
+def test_only_what_may_become_a_stop_string_is_held_back(stops: list[str], text: str) -> None:
+    if any(stop in text for stop in stops):
+        return
+    shown, _ = StopStrings(tuple(stops)).feed(text)
+    held = max(
+        k for k in range(5) if k == 0 or (k <= len(text) and any(s.startswith(text[-k:]) for s in stops))
+    )
+    assert shown == text[: len(text) - held]
+
+
+def test_the_earliest_end_wins() -> None:
+    assert StopStrings(("abcd", "bc")).feed("xabcd") == ("xa", "bc")
+
+
+def test_of_those_that_end_together_the_longest_wins() -> None:
+    assert StopStrings(("b", "ab")).feed("xab") == ("x", "ab")
+
+
+def test_with_include_nothing_is_held_back() -> None:
+    stops = StopStrings(("END",), include=True)
+    assert [stops.feed(piece) for piece in ("a E", "N", "D b")] == [("a E", None), ("N", None), ("D", "END")]
+
+
+def test_what_ends_while_search_is_off_does_not_count() -> None:
+    stops = StopStrings(("aa",))
+    assert stops.feed("aa", search=False) == ("a", None)
+    assert stops.feed("a") == ("", "aa")

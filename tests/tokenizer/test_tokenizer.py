@@ -1,0 +1,228 @@
+import json
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from foreword.errors import CheckpointError, InvalidRequest, RequestFailed
+from foreword.tokenizer.tokenizer import Tokenizer
+from tests.support.fakes import BOS, END, EOS, byte_backend, byte_tokenizer
+from tests.support.tokenizer_builders import (
+    DIFFICULT_TEXTS,
+    byte_level_backend,
+    sentencepiece_backend,
+    write_checkpoint,
+)
+
+NAMES = {"bos_token": "<|bos|>", "eos_token": "<|eos|>"}
+PIECE_NAMES = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+CHECKPOINTS = {
+    "byte level": (byte_level_backend, NAMES),
+    "byte level, add_bos_token off": (byte_level_backend, {**NAMES, "add_bos_token": False}),
+    "sentencepiece": (sentencepiece_backend, {**PIECE_NAMES, "add_bos_token": True, "add_eos_token": False}),
+    "tokens of the config": (
+        byte_level_backend,
+        {
+            **NAMES,
+            "additional_special_tokens": ["<extra>"],
+            "added_tokens_decoder": {
+                "9000": {"content": "<added>", "special": False, "lstrip": True, "normalized": False}
+            },
+        },
+    ),
+}
+
+
+@pytest.fixture(params=CHECKPOINTS)
+def checkpoint(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    build, config = CHECKPOINTS[request.param]
+    return write_checkpoint(tmp_path, build(), config)
+
+
+def test_ids_and_texts_are_those_of_transformers(checkpoint: Path) -> None:
+    ours, theirs = Tokenizer.from_directory(checkpoint), AutoTokenizer.from_pretrained(checkpoint)
+    for text in [*DIFFICULT_TEXTS, "a <extra> b <added> c", "".join(DIFFICULT_TEXTS)]:
+        for special in (True, False):
+            ids = ours.encode(text, add_special_tokens=special)
+            assert ids == theirs.encode(text, add_special_tokens=special), text
+            for skip in (True, False):
+                decoded = theirs.decode(ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
+                assert ours.decode(ids, skip_special_tokens=skip) == decoded, text
+
+
+def test_special_tokens_are_those_of_transformers(checkpoint: Path) -> None:
+    ours, theirs = Tokenizer.from_directory(checkpoint), AutoTokenizer.from_pretrained(checkpoint)
+    assert ours.vocab_size == len(theirs)
+    assert ours.eos_token_ids == (theirs.eos_token_id,)
+    assert {i for i in range(len(theirs)) if ours.is_special(i)} >= set(theirs.all_special_ids)
+
+
+def test_eos_of_the_generation_config_come_first(tmp_path: Path) -> None:
+    write_checkpoint(
+        tmp_path,
+        byte_backend(),
+        NAMES,
+        generation_config={"eos_token_id": [END, BOS]},
+        config={"eos_token_id": 1},
+    )
+    assert Tokenizer.from_directory(tmp_path).eos_token_ids == (END, BOS, EOS)
+
+
+def test_truncation_and_padding_of_the_file_are_ignored(tmp_path: Path) -> None:
+    backend = byte_backend()
+    backend.enable_truncation(3)
+    backend.enable_padding(length=9)
+    assert Tokenizer.from_directory(write_checkpoint(tmp_path, backend, NAMES)).encode("abcd") == [
+        97,
+        98,
+        99,
+        100,
+    ]
+
+
+def test_unused_ids_are_the_rows_without_a_token() -> None:
+    assert byte_tokenizer().unassigned_ids(264) == (260, 261, 262, 263)
+    assert byte_tokenizer().unassigned_ids(100) == ()
+
+
+def test_bytes_and_texts_of_tokens() -> None:
+    tokenizer = byte_tokenizer()
+    assert tokenizer.token_bytes(0xC3) == b"\xc3"
+    assert tokenizer.token_text(0xC3) == "\ufffd"
+    assert tokenizer.token_text(EOS) == "<|eos|>"
+    assert tokenizer.token_bytes(9999) == b""
+
+
+def test_the_first_difference_is_named() -> None:
+    backend = byte_backend()
+    backend.add_tokens(["more"])
+    ours, theirs = byte_tokenizer(), Tokenizer(backend)
+    assert ours.diff(byte_tokenizer()) is None
+    assert ours.diff(theirs) == "id 260 is no token in the one and 'more' in the other"
+    swapped = json.loads(byte_backend().to_str())
+    vocab = swapped["model"]["vocab"]
+    vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
+    other = Tokenizer(type(backend).from_str(json.dumps(swapped)))
+    assert ours.diff(other) == "id 97 is 'a' in the one and 'b' in the other"
+
+
+def test_what_is_special_may_differ() -> None:
+    """Between a GGUF file and a checkpoint it does; what ids mean does not."""
+    plain, special = byte_backend(), byte_backend()
+    plain.add_tokens(["<tool>"])
+    special.add_special_tokens(["<tool>"])
+    ours, theirs = Tokenizer(plain), Tokenizer(special)
+    assert not ours.is_special(260) and theirs.is_special(260)
+    assert ours.diff(theirs) is None and theirs.diff(ours) is None
+
+
+def test_a_directory_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"has no tokenizer\.json"):
+        Tokenizer.from_directory(tmp_path)
+
+
+def test_a_broken_tokenizer_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        Tokenizer.from_directory(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "complaint"),
+    [
+        ("config.json", {"eos_token_id": "x"}, "eos_token_id must be an id"),
+        ("config.json", {"eos_token_id": -1}, "eos_token_id must be an id"),
+        ("config.json", {"eos_token_id": [1, float("inf")]}, "eos_token_id must be an id"),
+        ("config.json", [1], "must hold a JSON object"),
+        (
+            "tokenizer_config.json",
+            {"added_tokens_decoder": {"x": {"content": "a"}}},
+            "added_tokens_decoder must hold",
+        ),
+        (
+            "tokenizer_config.json",
+            {"added_tokens_decoder": {"1": {"lstrip": True}}},
+            "added_tokens_decoder must hold",
+        ),
+        (
+            "tokenizer_config.json",
+            {"added_tokens_decoder": {"1": {"content": "a", "lstrip": 2}}},
+            "added_tokens_decoder",
+        ),
+        (
+            "tokenizer_config.json",
+            {"chat_template": [{"name": "default", "template": 1}]},
+            "chat_template must be a text",
+        ),
+        ("special_tokens_map.json", "[" * 100_000, "is not JSON"),
+        ("chat_template.jinja", b"\xff", "is not UTF-8"),
+    ],
+)
+def test_files_beside_it_that_lie_are_refused(
+    tmp_path: Path, name: str, content: object, complaint: str
+) -> None:
+    (tmp_path / "tokenizer.json").write_text(byte_backend().to_str())
+    raw = content if isinstance(content, str | bytes) else json.dumps(content)
+    (tmp_path / name).write_bytes(raw if isinstance(raw, bytes) else raw.encode())
+    with pytest.raises(CheckpointError, match=complaint):
+        Tokenizer.from_directory(tmp_path)
+
+
+def test_special_tokens_that_are_no_text_are_passed_over(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text(byte_backend().to_str())
+    special = {"eos_token": "\ud800", "bos_token": 3, "additional_special_tokens": "<x>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(special))
+    assert not Tokenizer.from_directory(tmp_path).special_tokens
+
+
+def test_an_id_beyond_every_vocabulary_is_refused(tmp_path: Path) -> None:
+    """Lists as long as the highest id are made of it."""
+    content = json.loads(byte_backend().to_str())
+    content["model"]["vocab"]["x"] = 1 << 31
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match="a token with the id 2147483648"):
+        Tokenizer.from_directory(tmp_path)
+
+
+def test_a_vocabulary_without_its_unknown_token_is_refused(tmp_path: Path) -> None:
+    """The library notices with the first text that needs it, which would be somebody's request."""
+    content = json.loads(byte_backend().to_str())
+    content["model"] = {
+        "type": "WordPiece",
+        "unk_token": "[UNK]",
+        "continuing_subword_prefix": "##",
+        "vocab": {"a": 0},
+    }
+    content["model"]["max_input_chars_per_word"] = 100
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match="UNK"):
+        Tokenizer.from_directory(tmp_path)
+
+
+def test_what_the_library_fails_on_ends_one_request() -> None:
+    class Panicking:
+        def encode_batch(self, *_: object, **__: object) -> None:
+            raise PanicException("index out of bounds")
+
+    class PanicException(BaseException):
+        """As libraries written in Rust raise it: no Exception."""
+
+    tokenizer = byte_tokenizer()
+    tokenizer._backend = Panicking()  # type: ignore[assignment]
+    with pytest.raises(RequestFailed, match="fails on this text"):
+        tokenizer.encode("x")
+    with pytest.raises(RequestFailed, match="fails on this text"):
+        tokenizer.encode_truncated("x", None, 1)
+
+
+def test_a_decoder_that_is_not_known_is_refused_by_name(tmp_path: Path) -> None:
+    content = json.loads(byte_backend().to_str())
+    content["decoder"] = {"type": "WordPiece", "prefix": "##", "cleanup": True}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match="WordPiece"):
+        Tokenizer.from_directory(tmp_path)
+
+
+def test_a_lone_surrogate_is_a_clear_error() -> None:
+    with pytest.raises(InvalidRequest, match="surrogate at character 1"):
+        byte_tokenizer().encode("a\ud800")
