@@ -39,7 +39,7 @@ ALLOWED = {
         "utils",
         "errors",
     },
-    "engine_client": {"engine", "speculation.control.trace", "config", "core", "utils", "errors"},
+    "engine_client": {"engine", "speculation.control.cost_model", "config", "core", "utils", "errors"},
     "checkpoint": {
         "models.hub",
         "models.gguf.reader",
