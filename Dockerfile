@@ -6,7 +6,7 @@ ARG PIP_INDEX_URL
 ARG PIP_EXTRA_INDEX_URL
 RUN apt-get update && apt-get install -y --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
 WORKDIR /src
-COPY pyproject.toml README.md LICENSE ./
+COPY pyproject.toml setup.py README.md LICENSE ./
 COPY foreword ./foreword
 RUN python -m venv /opt/foreword && /opt/foreword/bin/pip install --no-cache-dir .
 
